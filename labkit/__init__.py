@@ -1,0 +1,50 @@
+"""labkit: distributed training you can read, run, check and see.
+
+The names below are imported when they are first used, so that `import labkit` is immediate.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attach": "labkit.world",
+    "Comm": "labkit.comm",
+    "CommError": "labkit.comm",
+    "CollectiveMismatch": "labkit.comm",
+    "CommEvent": "labkit.events",
+    "DDP": "labkit.parallel",
+    "GPT": "labkit.models",
+    "Handle": "labkit.comm",
+    "Link": "labkit.comm",
+    "listen": "labkit.comm",
+    "MLP": "labkit.models",
+    "NaiveDDP": "labkit.parallel",
+    "progress": "labkit.world",
+    "RankError": "labkit.world",
+    "RankInterrupt": "labkit.world",
+    "Single": "labkit.parallel",
+    "Text": "labkit.data",
+    "World": "labkit.world",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"labkit has no {name!r}; it has {', '.join(sorted(_HOME))}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext labkit`: the magics `%%ranks` and `%ranks`."""
+    from labkit.world.magics import RankMagics
+
+    ipython.register_magics(RankMagics)

@@ -1,0 +1,9 @@
+"""The one door for every byte a strategy moves, and the collectives behind it."""
+
+from labkit.comm.board import Board, CollectiveMismatch
+from labkit.comm.door import Comm
+from labkit.comm.handle import CommError, Handle
+from labkit.comm.link import Link
+from labkit.comm.surroundings import here, listen
+
+__all__ = ["Board", "CollectiveMismatch", "Comm", "CommError", "Handle", "Link", "here", "listen"]

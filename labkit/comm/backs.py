@@ -1,0 +1,208 @@
+"""What stands behind the door: who really carries the bytes.
+
+    SendReceive   the readable algorithms over a wire: gloo, and any group with a modelled `Link`
+    Native        the backend's own collectives: NCCL
+    Nothing       a fake process group: events are recorded, nothing moves
+
+All have the methods of `Back`, over flat contiguous tensors, and return work to wait for.
+Why not gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice the
+bytes, and several dtypes are missing; the ring from send and receive is as fast.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm import algorithms
+from labkit.comm.algorithms import Chunks, Reduction
+from labkit.comm.wire import Lane, LaneWork, Wire, Work
+from labkit.events import chunk_sizes
+
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda x, y: x.add_(y),
+    "mean": lambda x, y: x.add_(y),  # and a division once the sum is complete
+    "min": lambda x, y: torch.minimum(x, y, out=x),
+    "max": lambda x, y: torch.maximum(x, y, out=x),
+    "product": lambda x, y: x.mul_(y),
+}
+
+
+class Call(NamedTuple):
+    """One call of an operation: its tag, and whether the caller goes on before it is done."""
+
+    tag: int
+    asynchronous: bool
+
+
+class Back(ABC):
+    """Carries the operations of one group; tensors are flat and contiguous, roots are ranks
+    inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work: ...
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work: ...
+    @abstractmethod
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work: ...
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work: ...
+    @abstractmethod
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work: ...
+    @abstractmethod
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work: ...
+    @abstractmethod
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work: ...
+    @abstractmethod
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work: ...
+    @abstractmethod
+    def barrier(self, call: Call) -> Work: ...
+    @abstractmethod
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+    @abstractmethod
+    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+
+
+class SendReceive(Back):
+    """The algorithms of `labkit.comm.algorithms`; asynchronous ones run on a lane of their own.
+    The work's `wait` returns the bytes this rank sent."""
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+        self._lane: Lane | None = None
+
+    def _start(self, call: Call, function: Callable[[], int]) -> Work:
+        if not call.asynchronous:
+            return LaneWork(function).run()
+        if self._lane is None:
+            self._lane = Lane("labkit collectives")
+        return self._lane.submit(function)
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        """A ring reduce-scatter, then a ring all-gather: 2(n-1)/n S from every rank."""
+
+        def ring() -> int:
+            chunks = list(x.split(chunk_sizes(x.numel(), self.wire.size)))
+            sent = algorithms.ring_reduce_scatter(self.wire, chunks, REDUCTIONS[op], call.tag)
+            if op == "mean":
+                chunks[self.wire.rank].div_(self.wire.size)
+            return sent + algorithms.ring_all_gather(self.wire, chunks, call.tag)
+
+        return self._start(call, ring)
+
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
+        def ring() -> int:
+            own = [chunk.clone() for chunk in chunks]  # the ring leaves partial sums behind
+            sent = algorithms.ring_reduce_scatter(self.wire, own, REDUCTIONS[op], call.tag)
+            out.copy_(own[self.wire.rank])
+            if op == "mean":
+                out.div_(self.wire.size)
+            return sent
+
+        return self._start(call, ring)
+
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
+        def ring() -> int:
+            if chunks[self.wire.rank].data_ptr() != x.data_ptr():
+                chunks[self.wire.rank].copy_(x)
+            return algorithms.ring_all_gather(self.wire, chunks, call.tag)
+
+        return self._start(call, ring)
+
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
+        return self._start(call, lambda: algorithms.tree_broadcast(self.wire, x, root, call.tag))
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
+        def tree() -> int:
+            own = x if self.wire.rank == root else x.clone()  # partial sums stay private
+            sent = algorithms.tree_reduce(self.wire, own, root, REDUCTIONS[op], call.tag)
+            if op == "mean" and self.wire.rank == root:
+                x.div_(self.wire.size)
+            return sent
+
+        return self._start(call, tree)
+
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return self._start(
+            call, lambda: algorithms.flat_gather(self.wire, x, chunks, root, call.tag)
+        )
+
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return self._start(
+            call, lambda: algorithms.flat_scatter(self.wire, x, chunks, root, call.tag)
+        )
+
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        return self._start(
+            call, lambda: algorithms.pairwise_all_to_all(self.wire, outs, ins, call.tag)
+        )
+
+    def barrier(self, call: Call) -> Work:
+        return self._start(call, lambda: algorithms.dissemination_barrier(self.wire, call.tag))
+
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.wire.isend(x, peer, tag)
+
+    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.wire.irecv(x, peer, tag)
+
+
+class Native(Back):
+    """torch.distributed's own collectives, for backends that are good at them: NCCL.
+
+    What the backend really sends it does not tell; the door then takes the formula's bytes.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+        self._global = dist.get_process_group_ranks(group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        return dist.all_reduce(x, _torch_op(op), group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
+        return dist.reduce_scatter(out, chunks, _torch_op(op), group=self.group, async_op=True)
+
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
+        return dist.all_gather(chunks, x, group=self.group, async_op=True)
+
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
+        return dist.broadcast(x, self._global[root], group=self.group, async_op=True)
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
+        own = x if self.group.rank() == root else x.clone()
+        return dist.reduce(own, self._global[root], _torch_op(op), self.group, async_op=True)
+
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return dist.gather(x, chunks, self._global[root], self.group, async_op=True)
+
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return dist.scatter(x, chunks, self._global[root], self.group, async_op=True)
+
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        return dist.all_to_all(outs, ins, group=self.group, async_op=True)
+
+    def barrier(self, call: Call) -> Work:
+        return dist.barrier(self.group, async_op=True)
+
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.group.send([x], peer, tag)
+
+    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
+        return self.group.recv([x], peer, tag)
+
+
+class Nothing(Back):
+    """For worlds that exist on paper only: every operation is over at once and moves nothing."""
+
+    def _done(self, *_: object) -> Work:
+        return LaneWork(lambda: 0).run()
+
+    all_reduce = reduce_scatter = all_gather = broadcast = reduce = gather = scatter = _done
+    all_to_all = barrier = send = receive = _done
+
+
+def _torch_op(op: str) -> Any:
+    return dist.ReduceOp.AVG if op == "mean" else getattr(dist.ReduceOp, op.upper())

@@ -1,0 +1,294 @@
+"""The one door: every byte that a strategy moves goes through a `Comm`.
+
+A `Comm` wraps a process group, whoever started it, and has torch.distributed's operations under
+torch.distributed's names. It adds what a lab needs: an event with its bytes for each operation,
+ranks that compare notes before they hang, any dtype and memory layout on any backend.
+
+    comm = Comm()                                  # the default group
+    comm.all_reduce(x)                             # in place, blocking
+    handle = comm.all_reduce(x, async_op=True)     # or returning a handle:
+    ...                                            # compute meanwhile; leave x alone
+    handle.wait()
+
+Ranks given to a `Comm` (`src`, `dst`, `peer`) count inside its group.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from labkit import events
+from labkit.comm.backs import REDUCTIONS
+from labkit.comm.carrier import COLLECTIVE_TAGS, Carrier, equal_parts
+from labkit.comm.handle import Handle
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+Tensors = Sequence[torch.Tensor]
+Finish = list[Callable[[], object]]
+
+
+class Comm:
+    """The door of one process group.
+
+    Args:
+        group: a `torch.distributed` process group; the default group when None.
+
+    `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
+    Operations return None when they block, a `Handle` with `async_op=True`.
+
+    Raises RuntimeError where no process group is initialised, ValueError outside the group.
+    """
+
+    def __init__(self, group: Any = None):
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Comm(): this process is not a rank yet. Run the function with "
+                "World(n).run(...), or call labkit.attach() first (it serves torchrun, and a "
+                "single process as a world of 1)."
+            )
+        group = dist.group.WORLD if group is None else group
+        if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("Comm(group): this rank is not a member of the group")
+        self.group = group
+        self._carrier = carrier = Carrier.of(group)
+        self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
+
+    def __repr__(self) -> str:
+        return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
+
+    def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
+        """A `Comm` over some ranks of this one, None on the others. All ranks must call it."""
+        group = dist.new_group([self.ranks[self._member(rank)] for rank in ranks])
+        return Comm(group) if self.rank in ranks else None
+
+    # --- collectives that reduce --------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Handle | None:
+        """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
+        _check_op(op, x)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.collective(
+            f"all_reduce({op})", x,
+            lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
+            events.all_reduce_bus_bytes, async_op, finish,
+            lambda back, call: back.all_reduce(flat, op, call),
+        )  # fmt: skip
+
+    def reduce(
+        self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False
+    ) -> Handle | None:
+        """Replace `x` on rank `dst` by the reduction of all ranks' `x`; the others keep theirs."""
+        _check_op(op, x)
+        self._member(dst)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish if self.rank == dst else None)
+        return self._carrier.collective(
+            f"reduce({op}, dst={dst})", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.reduce(flat, dst, op, call), peer=dst,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False
+    ) -> Handle | None:
+        """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
+        _check_op(op, out)
+        self._check_list("reduce_scatter", "ins", ins, out)
+        finish: Finish = []
+        flat = self._carrier.stage(out, finish)
+        chunks = [self._carrier.stage(x, None) for x in ins]
+        return self._carrier.collective(
+            f"reduce_scatter({op})", out, lambda: [x.nbytes for x in ins],
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.reduce_scatter(flat, chunks, op, call), same_shape=False,
+        )  # fmt: skip
+
+    def reduce_scatter_tensor(
+        self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False
+    ) -> Handle | None:
+        """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
+        parts = equal_parts("reduce_scatter_tensor", x, self.size)
+        return self.reduce_scatter(out, parts, op, async_op)
+
+    # --- collectives that move ----------------------------------------------------------------
+
+    def broadcast(self, x: torch.Tensor, src: int = 0, async_op: bool = False) -> Handle | None:
+        """Replace `x` on all ranks by that of rank `src`."""
+        self._member(src)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.collective(
+            f"broadcast(src={src})", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.broadcast(flat, src, call), peer=src,
+        )  # fmt: skip
+
+    def all_gather(self, outs: Tensors, x: torch.Tensor, async_op: bool = False) -> Handle | None:
+        """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
+        self._check_list("all_gather", "outs", outs, x)
+        finish: Finish = []
+        flat = self._carrier.stage(x, None)
+        chunks = [self._carrier.stage(out, finish) for out in outs]
+        return self._carrier.collective(
+            "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
+            async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
+            same_shape=False,
+        )  # fmt: skip
+
+    def all_gather_into_tensor(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False
+    ) -> Handle | None:
+        """`out` becomes all ranks' `x` one after the other."""
+        parts = equal_parts("all_gather_into_tensor", out, self.size)
+        return self.all_gather(parts, x, async_op)
+
+    def gather(
+        self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False
+    ) -> Handle | None:
+        """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
+        finish: Finish = []
+        chunks = self._rooted("gather", "outs", outs, x, dst, finish)
+        flat = self._carrier.stage(x, None)
+        return self._carrier.collective(
+            f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.gather(flat, chunks, dst, call), peer=dst, same_shape=False,
+        )  # fmt: skip
+
+    def scatter(
+        self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False
+    ) -> Handle | None:
+        """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
+        finish: Finish = []
+        chunks = self._rooted("scatter", "ins", ins, out, src, None)
+        flat = self._carrier.stage(out, finish)
+        return self._carrier.collective(
+            f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.scatter(flat, chunks, src, call), peer=src, same_shape=False,
+        )  # fmt: skip
+
+    def all_to_all(self, outs: Tensors, ins: Tensors, async_op: bool = False) -> Handle | None:
+        """outs[j] of rank i becomes ins[i] of rank j: a transposition over the ranks."""
+        self._check_list("all_to_all", "outs", outs)
+        self._check_list("all_to_all", "ins", ins, outs[self.rank])
+        finish: Finish = []
+        leaving = [self._carrier.stage(x, None) for x in ins]
+        arriving = [self._carrier.stage(out, finish) for out in outs]
+        return self._carrier.collective(
+            "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.all_to_all(arriving, leaving, call), same_shape=False,
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False
+    ) -> Handle | None:
+        """Part i of `out` becomes part `rank` of rank i's `x`; both are n equal parts."""
+        outs, ins = (equal_parts("all_to_all_single", y, self.size) for y in (out, x))
+        return self.all_to_all(outs, ins, async_op)
+
+    def barrier(self) -> None:
+        """Return when all ranks of the group have called it."""
+        self._carrier.collective(
+            "barrier", torch.empty(0, device=self._own_device()), lambda: [0], _whole, False, [],
+            lambda back, call: back.barrier(call),
+        )  # fmt: skip
+
+    def all_gather_object(self, thing: Any) -> list[Any]:
+        """All ranks' picklable `thing`, as a list, on all ranks. For small things: the sizes
+        travel first, then the pickled bytes, and both are counted."""
+        device = self._own_device()
+        mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8).to(device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
+        self.all_gather_into_tensor(sizes, torch.tensor([mine.numel()], device=device))
+        room = [mine.new_empty(numel) for numel in sizes.tolist()]
+        self.all_gather(room, mine)
+        return [pickle.loads(one.cpu().numpy().tobytes()) for one in room]
+
+    # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
+
+    def send(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
+        """Send `x` to rank `peer`; blocks until `x` may be written to again."""
+        self.isend(x, peer, tag).wait()
+
+    def recv(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
+        """Fill `x` with the next message from rank `peer`."""
+        self.irecv(x, peer, tag).wait()
+
+    def isend(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+        """As `send`, returning a handle at once."""
+        self._other(peer, tag)
+        flat = self._carrier.stage(x, None)
+        return self._carrier.message(
+            "send", x, (self.rank, peer), tag, [], lambda back: back.send(flat, peer, tag)
+        )
+
+    def irecv(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+        """As `recv`, returning a handle at once."""
+        self._other(peer, tag)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.message(
+            "recv", x, (peer, self.rank), tag, finish, lambda back: back.receive(flat, peer, tag)
+        )
+
+    # --- what can be wrong with a call ---------------------------------------------------------
+
+    def _member(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"rank {rank} is not in this group of {self.size}; choose 0 to {self.size - 1}"
+            )
+        return rank
+
+    def _other(self, peer: int, tag: int) -> None:
+        if self._member(peer) == self.rank:
+            raise ValueError(f"rank {peer} cannot send to or receive from itself; copy the tensor")
+        if not 0 <= tag < COLLECTIVE_TAGS:
+            raise ValueError(f"tag {tag} is out of range; choose 0 to {COLLECTIVE_TAGS - 1}")
+
+    def _check_list(
+        self, op: str, name: str, tensors: Tensors, mine: torch.Tensor | None = None
+    ) -> None:
+        if len(tensors) != self.size:
+            raise ValueError(
+                f"{op}: {name} has {len(tensors)} tensors for {self.size} ranks; give one for each"
+            )
+        if mine is not None and mine.numel() != tensors[self.rank].numel():
+            raise ValueError(
+                f"{op}: this rank's tensor has {mine.numel()} elements, its place "
+                f"{name}[{self.rank}] has {tensors[self.rank].numel()}; make them equal"
+            )
+        if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)):
+            raise ValueError(f"{op}: the tensors have different dtypes; convert them to one")
+
+    def _rooted(
+        self, op: str, name: str, tensors: Tensors | None, mine: torch.Tensor, root: int,
+        finish: Finish | None,
+    ) -> list[torch.Tensor] | None:  # fmt: skip
+        if self._member(root) != self.rank:
+            if tensors is not None:
+                raise ValueError(f"{op}: only rank {root} gives {name}; give None on the others")
+            return None
+        if tensors is None:
+            raise ValueError(f"{op}: rank {root} must give {name}, one tensor for each rank")
+        self._check_list(op, name, tensors, mine)
+        return [self._carrier.stage(x, finish) for x in tensors]
+
+    def _own_device(self) -> str:
+        return "cuda" if self._carrier.backend_of.get("cuda") == "nccl" else "cpu"
+
+
+def _whole(chunk_bytes: list[int], rank: int) -> int:
+    """Bus bytes of an operation whose factor is 1."""
+    return sum(chunk_bytes)
+
+
+def _check_op(op: str, x: torch.Tensor) -> None:
+    if op not in REDUCTIONS:
+        raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"the mean of {x.dtype} has no exact result; sum and divide, or convert")

@@ -1,0 +1,248 @@
+"""Real text, nothing to download, and batches that every rank can cut without talking.
+
+    text ── tokens ── ids [n] ── batch(step, rows, length): random windows of length + 1 tokens
+        window   t h e   c a t        x   t h e   c a          the model reads x and
+                                      y   h e   c a t          predicts y, one step ahead
+
+    global batch, 7 rows     slice(rank, 3): 3, 2, 2 rows     slice(0, 3).split(2): 2, 1 rows
+
+All ranks draw the same windows, fixed by (seed, step), and take their own rows of them.
+Averaging the plain mean losses of uneven slices would weigh tokens unequally, so
+
+    loss = (sum over the slice's tokens) * ranks / (tokens of the global batch)
+
+Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when
+a rank has no rows; its sum over micro-batches is exactly the slice's loss.
+"""
+
+import copy
+import functools
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pydoc_data.topics import topics  # what `help("for")` prints, in every Python
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of a global batch: inputs, targets, and what a mean over the whole needs to know.
+
+    x             inputs, token ids [rows, length]
+    y             targets, the token after each of x [rows, length]
+    total_tokens  targets in the global batch, of which this may be a part
+    ranks         how many slices the global batch was cut into
+    """
+
+    x: Tensor
+    y: Tensor
+    total_tokens: int
+    ranks: int = 1
+
+    @property
+    def share(self) -> float:
+        """Weight of this part's mean loss: 1 where slices are even, 0 where there are no rows."""
+        return self.y.numel() * self.ranks / self.total_tokens
+
+    def slice(self, rank: int, size: int) -> "Batch":
+        """The contiguous rows of one rank of `size`: at most one more than any other's, maybe none.
+
+        Raises ValueError when rank is not from 0 to size - 1.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size} ranks, 0 to {size - 1}")
+        x, y = self.x.tensor_split(size)[rank], self.y.tensor_split(size)[rank]
+        return replace(self, x=x, y=y, ranks=self.ranks * size)
+
+    def split(self, n: int) -> list["Batch"]:
+        """n micro-batches, cut as `slice` does, whose losses sum to this batch's loss.
+
+        Some are empty when n is larger than the rows. Raises ValueError when n is below 1.
+        """
+        if n < 1:
+            raise ValueError(f"a batch splits into at least 1 micro-batch, not {n}")
+        return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch with its tensors on `device`."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
+
+
+def loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of this slice, in nats per token of the global batch, times its ranks.
+
+    logits [rows, length, vocab] -> a scalar, in at least fp32. It is the plain mean where slices
+    are even, and zero with zero gradients for no rows. Raises ValueError when shapes do not fit.
+    """
+    if logits.shape[:-1] != batch.y.shape:
+        raise ValueError(
+            f"logits {list(logits.shape)} do not fit targets {list(batch.y.shape)}; "
+            "expected one row of scores per target, [rows, length, vocab]"
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(logits.flatten(0, -2), batch.y.flatten(), reduction="sum")
+    return total / (batch.total_tokens / batch.ranks)
+
+
+class Text:
+    """Text as one long row of token ids.
+
+    path    a file, or a folder whose text files are joined in order of their paths (hidden and
+            binary files are left out); None: the documentation inside Python, about 450 kB
+    tokens  "byte": the 256 bytes of UTF-8; "bpe": frequent pieces learned from this text
+    vocab   for "bpe", how many pieces; a text too small to fill them gets fewer, see `.vocab`
+
+    `.ids` [n] int32 are the tokens, `len(text)` is n, `.vocab` is how many tokens a model predicts.
+    Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an
+    unknown kind of token, or a vocab that cannot hold the text's characters.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tokens: Literal["byte", "bpe"] = "byte",
+        vocab: int = 1024,
+    ) -> None:
+        if tokens not in ("byte", "bpe"):
+            raise ValueError(f'tokens are "byte" or "bpe", not {tokens!r}')
+        content = "\n\n".join(topics[key] for key in sorted(topics))
+        if path is not None:
+            content = _read(Path(path))
+        if not content:
+            raise ValueError(f"{path} is empty, or not UTF-8 text; name a text file or a folder")
+        self._tokens = _Bytes() if tokens == "byte" else _learn_bpe(content, vocab)
+        self.vocab = self._tokens.vocab
+        self.ids = self._tokens.encode(content)  # [n] int32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def encode(self, content: str) -> Tensor:
+        """The ids of any string, [n]; `decode` gives the string back exactly."""
+        return self._tokens.encode(content).long()
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """The string of ids [n]; bytes that are no UTF-8 (a cut character) show as \ufffd."""
+        return self._tokens.decode(torch.as_tensor(ids).tolist())
+
+    def batch(self, step: int, rows: int, length: int, seed: int = 0) -> Batch:
+        """The global batch of a step: `rows` windows of `length` tokens, drawn from the text.
+
+        The same arguments give the same batch in every process; torch's own random state is
+        neither read nor changed. Raises ValueError for a text shorter than length + 1 tokens.
+        """
+        if rows < 1 or length < 1 or step < 0 or seed < 0:
+            raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
+        if len(self) < length + 1:
+            raise ValueError(
+                f"a sequence of {length} and its last target need {length + 1} tokens, the text "
+                f"has {len(self)}; use a longer text or a shorter length"
+            )
+        # torch's CPU generator keeps 32 bits of its seed, so both numbers are hashed into these.
+        (mixed,) = np.random.SeedSequence((seed, step)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(mixed))
+        starts = torch.randint(len(self) - length, (rows,), generator=generator)
+        windows = self.ids.unfold(0, length + 1, 1)[starts].long()  # [rows, length + 1]
+        x, y = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # [rows, length]
+        return Batch(x, y, total_tokens=rows * length)
+
+    def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
+        """(training, validation), of one vocabulary; the last `fraction` of tokens validates."""
+        if not 0 < fraction < 1:
+            raise ValueError(f"hold out a fraction between 0 and 1, not {fraction}")
+        cut = len(self) - round(len(self) * fraction)
+        train, held = copy.copy(self), copy.copy(self)
+        train.ids, held.ids = self.ids[:cut], self.ids[cut:]
+        return train, held
+
+
+class _Bytes:
+    vocab = 256
+
+    def encode(self, content: str) -> Tensor:
+        return torch.from_numpy(np.array(bytearray(content.encode()), dtype=np.int32))
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class _Pieces:
+    """BPE (Sennrich et al. 2016) by sentencepiece; what no piece covers is spelled in bytes."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.vocab: int = processor.vocab_size()
+        # sentencepiece writes a space as ▁, so a ▁ of the text itself has to be spelled in bytes.
+        self.underline = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
+
+    def encode(self, content: str) -> Tensor:
+        ids: list[int] = []
+        for i, part in enumerate(content.split("▁")):
+            ids += self.underline if i else []
+            for line in self.processor.encode(part.splitlines(keepends=True), num_threads=1):
+                ids += line
+        return torch.tensor(ids, dtype=torch.int32)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.processor.decode(ids))
+
+
+@functools.lru_cache(maxsize=4)
+def _learn_bpe(content: str, vocab: int) -> _Pieces:
+    """Learn pieces from the first 4 million characters, the same ones every time."""
+    import sentencepiece  # here: byte tokens do without it
+
+    lines = content[:4_000_000].split("\n")
+    short = (line[i : i + 1000] for line in lines for i in range(0, len(line), 1000))
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=short,  # it leaves out lines above 4,192 bytes
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab,
+            hard_vocab_limit=False,  # fewer pieces for a small text, instead of an error
+            byte_fallback=True,  # this and the next three: any string comes back as it was
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,  # indentation becomes one piece
+            bos_id=-1,
+            eos_id=-1,
+            num_threads=1,
+            minloglevel=2,  # silent
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's own characters; "
+            f"choose a larger one, or byte tokens ({error})"
+        ) from error
+    return _Pieces(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+
+
+def _read(path: Path) -> str:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path}; check the path")
+    names = [""]
+    if path.is_dir():
+        files = (file for file in path.rglob("*") if file.is_file())
+        names = sorted(file.relative_to(path).as_posix() for file in files)
+        names = [name for name in names if not any(part[0] == "." for part in name.split("/"))]
+    return "\n".join(filter(None, (_decode(path / name) for name in names)))
+
+
+def _decode(file: Path) -> str:
+    """The file's text with its own line ends; nothing when it cannot be read as text."""
+    try:
+        data = file.read_bytes()
+        return "" if b"\0" in data else data.decode()
+    except (OSError, UnicodeDecodeError):  # no permission, or not UTF-8
+        return ""

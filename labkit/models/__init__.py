@@ -1,0 +1,6 @@
+"""Small models in plain torch. They know nothing of ranks: parallelism is applied from outside."""
+
+from labkit.models.gpt import GPT
+from labkit.models.mlp import MLP
+
+__all__ = ["GPT", "MLP"]

@@ -1,0 +1,248 @@
+"""A small GPT in plain torch: the model that every strategy trains.
+
+    tokens                                                            [b, s]
+      │
+    embed           a vector per token + a vector per position        [b, s, w]
+      │
+      ├────────┐
+      │      norm1
+      │      attn   q [b, h, s, e]   k, v [b, g, s, e]                 a block,
+      │        │    core: softmax(q kᵀ / √e) v, looking back only      depth times
+      │        │    out: the heads side by side, mixed        [b, s, w]
+      + ───────┘
+      ├────────┐
+      │      norm2
+      │      mlp    up [b, s, 4w], GELU, down                 [b, s, w]
+      + ───────┘
+      │
+    norm, head      the tokens' own vectors again, when tied          [b, s, v]
+
+Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value heads, v vocab.
+
+It knows nothing of ranks. Strategies edit it from outside, by name: tensor parallelism replaces
+`attn.q, k, v, out` and `mlp.up, down` (attention takes its number of heads from the shape of q),
+context parallelism replaces `attn.core` and passes `positions`, a pipeline cuts `blocks`.
+Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Parameters as built, with these vocabularies: 7,056; 987,096; 3,438,080. The width 132 is
+# 12 heads of 11 and an MLP of 528: both divide over 1, 2, 3, 4 and 6 ranks.
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"vocab": 256, "width": 12, "depth": 2, "heads": 4, "context": 16},
+    "1M": {"vocab": 1024, "width": 132, "depth": 4, "heads": 12, "context": 64},
+    "3.4M": {"vocab": 1024, "width": 256, "depth": 4, "heads": 8, "context": 64},
+}
+
+
+class Embed(nn.Module):
+    """Two tables, one row per token and one per position; a token's vector is their sum."""
+
+    def __init__(self, vocab: int, width: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        context = self.positions.num_embeddings
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be of shape [rows, length], not {list(tokens.shape)}")
+        if tokens.shape[1] > context:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's context of "
+                f"{context}; cut the sequence or build the model with a larger context"
+            )
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)  # [s]
+        return self.dropout(self.tokens(tokens) + self.positions(positions))  # [b, s, w]
+
+
+class CausalAttention(nn.Module):
+    """softmax(q kᵀ / √e) v, each position seeing itself and those before. No parameters."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,  # [b, h, s, e]
+            k,  # [b, g, s, e]
+            v,  # [b, g, s, e]
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=q.shape[1] != k.shape[1],  # h/g query heads share one key-value head
+        )  # [b, h, s, e]
+
+
+class Attention(nn.Module):
+    """Multi-head attention; the number of heads is read from the width of q, k and v."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, kv_heads * self.head_width)
+        self.v = nn.Linear(width, kv_heads * self.head_width)
+        self.core = CausalAttention(dropout)
+        self.out = nn.Linear(width, width)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Cut the last dim into heads: [b, s, heads * e] -> [b, heads, s, e]."""
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        y = self.core(q, k, v)  # [b, h, s, e]
+        return self.out(y.transpose(1, 2).flatten(2))  # [b, s, h * e] -> [b, s, w]
+
+
+class FeedForward(nn.Module):
+    """The same two linear layers at every position, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """One layer of the model, x [b, s, w] -> [b, s, w]."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads, kv_heads, dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = FeedForward(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`.
+
+    vocab     number of tokens               heads     query heads; must divide width
+    width     size of a token's vector       kv_heads  key-value heads; must divide heads
+    depth     number of blocks                         (None: as many as heads)
+    context   longest sequence, in tokens    dropout   probability, 0 <= dropout < 1
+    tied      the head is the tokens' embedding: one parameter with two names
+
+    `torch.manual_seed` fixes its weights. Raises ValueError for sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        width: int,
+        depth: int,
+        heads: int,
+        context: int,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        kv_heads = _check_sizes(vocab, width, depth, heads, context, kv_heads)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is a probability from 0 to below 1, not {dropout}")
+        self.vocab, self.width, self.depth, self.context = vocab, width, depth, context
+        self.heads, self.kv_heads, self.tied = heads, kv_heads, tied
+        self.embed = Embed(vocab, width, context, dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.reset_parameters()
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "GPT":
+        """A GPT of a named size, "tiny", "1M" or "3.4M" parameters.
+
+        `changes` replace arguments of the preset: `GPT.preset("1M", vocab=256)`.
+        Raises ValueError for an unknown name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, as GPT-2 does, and tie the head.
+
+        Matrices are normal with deviation 0.02, those that add to x with 0.02 / √(2 depth) so that
+        x does not grow with depth; biases are 0, norms 1. A model built on the meta device becomes
+        real by `model.to_empty(device=...)`, then this.
+        """
+        if self.tied:  # here and not in __init__, since `to_empty` parts tied weights
+            self.head.weight = self.embed.tokens.weight
+        for name, weight in self.named_parameters():  # a tied weight comes once
+            if weight.ndim == 1:
+                nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith(("attn.out.weight", "mlp.down.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.depth))
+            else:
+                nn.init.normal_(weight, std=0.02)
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers this model holds, a tied weight counted once.
+
+        As built, with c = width * kv_heads / heads the width of the keys (else c = width):
+
+            embed        (vocab + context) width
+            each block   norms  4 width
+                         attn   2 (width² + width) for q and out, 2 (width c + c) for k and v
+                         mlp    8 width² + 5 width
+            norm, head   2 width, and vocab * width more when the head is not tied
+
+        so a block without grouped queries has 12 width² + 13 width. A model of any size is
+        counted on the meta device: `with torch.device("meta"): GPT(...).parameter_count`.
+        """
+        return sum(weight.numel() for weight in self.parameters())
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Scores of the next token: tokens [b, s] integers -> logits [b, s, vocab].
+
+        positions  [s] integers below context, which place each column stands at: 0 to s-1
+                   when None. Raises ValueError when s is longer than the context.
+        """
+        x = self.embed(tokens, positions)  # [b, s, w]
+        for block in self.blocks:
+            x = block(x)  # [b, s, w]
+        return self.head(self.norm(x))  # [b, s, v]
+
+
+def _check_sizes(
+    vocab: int, width: int, depth: int, heads: int, context: int, kv_heads: int | None
+) -> int:
+    """Raise ValueError for sizes that make no GPT; return the number of key-value heads."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(vocab, width, depth, heads, context, kv_heads) < 1:
+        raise ValueError(
+            f"every size of a GPT must be at least 1, but got {vocab=}, {width=}, {depth=}, "
+            f"{heads=}, {context=}, {kv_heads=}"
+        )
+    if width % heads:
+        raise ValueError(
+            f"width {width} does not divide into {heads} heads; choose heads that divide the width"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads do not divide over {kv_heads} key-value heads; "
+            f"choose kv_heads that divides {heads}"
+        )
+    return kv_heads

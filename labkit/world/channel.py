@@ -1,0 +1,77 @@
+"""Messages between the driver and its ranks: length, then bytes, over a local socket."""
+
+import pickle
+import socket
+import struct
+from typing import Any
+
+LENGTH = struct.Struct("<Q")
+PIECE = 1 << 20
+
+
+class Channel:
+    """One end of a stream of messages. Raises EOFError when the other end is gone."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send anything that plain pickle takes."""
+        self.send_bytes(pickle.dumps(message))
+
+    def recv(self) -> Any:
+        return pickle.loads(self.recv_bytes())
+
+    def send_bytes(self, data: bytes) -> None:
+        try:
+            self.sock.sendall(LENGTH.pack(len(data)))
+            self.sock.sendall(data)
+        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            raise EOFError(f"the other end is gone: {error}") from None
+
+    def recv_bytes(self) -> bytearray:
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return self._exactly(length)
+
+    def _exactly(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view, have = memoryview(data), 0
+        while have < length:
+            try:
+                got = self.sock.recv_into(view[have:], min(PIECE, length - have))
+            except ConnectionResetError:
+                got = 0
+            if got == 0:
+                raise EOFError("the other end is gone")
+            have += got
+        return data
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def listener(folder: str) -> tuple[socket.socket, Any]:
+    """A socket to be reached from this machine only, and its address: a file in `folder`, which
+    only this user can enter; on platforms without such sockets, a free port of the loopback."""
+    if hasattr(socket, "AF_UNIX"):
+        address: Any = f"{folder}/driver"
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(address)
+    else:
+        sock = socket.socket(socket.AF_INET)
+        sock.bind(("127.0.0.1", 0))
+        address = sock.getsockname()
+    sock.listen(512)
+    return sock, address
+
+
+def connect(address: Any, hello: bytes) -> socket.socket:
+    """Reach the driver at `address` and say who is there."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    sock = socket.socket(family)
+    sock.connect(address)
+    sock.sendall(hello)
+    return sock

@@ -1,0 +1,108 @@
+"""What a failed run raises in the driver, and how a rank's traceback travels there."""
+
+import linecache
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+_OWN = str(Path(__file__).parent)
+
+
+class RankError(RuntimeError):
+    """A run failed on one or more ranks. The text says which, where and why.
+
+    `kind`: "raised", "died", "stuck", "disagree", "unpicklable" or "interrupted";
+    `ranks`: the ranks at fault, as far as that is known.
+    """
+
+    def __init__(self, message: str, kind: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.kind, self.ranks = kind, ranks
+
+    def _render_traceback_(self) -> list[str]:
+        """In a notebook: the ranks' story only, without the driver's own frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankInterrupt(RankError, KeyboardInterrupt):
+    """The run was interrupted; its ranks were stopped. (Also a KeyboardInterrupt, so that a
+    loop around it stops as it would without ranks.)"""
+
+    def __init__(self, message: str):
+        RankError.__init__(self, message, "interrupted")
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An exception of a rank as plain data: the driver has the source lines of notebook cells,
+    the rank has not, so the lines are looked up there."""
+
+    type_name: str
+    message: str
+    frames: list[tuple[str, int, str]]  # file, line, function
+    cause: "RemoteError | None" = None
+    because: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(error: BaseException) -> "RemoteError":
+        cause, because = error.__cause__, "directly caused"
+        if cause is None and not error.__suppress_context__:
+            cause, because = error.__context__, "was being handled during"
+        return RemoteError(
+            type_name=type(error).__name__,
+            message=_text(error),
+            frames=_frames(error.__traceback__),
+            cause=RemoteError.of(cause) if cause is not None else None,
+            because=because,
+            notes=[str(note) for note in getattr(error, "__notes__", [])],
+        )
+
+    @property
+    def headline(self) -> str:
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+
+    def format(self) -> str:
+        """As Python prints it, with the cells' source lines."""
+        before = ""
+        if self.cause is not None:
+            link = "The above error " + self.because + " the following one:"
+            before = f"{self.cause.format()}\n\n{link}\n\n"
+        frames = [
+            traceback.FrameSummary(
+                file, line, name, lookup_line=False, line=linecache.getline(file, line) or None
+            )
+            for file, line, name in self.frames
+        ]
+        stack = "".join(traceback.StackSummary.from_list(frames).format()).rstrip()
+        lines = ["Traceback (most recent call last):", stack] if stack else []
+        return before + "\n".join([*lines, self.headline, *self.notes])
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    """The frames below the rank's own loop."""
+    frames = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_OWN):
+            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return frames
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).strip()
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its message cannot be shown: {type(broken).__name__})"
+
+
+def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
+    """"rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

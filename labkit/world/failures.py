@@ -1,0 +1,141 @@
+"""What went wrong in a run: collect the first signs, wait a moment for their cause, and tell the
+story once, with the ranks that caused it before those that only suffered.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from labkit.world.diagnose import Watch, who_stands_where
+from labkit.world.errors import RankError, RemoteError, ranks_text
+from labkit.world.launch import End
+
+if TYPE_CHECKING:
+    from labkit.world.world import World, _Ranks
+
+GRACE_S = 0.3  # between the first sign and the verdict
+MOST_TO_LEAST = ("died", "disagree", "unpicklable", "raised", "stuck", "lost a peer")
+
+
+class Failures:
+    """The failures of one run. `settled` once there are some and their grace is over."""
+
+    def __init__(self, world: "World", ranks: "_Ranks", targets: Sequence[int]):
+        self._world, self._ranks = world, ranks
+        self._running = set(targets)
+        self._targets = tuple(sorted(self._running))
+        self._found: dict[str, dict[int, Any]] = {}
+        self._first_s: float | None = None
+        self._stories: list[str] = []
+        self._oom_kills = _oom_kills()
+        self._watch = Watch(ranks.board, world.timeout_s) if ranks.board else None
+
+    def returned(self, rank: int) -> None:
+        self._running.discard(rank)
+
+    def add(self, rank: int, kind: str, what: Any) -> None:
+        """Rank `rank` failed: `what` is its RemoteError, End or sentence."""
+        self._running.discard(rank)
+        self._found.setdefault(kind, {}).setdefault(rank, what)
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            board = self._ranks.board
+            if board and kind != "raised":
+                still = self._running | {rank}
+                self._stories.append(
+                    who_stands_where(
+                        board, self._ranks.pids, still.__contains__, Path(self._ranks.folder)
+                    )
+                )
+
+    def look(self) -> None:
+        """Has a rank ended? Do ranks wait for each other in vain?"""
+        try:
+            ends = self._ranks.starter.ends()
+        except EOFError:
+            ends = {pid: End(-signal.SIGKILL) for pid in self._ranks.pids}
+        for rank, pid in enumerate(self._ranks.pids):
+            if pid in ends:
+                self.add(rank, "died", ends[pid])
+        if self._watch and not self._found:
+            sentence = self._watch.look(self._running.__contains__)
+            if sentence:
+                self.add(-1, "stuck", sentence)
+
+    def settled(self) -> bool:
+        if self._first_s is None:
+            return False
+        causes_known = set(self._found) - {"lost a peer"}
+        grace_s = GRACE_S if causes_known else 5 * GRACE_S  # whoever was lost will be reported
+        return time.monotonic() - self._first_s > grace_s or not self._running
+
+    def error(self) -> RankError | None:
+        """The one error that tells it, or None when nothing failed."""
+        kind = next((kind for kind in MOST_TO_LEAST if kind in self._found), None)
+        if kind is None:
+            return None
+        found = self._found[kind]
+        guilty = tuple(rank for rank in sorted(found) if rank >= 0)
+        if kind == "died":
+            text = "\n".join(f"rank {rank} {self._death(end)}" for rank, end in found.items())
+        elif kind == "stuck":
+            text = found[-1]
+        else:
+            text = _told(found)
+        if kind in ("stuck", "lost a peer") and self._stories:
+            text += "\nWho stood where:\n" + self._stories[0]
+        others = [rank for rank in range(self._world.size) if rank not in guilty]
+        stopped = f"{ranks_text(others).capitalize()} stopped" if others else "All ranks stopped"
+        text += f"\n{stopped}; the next run starts new ranks, what these kept is gone."
+        return RankError(text, "stuck" if kind == "lost a peer" else kind, guilty)
+
+    def _death(self, end: End) -> str:
+        if end.status >= 0:
+            return f"ended by itself with status {end.status} (os._exit, or a crash in C code)"
+        name = signal.Signals(-end.status).name
+        text = f"was killed by {name}"
+        if end.peak_bytes:
+            text += f"; it had used up to {end.peak_bytes / 1e9:.2f} GB"
+        if name == "SIGKILL":
+            if _oom_kills() > self._oom_kills:
+                text += (
+                    ". The system ran out of memory and killed it: use fewer ranks, a smaller "
+                    "model or batch"
+                )
+            else:
+                free_gb = psutil.virtual_memory().available / 1e9
+                text += (
+                    f" ({free_gb:.1f} GB are free now). If nobody killed it, the system did, "
+                    "which it does when memory runs out"
+                )
+        return text
+
+
+def _told(found: dict[int, RemoteError]) -> str:
+    """Each different error once, with the ranks that raised it."""
+    groups: dict[str, list[int]] = {}
+    for rank, error in sorted(found.items()):
+        groups.setdefault(error.format(), []).append(rank)
+    parts = []
+    for text, ranks in groups.items():
+        error = found[ranks[0]]
+        if error.type_name in ("CollectiveMismatch", "Unpicklable"):
+            parts.append(f"{ranks_text(ranks)}: {error.message}")
+        else:
+            parts.append(f"{ranks_text(ranks)} raised {error.headline}\n\n{text}\n")
+    return "\n".join(parts)
+
+
+def _oom_kills() -> int:
+    """How often the kernel has killed for want of memory, on Linux; 0 where it does not tell."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,96 @@
+"""`%%ranks`: run a cell on every rank of a lasting world.
+
+    %load_ext labkit
+    %%ranks 4          the cell runs on 4 ranks, who keep their variables from cell to cell
+    %%ranks 0,2        only on ranks 0 and 2 of that world ("2," for rank 2 alone)
+    %%ranks            on all ranks of the world there is
+    %ranks             what there is; `%ranks reset` starts it anew, `%ranks close` ends it
+"""
+
+import itertools
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class, cell_magic
+
+from labkit.world.world import World
+
+DEFAULT_SIZE = 4
+
+
+class PerRank(list[Any]):
+    """One value per rank, shown a rank a line."""
+
+    def __init__(self, ranks: list[int], values: list[Any]):
+        super().__init__(values)
+        self.ranks = ranks
+
+    def __repr__(self) -> str:
+        lines = []
+        for rank, value in zip(self.ranks, self, strict=True):
+            text = repr(value).replace("\n", "\n        ")
+            lines.append(f"rank {rank}: {text}")
+        return "\n".join(lines)
+
+
+@magics_class
+class RankMagics(Magics):  # type: ignore[misc]
+    """The magics of `%load_ext labkit`. Names on a rank: rank, size, comm, device, torch, dist."""
+
+    world: World | None = None
+    _cells = itertools.count(1)
+
+    @cell_magic
+    def ranks(self, line: str, cell: str) -> PerRank | None:
+        """Run the cell on ranks; `%%ranks 4`, `%%ranks 0,2` or `%%ranks`."""
+        chosen = self._choose(line.strip())
+        assert self.world is not None
+        filename = f"<%%ranks cell {next(self._cells)}>"
+        import linecache
+
+        linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
+        values = self.world.run_cell(cell, filename, chosen)
+        return PerRank(chosen, values) if any(value is not None for value in values) else None
+
+    @line_magic("ranks")
+    def manage(self, line: str) -> None:
+        """`%ranks`: see the world; `%ranks reset`: new ranks; `%ranks close`: end it."""
+        command = line.strip()
+        if command not in ("", "reset", "close"):
+            raise UsageError(f"%ranks {command}: use %ranks, %ranks reset or %ranks close")
+        if self.world is None:
+            print("no world yet: %%ranks 4 makes one")
+        elif command == "":
+            print(self.world)
+        elif command == "reset":
+            self.world.restart()
+            print(f"{self.world}: new ranks, with no variables")
+        else:
+            self.world.close()
+            self.world = None
+            print("closed")
+
+    def _choose(self, line: str) -> list[int]:
+        try:
+            if "," in line:
+                self._ensure(None)
+                return [int(part) for part in line.split(",") if part.strip()]
+            self._ensure(int(line) if line else None)
+        except ValueError as error:
+            if "invalid literal" not in str(error):
+                raise
+            raise UsageError(
+                f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
+            ) from None
+        assert self.world is not None
+        return list(range(self.world.size))
+
+    def _ensure(self, size: int | None) -> None:
+        """A world of `size` ranks, or whichever there is."""
+        if self.world is not None and size not in (None, self.world.size):
+            print(f"{size} ranks in place of {self.world.size}: what those kept is gone")
+            self.world.close()
+            self.world = None
+        if self.world is None:
+            self.world = World(size or DEFAULT_SIZE)
+            print(self.world)

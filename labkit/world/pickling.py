@@ -1,0 +1,100 @@
+"""Functions and values on their way to a rank and back.
+
+Functions travel by cloudpickle, so those of a notebook cell, lambdas and closures do too. What
+cannot travel is named, not only its type.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+class Unpicklable(TypeError):
+    """Something cannot travel between processes; the text says which object."""
+
+
+class _Pickler(cloudpickle.Pickler):
+    """GPU tensors travel as CPU tensors, and tensors of a graph without it."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is torch.Tensor and (thing.is_cuda or thing.grad_fn is not None):
+            return torch.Tensor.detach, (thing.detach().cpu(),)
+        return super().reducer_override(thing)
+
+
+def dumps(thing: Any, name: str) -> bytes:
+    """Pickle `thing`, which the reader knows as `name`. Raises Unpicklable, naming the part."""
+    try:
+        return _dumps(thing)
+    except Exception as error:
+        path, culprit, why = _culprit(thing, name, error, depth=6, seen=set())
+        raise Unpicklable(
+            f"{path} cannot travel between processes: it is a {type(culprit).__name__} "
+            f"({_short(culprit)}): {why}. Make it inside the function that runs on the ranks, "
+            "or return plain values and tensors."
+        ) from None
+
+
+def _dumps(thing: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
+        return file.getvalue()
+
+
+def _culprit(
+    thing: Any, path: str, error: Exception, depth: int, seen: set[int]
+) -> tuple[str, Any, str]:
+    """Go down into the first part that fails on its own."""
+    seen.add(id(thing))
+    for part_path, part in _parts(thing, path) if depth else ():
+        if id(part) in seen:
+            continue
+        try:
+            _dumps(part)
+        except Exception as inner:
+            return _culprit(part, part_path, inner, depth - 1, seen)
+    return path, thing, str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _parts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield f"{path}[{key!r}]", value
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        for i, value in enumerate(thing):
+            yield f"{path}[{i}]", value
+    elif hasattr(thing, "__code__"):
+        cells = thing.__closure__ or ()
+        for name, cell in zip(thing.__code__.co_freevars, cells, strict=False):
+            yield f"variable {name!r} used in {path}", cell.cell_contents
+        for name in thing.__code__.co_names:
+            if name in thing.__globals__:
+                yield f"variable {name!r} used in {path}", thing.__globals__[name]
+        for i, value in enumerate(thing.__defaults__ or ()):
+            yield f"default {i} of {path}", value
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
+        for name, value in vars(thing).items():
+            yield f"{path}.{name}", value
+
+
+def _short(thing: Any) -> str:
+    try:
+        text = repr(thing)
+    except Exception:
+        text = "no repr"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def loads(data: bytes, name: str) -> Any:
+    """Read what a rank returned. Raises RuntimeError, naming it, when the driver cannot."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise RuntimeError(
+            f"{name} arrived but cannot be read here: {type(error).__name__}: {error}. Return "
+            "plain values and tensors, or objects of classes that this process can import."
+        ) from error

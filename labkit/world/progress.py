@@ -1,0 +1,53 @@
+"""A progress bar that works in the driver, on a rank and under torchrun.
+
+On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the driver.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from labkit.world import rank as ranks
+
+T = TypeVar("T")
+EVERY_S = 0.1
+WIDTH = 30
+
+
+def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
+    """Go through `things` with a bar.
+
+    >>> for step in progress(range(100), "train"): ...
+    """
+    me = ranks.current()
+    total = len(things) if total is None and isinstance(things, Sized) else total
+    if me is not None and me.rank != 0:
+        yield from things
+    elif me is not None and me.control is not None:
+        yield from _printed(things, label, total)
+    else:
+        from rich.progress import track
+
+        yield from track(things, label, total=total, transient=True)
+
+
+def _printed(things: Iterable[T], label: str, total: int | None) -> Iterator[T]:
+    """A rank's bar: its line is written anew after a carriage return."""
+    began_s, drawn_s, count = time.monotonic(), 0.0, 0
+    for count, thing in enumerate(things, 1):
+        yield thing
+        now_s = time.monotonic()
+        if now_s - drawn_s > EVERY_S and now_s - began_s > 0.5:
+            drawn_s = now_s
+            sys.stdout.write(f"\r{_bar(label, count, total, now_s - began_s)}")
+    if drawn_s:
+        sys.stdout.write(f"\r{_bar(label, count, total, time.monotonic() - began_s)}\n")
+
+
+def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:
+    if not total:
+        return f"{label} {count} in {spent_s:.0f} s"
+    full = WIDTH * count // total
+    left_s = spent_s / count * (total - count)
+    return f"{label} {'█' * full}{'░' * (WIDTH - full)} {count}/{total}, {left_s:.0f} s left"

@@ -1,0 +1,275 @@
+"""Life of a rank: it is born from the server (or spawned), joins the process group, and runs what
+the driver sends until it is told to stop. It ends by `os._exit`, so that no half-dead gloo thread
+can abort it.
+"""
+
+import atexit
+import faulthandler
+import io
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from labkit.comm import Board, CollectiveMismatch, Comm, CommError, Link, here
+from labkit.world.channel import Channel, connect
+from labkit.world.errors import RemoteError
+from labkit.world.pickling import Unpicklable, dumps
+
+HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
+CONTROL, OUTPUT = range(2)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that a rank needs to know at birth."""
+
+    rank: int
+    size: int
+    address: Any
+    token: bytes
+    folder: str
+    backend: str
+    device: str
+    threads: int
+    timeout_s: float
+    link: Link | None
+    seed: int
+    check: bool
+    cwd: str
+    path: list[str]
+    env: dict[str, str]
+
+
+@dataclass
+class Rank:
+    """This process as a rank: what `labkit.attach()` returns.
+
+    `rank`, `size`, `device`, `backend`; `comm` is the door of all ranks; `state` keeps what you
+    put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    state: SimpleNamespace = field(default_factory=SimpleNamespace)
+    control: Channel | None = field(default=None, repr=False)  # to the driver, where there is one
+
+    @property
+    def comm(self) -> Comm:
+        return Comm()
+
+
+_me: Rank | None = None
+
+
+def current() -> Rank | None:
+    """The rank that this process is, if it is one."""
+    return _me
+
+
+def attach(
+    backend: str | None = None, timeout_s: float = 600.0, link: Link | None = None, seed: int = 0
+) -> Rank:
+    """Make this process a rank, however it was started, and return it.
+
+    - inside `World.run`: the rank it already is;
+    - with an initialised process group (torchrun, srun, your own launcher): a rank of it;
+    - under torchrun: initialises the group from its environment first;
+    - else: a world of one rank.
+
+    >>> me = labkit.attach()
+    >>> me.comm.all_reduce(x)
+    """
+    global _me
+    if _me is not None:
+        return _me
+    if not dist.is_initialized():
+        _join(backend, timeout_s)
+        torch.manual_seed(seed)
+    if link is not None:
+        here.link = link
+    name = str(dist.get_backend())
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
+    device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
+    if use_gpu:
+        torch.cuda.set_device(device)
+    _me = Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name)
+    return _me
+
+
+def _join(backend: str | None, timeout_s: float) -> None:
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and enough_gpus else "gloo"
+    if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        use_loopback()
+    timeout = timedelta(seconds=timeout_s)
+    if launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group, so that the process can end quietly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def use_loopback() -> None:
+    """Keep gloo and NCCL off every network but this machine's own."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    for name in names:
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def live(spec: Spec) -> NoReturn:
+    """The whole life of a rank."""
+    status = 0
+    try:
+        control = _wake_up(spec)
+        _serve(control)
+        leave()
+    except EOFError:  # the driver is gone
+        status = 1
+    except BaseException as error:
+        sys.__stderr__ and print(RemoteError.of(error).format(), file=sys.__stderr__)
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def _wake_up(spec: Spec) -> Channel:
+    """Become rank `spec.rank`: streams, seeds, threads, board and process group."""
+    global _me
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
+    os.environ.update(spec.env)
+    os.chdir(spec.cwd)
+    sys.path[:] = spec.path
+    use_loopback()
+    control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
+    _speak_through(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
+    if hasattr(faulthandler, "register"):
+        stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, lives on
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    try:
+        torch.set_num_threads(spec.threads)
+        random.seed(spec.seed)
+        np.random.seed(spec.seed % 2**32)
+        torch.manual_seed(spec.seed)
+        device = torch.device(spec.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", spec.rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        here.link = spec.link
+        if spec.check:
+            here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
+        dist.init_process_group(
+            spec.backend,
+            store=dist.FileStore(str(Path(spec.folder) / "store"), spec.size),
+            rank=spec.rank,
+            world_size=spec.size,
+            timeout=timedelta(seconds=spec.timeout_s + 1),  # the board reports first, and better
+        )
+    except BaseException as error:
+        control.send(("failed", RemoteError.of(error)))
+        raise
+    _me = Rank(spec.rank, spec.size, device, spec.backend, control=control)
+    names = {"torch": torch, "dist": dist, "comm": _me.comm, "rank": _me.rank, "size": _me.size}
+    vars(_me.state).update(names, device=device, __name__="__main__")
+    control.send(("ready", None))
+    return control
+
+
+def _speak_through(sock: socket.socket) -> None:
+    """Everything this process prints, C code included, goes to the driver."""
+    if os.name == "posix":
+        os.dup2(sock.fileno(), 1)
+        os.dup2(sock.fileno(), 2)
+        sock.close()
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0), line_buffering=True, write_through=True)  # noqa: SIM115
+        sys.stderr = io.TextIOWrapper(open(2, "wb", 0), line_buffering=True, write_through=True)  # noqa: SIM115
+    else:
+        sys.stdout = sys.stderr = sock.makefile("w", buffering=1)  # type: ignore[assignment]
+
+
+def _serve(control: Channel) -> None:
+    """Run what the driver sends, one piece after the other."""
+    from labkit.world import cells
+
+    while True:
+        kind, body = control.recv()
+        if kind == "stop":
+            return
+        try:
+            if kind == "cell":
+                value = cells.run(*body, vars(_me.state))  # type: ignore[union-attr]
+            else:
+                function, args, kwargs = _load(body)
+                value = function(*args, **kwargs)
+                del function, args, kwargs
+            reply = ("value", dumps(value, "the result"))
+            del value
+        except BaseException as error:
+            reply = (_kind(error), RemoteError.of(error))  # type: ignore[assignment]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        control.send(reply)
+
+
+def _load(body: bytes) -> Any:
+    import pickle
+
+    return pickle.loads(body)
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, Unpicklable):
+        return "unpicklable"
+    if isinstance(error, CollectiveMismatch):
+        return "disagree"
+    peer_lost = isinstance(error, CommError) or "closed by peer" in str(error)
+    return "lost a peer" if peer_lost else "raised"
+
+
+def spawned() -> NoReturn:
+    """Entry of a rank started as a new interpreter: its Spec comes on standard input."""
+    import pickle
+
+    spec = pickle.load(sys.stdin.buffer)
+    _die_with_driver()
+    live(spec)
+
+
+def _die_with_driver() -> None:
+    """Standard input ends when the driver does, however it ends."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+

@@ -6,9 +6,13 @@ collective sees that the first called something else under the same number, and 
 of hanging (or, worse, adding up garbage). A hang leaves the board as it stood, so the driver
 can tell which rank stands where. Nothing here is communication: no byte is sent or counted.
 
-Per rank: `SLOTS` slots of `SLOT_BYTES`, operation number k in slot k modulo SLOTS:
+A page has `SLOTS` slots for the latest operations, number k in slot k modulo SLOTS:
 
     | key 8 | signature 8 | state 1 | since 8 | length 2 | text ... |
+
+and `MARKS` marks, one for each group (or direction of messages): the highest number begun there.
+
+    | stream 4 | number 4 |
 
 A writer clears the key first and sets it last; a reader that sees two answers looks again.
 """
@@ -26,6 +30,10 @@ SLOTS = 64
 SLOT_BYTES = 1024
 HEAD = struct.Struct("<QQBdH")
 KEY = struct.Struct("<Q")
+MARK = struct.Struct("<II")
+MARKS = 512
+SHARED = 2**32 - 1  # two streams fell on one mark: it tells nothing
+PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK.size
 STATE = struct.Struct("<Bd")
 STATE_AT = 16
 EMPTY, IN_FLIGHT, WAITED_FOR, ENDED = range(4)
@@ -50,9 +58,14 @@ class Note:
     since_s: float = 0.0
 
     @property
+    def stream(self) -> int:
+        """A number for the group (or direction of messages), never 0."""
+        return zlib.crc32(f"{self.group}|{self.ranks}".encode()) % (SHARED - 1) + 1
+
+    @property
     def key(self) -> int:
-        """The same number on every rank that takes part in this operation."""
-        return zlib.crc32(f"{self.group}|{self.ranks}".encode()) << 32 | (self.seq + 1) % 2**32
+        """The same number on every rank that takes part in this operation, never 0."""
+        return self.stream << 32 | self.seq % 2**32
 
     def sentence(self) -> str:
         number = f"collective {self.seq}" if self.collective else f"message {self.seq}"
@@ -66,12 +79,12 @@ class Board:
         self.size, self.rank = size, rank
         self._lock = threading.Lock()
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), size * SLOTS * SLOT_BYTES)
+            self._memory = mmap.mmap(file.fileno(), size * PAGE_BYTES)
 
     @staticmethod
     def create(path: Path, size: int) -> "Board":
         with open(path, "wb") as file:
-            file.truncate(size * SLOTS * SLOT_BYTES)
+            file.truncate(size * PAGE_BYTES)
         return Board(path, size)
 
     def enter(self, note: Note) -> int:
@@ -100,6 +113,7 @@ class Board:
             )
             self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
             KEY.pack_into(self._memory, slot, key)
+            self._mark(note)
         for other in note.ranks:
             if other != self.rank and other < self.size and self._differs(other, key, signature):
                 time.sleep(0.001)  # it may have been writing
@@ -119,7 +133,7 @@ class Board:
         """What stands on the page of `rank`, oldest first; only those in `state` if given."""
         found = []
         for k in range(SLOTS):
-            at = (rank * SLOTS + k) * SLOT_BYTES
+            at = rank * PAGE_BYTES + k * SLOT_BYTES
             key, _, its_state, since_s, length = HEAD.unpack_from(self._memory, at)
             if not key or (state is not None and its_state != state):
                 continue
@@ -134,15 +148,29 @@ class Board:
         return sorted(found, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
-        """Whether `rank` wrote an operation with the number of `note` (lately: 64 back)."""
-        return KEY.unpack_from(self._memory, self._slot(rank, note.key))[0] == note.key
+        """Whether `rank` has come as far as `note` in its stream; True where it is not known."""
+        stream, highest = MARK.unpack_from(self._memory, self._mark_at(rank, note.stream))
+        return stream == SHARED or (stream == note.stream and highest >= note.seq)
 
     def close(self) -> None:
         self._memory.close()
 
+    def _mark(self, note: Note) -> None:
+        assert self.rank is not None
+        at = self._mark_at(self.rank, note.stream)
+        stream, highest = MARK.unpack_from(self._memory, at)
+        if stream in (0, note.stream):
+            MARK.pack_into(self._memory, at, note.stream, max(highest, note.seq % 2**32))
+        else:
+            MARK.pack_into(self._memory, at, SHARED, 0)
+
     @staticmethod
     def _slot(rank: int, key: int) -> int:
-        return (rank * SLOTS + ((key >> 32) + key) % SLOTS) * SLOT_BYTES
+        return rank * PAGE_BYTES + ((key >> 32) + key) % SLOTS * SLOT_BYTES
+
+    @staticmethod
+    def _mark_at(rank: int, stream: int) -> int:
+        return rank * PAGE_BYTES + SLOTS * SLOT_BYTES + stream % MARKS * MARK.size
 
     def _differs(self, rank: int, key: int, signature: int) -> bool:
         its_key, its_signature, *_ = HEAD.unpack_from(self._memory, self._slot(rank, key))

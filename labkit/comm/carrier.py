@@ -31,8 +31,9 @@ class Carrier:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        name = getattr(group, "group_desc", "") or group.group_name
-        self.name = "default" if name == "default_pg" else f"{name} ({group.group_name})"
+        members = ", ".join(map(str, self.ranks[:8])) + (" ..." if len(self.ranks) > 8 else "")
+        is_default = group is dist.group.WORLD
+        self.name = "default" if is_default else f"{group.group_name} (ranks {members})"
         config = str(dist.get_backend_config(group))
         self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         self._collectives = 0

@@ -1,4 +1,10 @@
-"""Messages between the driver and its ranks: length, then bytes, over a local socket."""
+"""Messages between the driver and its ranks, over a local socket.
+
+A message is a pickle and the large buffers in it (tensors, mostly), which are sent from where they
+lie and received into where they stay: nothing large is copied on the way.
+
+    | number of parts | length of each | pickle | buffer | buffer ...
+"""
 
 import pickle
 import socket
@@ -20,21 +26,23 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send anything that plain pickle takes."""
-        self.send_bytes(pickle.dumps(message))
-
-    def recv(self) -> Any:
-        return pickle.loads(self.recv_bytes())
-
-    def send_bytes(self, data: bytes) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
+        lengths = [len(parts), *(part.nbytes for part in parts)]
         try:
-            self.sock.sendall(LENGTH.pack(len(data)))
-            self.sock.sendall(data)
-        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            self.sock.sendall(b"".join(LENGTH.pack(length) for length in lengths))
+            for part in parts:
+                self.sock.sendall(part)
+        except OSError as error:
             raise EOFError(f"the other end is gone: {error}") from None
 
-    def recv_bytes(self) -> bytearray:
-        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
-        return self._exactly(length)
+    def recv(self) -> Any:
+        """The next message, waiting for it."""
+        (count,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
+        data, *buffers = [self._exactly(length) for length in lengths]
+        return pickle.loads(data, buffers=buffers)
 
     def _exactly(self, length: int) -> bytearray:
         data = bytearray(length)

@@ -9,9 +9,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from labkit.comm.board import WAITED_FOR, Board, Note
 from labkit.world.errors import ranks_text
+
+
+class Verdict(NamedTuple):
+    """A sentence on what is wrong, and the ranks whose fault it is."""
+
+    sentence: str
+    ranks: tuple[int, ...]
 
 
 class Watch:
@@ -23,45 +31,43 @@ class Watch:
         self.board, self.timeout_s = board, timeout_s
         self._suspect_since_s: float | None = None
 
-    def look(self, running: Callable[[int], bool]) -> str | None:
-        """None while there is hope, else the sentence of what is wrong."""
-        waits = {r: self.board.notes(r, WAITED_FOR) for r in range(self.board.size) if running(r)}
-        waits = {rank: notes for rank, notes in waits.items() if notes}
+    def look(self, running: Callable[[int], bool]) -> Verdict | None:
+        """None while there is hope, else what is wrong."""
+        waits: dict[int, Note] = {}  # what each rank has waited for longest
+        for rank in filter(running, range(self.board.size)):
+            waits |= {rank: note for note in self.board.notes(rank, WAITED_FOR)[:1]}
         now_s = time.monotonic()
-        for rank, notes in waits.items():
-            if now_s - notes[0].since_s > self.timeout_s:
-                missing = self._missing(notes[0])
-                return f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
-        hopeless = self._hopeless(waits, running)
-        if not hopeless:
+        for rank, note in waits.items():
+            if now_s - note.since_s > self.timeout_s:
+                missing = self._missing(note)
+                sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
+                return Verdict(sentence, tuple(missing))
+        verdict = self._hopeless(waits, running)
+        if verdict is None:
             self._suspect_since_s = None
-            return None
-        self._suspect_since_s = self._suspect_since_s or now_s
-        if now_s - self._suspect_since_s < self.settle_s:
-            return None
-        return hopeless
+        elif self._suspect_since_s is None:
+            self._suspect_since_s = now_s
+        elif now_s - self._suspect_since_s > self.settle_s:
+            return verdict
+        return None
 
     def _missing(self, note: Note) -> list[int]:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
 
-    def _hopeless(self, waits: dict[int, list[Note]], running: Callable[[int], bool]) -> str:
-        needs = {rank: self._missing(notes[0]) for rank, notes in waits.items()}
+    def _hopeless(self, waits: dict[int, Note], running: Callable[[int], bool]) -> Verdict | None:
+        needs = {rank: self._missing(note) for rank, note in waits.items()}
         for rank, missing in needs.items():
             gone = [other for other in missing if not running(other)]
             if gone:
-                return (
-                    f"{ranks_text(gone)} returned without calling what {ranks_text([rank])} "
-                    "waits for."
-                )
+                why = f"returned without calling what {ranks_text([rank])} waits for."
+                return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
-        while True:  # keep those who need only each other
-            freed = {rank for rank in stuck if not set(needs[rank]) <= stuck}
-            if not freed:
-                break
-            stuck -= freed
+        while freed := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
+            stuck -= freed  # these wait for somebody who can still come
         if not stuck:
-            return ""
-        return f"{ranks_text(sorted(stuck))} wait for each other in a circle: none can go on."
+            return None
+        circle = tuple(sorted(stuck))
+        return Verdict(f"{ranks_text(circle)} wait for each other: none can go on.", circle)
 
 
 def who_stands_where(

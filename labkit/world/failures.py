@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from labkit.world.diagnose import Watch, who_stands_where
+from labkit.world.diagnose import Verdict, Watch, who_stands_where
 from labkit.world.errors import RankError, RemoteError, ranks_text
 from labkit.world.launch import End
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from labkit.world.world import World, _Ranks
 
 GRACE_S = 0.3  # between the first sign and the verdict
-MOST_TO_LEAST = ("died", "disagree", "unpicklable", "raised", "stuck", "lost a peer")
+MOST_TO_LEAST = ("died", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
@@ -27,10 +27,10 @@ class Failures:
     def __init__(self, world: "World", ranks: "_Ranks", targets: Sequence[int]):
         self._world, self._ranks = world, ranks
         self._running = set(targets)
-        self._targets = tuple(sorted(self._running))
-        self._found: dict[str, dict[int, Any]] = {}
+        self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
+        self._stuck: Verdict | None = None
+        self._where = ""  # who stood where at the first sign
         self._first_s: float | None = None
-        self._stories: list[str] = []
         self._oom_kills = _oom_kills()
         self._watch = Watch(ranks.board, world.timeout_s) if ranks.board else None
 
@@ -38,19 +38,10 @@ class Failures:
         self._running.discard(rank)
 
     def add(self, rank: int, kind: str, what: Any) -> None:
-        """Rank `rank` failed: `what` is its RemoteError, End or sentence."""
+        """Rank `rank` failed; `what` is its RemoteError, or its End."""
+        self._first_sign(self._running | {rank} if kind == "lost a peer" else self._running)
         self._running.discard(rank)
         self._found.setdefault(kind, {}).setdefault(rank, what)
-        if self._first_s is None:
-            self._first_s = time.monotonic()
-            board = self._ranks.board
-            if board and kind != "raised":
-                still = self._running | {rank}
-                self._stories.append(
-                    who_stands_where(
-                        board, self._ranks.pids, still.__contains__, Path(self._ranks.folder)
-                    )
-                )
 
     def look(self) -> None:
         """Has a rank ended? Do ranks wait for each other in vain?"""
@@ -61,37 +52,52 @@ class Failures:
         for rank, pid in enumerate(self._ranks.pids):
             if pid in ends:
                 self.add(rank, "died", ends[pid])
-        if self._watch and not self._found:
-            sentence = self._watch.look(self._running.__contains__)
-            if sentence:
-                self.add(-1, "stuck", sentence)
+        if self._watch and self._first_s is None:
+            self._stuck = self._watch.look(self._running.__contains__)
+            if self._stuck:
+                self._first_sign(self._running)
 
     def settled(self) -> bool:
+        """Whether there is a failure, and time enough has passed to know its cause."""
         if self._first_s is None:
             return False
-        causes_known = set(self._found) - {"lost a peer"}
-        grace_s = GRACE_S if causes_known else 5 * GRACE_S  # whoever was lost will be reported
-        return time.monotonic() - self._first_s > grace_s or not self._running
+        only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
+        grace_s = 5 * GRACE_S if only_suffered else GRACE_S
+        return not self._running or time.monotonic() - self._first_s > grace_s
 
     def error(self) -> RankError | None:
         """The one error that tells it, or None when nothing failed."""
-        kind = next((kind for kind in MOST_TO_LEAST if kind in self._found), None)
-        if kind is None:
+        if self._first_s is None:
             return None
-        found = self._found[kind]
-        guilty = tuple(rank for rank in sorted(found) if rank >= 0)
+        kind = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
+        if self._stuck and kind == "lost a peer":
+            kind = "stuck"
+        found = self._found.get(kind, {})
+        guilty = tuple(sorted(found))
         if kind == "died":
             text = "\n".join(f"rank {rank} {self._death(end)}" for rank, end in found.items())
+        elif kind == "disagree":  # the last to come saw all of them
+            text, guilty = list(found.values())[-1].message, ()
         elif kind == "stuck":
-            text = found[-1]
+            assert self._stuck
+            text, guilty = self._stuck
         else:
             text = _told(found)
-        if kind in ("stuck", "lost a peer") and self._stories:
-            text += "\nWho stood where:\n" + self._stories[0]
+        if kind in ("stuck", "lost a peer") and self._where:
+            text += f"\nWho stood where:\n{self._where}"
         others = [rank for rank in range(self._world.size) if rank not in guilty]
-        stopped = f"{ranks_text(others).capitalize()} stopped" if others else "All ranks stopped"
-        text += f"\n{stopped}; the next run starts new ranks, what these kept is gone."
+        stopped = ranks_text(others) if guilty and others else "all ranks"
+        text += f"\n({stopped} stopped; the next run starts new ranks, what these kept is gone.)"
         return RankError(text, "stuck" if kind == "lost a peer" else kind, guilty)
+
+    def _first_sign(self, running: set[int]) -> None:
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            ranks = self._ranks
+            if ranks.board:
+                self._where = who_stands_where(
+                    ranks.board, ranks.pids, running.__contains__, Path(ranks.folder)
+                )
 
     def _death(self, end: End) -> str:
         if end.status >= 0:
@@ -123,7 +129,7 @@ def _told(found: dict[int, RemoteError]) -> str:
     parts = []
     for text, ranks in groups.items():
         error = found[ranks[0]]
-        if error.type_name in ("CollectiveMismatch", "Unpicklable"):
+        if error.type_name == "Unpicklable":
             parts.append(f"{ranks_text(ranks)}: {error.message}")
         else:
             parts.append(f"{ranks_text(ranks)} raised {error.headline}\n\n{text}\n")

@@ -6,7 +6,8 @@ cannot travel is named, not only its type.
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -17,16 +18,15 @@ class Unpicklable(TypeError):
     """Something cannot travel between processes; the text says which object."""
 
 
-class _Pickler(cloudpickle.Pickler):
-    """GPU tensors travel as CPU tensors, and tensors of a graph without it."""
+@dataclass(frozen=True)
+class Parcel:
+    """A pickled value: the pickle, and beside it the memory of its tensors, not copied."""
 
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is torch.Tensor and (thing.is_cuda or thing.grad_fn is not None):
-            return torch.Tensor.detach, (thing.detach().cpu(),)
-        return super().reducer_override(thing)
+    data: pickle.PickleBuffer
+    buffers: list[pickle.PickleBuffer]
 
 
-def dumps(thing: Any, name: str) -> bytes:
+def dumps(thing: Any, name: str) -> Parcel:
     """Pickle `thing`, which the reader knows as `name`. Raises Unpicklable, naming the part."""
     try:
         return _dumps(thing)
@@ -39,10 +39,48 @@ def dumps(thing: Any, name: str) -> bytes:
         ) from None
 
 
-def _dumps(thing: Any) -> bytes:
+def loads(parcel: Parcel, name: str) -> Any:
+    """Read what a rank returned. Raises RuntimeError, naming it, when that fails here."""
+    try:
+        return unpack(parcel)
+    except Exception as error:
+        raise RuntimeError(
+            f"{name} arrived but cannot be read here: {type(error).__name__}: {error}. Return "
+            "plain values and tensors, or objects of classes that this process can import."
+        ) from error
+
+
+def unpack(parcel: Parcel) -> Any:
+    return pickle.loads(parcel.data, buffers=parcel.buffers)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Plain tensors travel by value: from the GPU to the CPU, out of their graph, only the part
+    of a storage that is seen, and without a copy."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.is_quantized:
+            return super().reducer_override(thing)
+        flat = thing.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+        keeps_grad = thing.is_leaf and thing.requires_grad
+        return _tensor, (memory, thing.dtype, tuple(thing.shape), keeps_grad)
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
+    if not memoryview(memory).nbytes:
+        return torch.empty(shape, dtype=dtype, requires_grad=grad)
+    if memoryview(memory).readonly:
+        memory = bytearray(memory)
+    return torch.frombuffer(memory, dtype=dtype).view(shape).requires_grad_(grad)
+
+
+def _dumps(thing: Any) -> Parcel:
+    buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
-        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
-        return file.getvalue()
+        take: Callable[[pickle.PickleBuffer], Any] = buffers.append
+        _Pickler(file, protocol=5, buffer_callback=take).dump(thing)
+        return Parcel(pickle.PickleBuffer(file.getvalue()), buffers)
 
 
 def _culprit(
@@ -88,13 +126,3 @@ def _short(thing: Any) -> str:
         text = "no repr"
     return text if len(text) <= 60 else text[:57] + "..."
 
-
-def loads(data: bytes, name: str) -> Any:
-    """Read what a rank returned. Raises RuntimeError, naming it, when the driver cannot."""
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise RuntimeError(
-            f"{name} arrived but cannot be read here: {type(error).__name__}: {error}. Return "
-            "plain values and tensors, or objects of classes that this process can import."
-        ) from error

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from labkit.comm import Board, CollectiveMismatch, Comm, CommError, Link, here
 from labkit.world.channel import Channel, connect
 from labkit.world.errors import RemoteError
-from labkit.world.pickling import Unpicklable, dumps
+from labkit.world.pickling import Unpicklable, dumps, unpack
 
 HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
 CONTROL, OUTPUT = range(2)
@@ -227,7 +227,7 @@ def _serve(control: Channel) -> None:
             if kind == "cell":
                 value = cells.run(*body, vars(_me.state))  # type: ignore[union-attr]
             else:
-                function, args, kwargs = _load(body)
+                function, args, kwargs = unpack(body)
                 value = function(*args, **kwargs)
                 del function, args, kwargs
             reply = ("value", dumps(value, "the result"))
@@ -239,18 +239,13 @@ def _serve(control: Channel) -> None:
         control.send(reply)
 
 
-def _load(body: bytes) -> Any:
-    import pickle
-
-    return pickle.loads(body)
-
-
 def _kind(error: BaseException) -> str:
     if isinstance(error, Unpicklable):
         return "unpicklable"
     if isinstance(error, CollectiveMismatch):
         return "disagree"
-    peer_lost = isinstance(error, CommError) or "closed by peer" in str(error)
+    gloo_says = ("closed by peer", "Connection reset", "Timed out waiting")
+    peer_lost = isinstance(error, CommError) or any(words in str(error) for words in gloo_says)
     return "lost a peer" if peer_lost else "raised"
 
 

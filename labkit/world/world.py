@@ -172,7 +172,7 @@ class World:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this world is running something in another thread; make a second")
         output = RankOutput(self.size)
-        values: dict[int, bytes] = {}
+        values: dict[int, pickling.Parcel] = {}
         try:
             ranks = self._ranks()
             failures = Failures(self, ranks, targets)

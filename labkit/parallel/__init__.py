@@ -1,0 +1,7 @@
+"""The strategies. One concept, one file."""
+
+from labkit.parallel.ddp import DDP
+from labkit.parallel.naive_ddp import NaiveDDP
+from labkit.parallel.single import Single
+
+__all__ = ["DDP", "NaiveDDP", "Single"]

@@ -1,0 +1,94 @@
+"""Data parallelism, the naive way: after backward, one all-reduce for each parameter.
+
+    each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
+    travels           2(n-1)/n P bytes from each rank and step, in as many messages as there are
+                      parameters, while nobody computes:
+
+        rank 0   forward | backward | w9 w8 w7 ... w0 | step
+        rank 1   forward | backward | w9 w8 w7 ... w0 | step
+
+The gradient of a mean over the batch is the mean of the gradients of its shares, so averaging
+gives every replica the gradient of the whole batch; equal replicas then stay equal.
+
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.replicas import (
+    UNUSED,
+    at_end_of_backward,
+    check_dense,
+    copy_from_rank_0,
+    mark_used,
+    nobody_used,
+    trainable,
+)
+
+
+class NaiveDDP(nn.Module):
+    """Replicas of `module`, whose gradients are averaged when `backward()` returns.
+
+    Args:
+        module: any module; replicas start as rank 0's.
+        comm: the ranks that hold replicas; all by default.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm | None = None):
+        super().__init__()
+        self.module = module
+        self.comm = comm or Comm()
+        self._parameters_to_average = trainable(module)
+        self._synchronise = True
+        self._scheduled = False
+        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+        for parameter in self._parameters_to_average:
+            parameter.register_post_accumulate_grad_hook(self._schedule)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._scheduled = False
+            copy_from_rank_0(self.module.buffers(), self.comm)
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        self._synchronise = False
+        try:
+            yield
+        finally:
+            self._synchronise = True
+
+    def _schedule(self, parameter: torch.Tensor) -> None:
+        """A gradient is there, so a backward runs: average once it is over."""
+        if self._synchronise and not self._scheduled:
+            self._scheduled = True
+            at_end_of_backward(self._average)
+
+    def _average(self) -> None:
+        self._scheduled = False
+        for parameter in self._parameters_to_average:
+            used = parameter.grad is not None
+            gradient = parameter.grad if used else torch.full_like(parameter, UNUSED)
+            assert gradient is not None
+            check_dense(gradient)
+            if used and gradient.numel():
+                mark_used(gradient.as_strided((1,), (1,)))
+            self.comm.all_reduce(gradient, "mean")
+            if used or not nobody_used(gradient.reshape(-1)):
+                parameter.grad = gradient
+
+    @staticmethod
+    def predict(module: nn.Module, size: int) -> Footprint:
+        """Everything whole on every rank; 2(n-1)/n of the gradients sent."""
+        grads = parameter_bytes(module, trainable_only=True)
+        bus_bytes = 2 * (size - 1) / size * grads
+        return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)

@@ -1,0 +1,62 @@
+"""What naive and bucketed data parallelism share: equal replicas to begin with, one moment at the
+end of each backward, and the news that nobody used a parameter.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+
+# A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
+# sum, and -0.0 + -0.0 is -0.0 while any other sum is not: where the result is -0.0, no rank used
+# the parameter, its gradient stays None, as in a single process. The news travels for free.
+UNUSED = -0.0
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters to be kept equal. Raises ValueError when there are none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
+            "synchronise; use the module as it is"
+        )
+    return parameters
+
+
+def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Comm) -> None:
+    """Make all ranks' tensors equal to those of rank 0: one broadcast for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x.detach())
+    for group in kinds.values():
+        flat = torch.cat([x.reshape(-1) for x in group])
+        comm.broadcast(flat, src=0)
+        for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
+            x.copy_(part.view_as(x))
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that now runs is over, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def mark_used(flat: torch.Tensor) -> None:
+    """A gradient's first element may be -0.0 by itself; + 0.0 makes that 0.0 and leaves others."""
+    flat[:1].add_(0.0)
+
+
+def nobody_used(flat: torch.Tensor) -> bool:
+    """Whether the reduced gradient says that no rank used its parameter."""
+    first = flat[:1].real if flat.is_complex() else flat[:1]
+    return bool(((first == 0) & torch.signbit(first)).all())
+
+
+def check_dense(gradient: torch.Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise TypeError(
+            f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
+            "sparse=False"
+        )

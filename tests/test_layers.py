@@ -1,0 +1,308 @@
+"""Imports run downward only (CONTRIBUTING.md, "Layers").
+
+The rules are read off the syntax tree, so that an import inside a function, one behind
+`if TYPE_CHECKING:` and `importlib.import_module("labkit.plot")` count like one at the top. The
+checker is tried on small trees that break each rule, then run on labkit itself.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
+
+# The one list of who stands where: a new top-level module or folder of labkit is added here.
+LAYERS: dict[int, set[str]] = {
+    1: {"schedules", "events", "clusters"},
+    2: {"comm"},
+    3: {"parallel", "precision", "memory", "models", "data"},
+    4: {"record", "world"},
+    5: {"replay", "plot", "check", "course", "bench", "compare", "doctor", "cli"},
+}
+
+# Inside a layer the units stand side by side and do not know each other, with these exceptions.
+# Strategies use mixed precision and recomputation; no strategy knows a model or a data set.
+# A world switches the recording of its ranks on. Faces may use one another, but the command
+# line is the last: nothing stands on it.
+SIBLINGS: dict[str, set[str]] = {
+    "parallel": {"precision", "memory"},
+    "world": {"record"},
+    **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
+}
+
+NO_TORCH = LAYERS[1]  # run where torch is not installed, and import in no time
+DISTRIBUTED = {"comm", "world"}  # the door, and what starts ranks
+
+# `labkit/__init__.py` hands out the public names lazily and `labkit/__main__.py` starts the
+# command line: both may import anything, as a face may.
+ROOT_UNITS = {"__init__", "__main__"}
+LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units}
+LAYER_OF |= {unit: 5 for unit in ROOT_UNITS}
+
+
+# ---- the checker
+
+
+def module_name(path: Path, package: Path) -> str:
+    parts = list(path.relative_to(package.parent).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit_of(module: str) -> str:
+    """The top-level part of labkit that a module belongs to: `comm` for `labkit.comm.door`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The module that `from X import ...` names, with the dots of a relative import resolved."""
+    if node.level == 0:
+        return node.module or ""
+    base = module.split(".")
+    base = base[: len(base) - node.level + (1 if is_package else 0)]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Every dotted name that the module may import, with its line.
+
+    `from a import b` gives `a.b`: whether b is a module or a name does not matter to the rules.
+    """
+    torch_names = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+                if alias.name == "torch" and alias.asname:
+                    torch_names.add(alias.asname)
+        elif isinstance(node, ast.ImportFrom):
+            source = absolute(node, module, is_package)
+            for alias in node.names:
+                yield f"{source}.{alias.name}", node.lineno
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            name = node.args[0]
+            if called in {"import_module", "__import__"} and isinstance(name, ast.Constant):
+                yield str(name.value), node.lineno
+    for node in ast.walk(tree):  # `import torch`, then torch.distributed.send(...)
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "distributed"
+            and isinstance(node.value, ast.Name)
+            and node.value.id in torch_names
+        ):
+            yield "torch.distributed", node.lineno
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def broken_rule(unit: str, name: str) -> str | None:
+    """Why `unit` may not import `name`; None if it may."""
+    if within(name, "torch") and unit in NO_TORCH:
+        return f"layer 1 ({', '.join(sorted(NO_TORCH))}) does without torch"
+    if (
+        within(name, "torch.distributed") or within(name, "torch._C._distributed_c10d")
+    ) and unit not in DISTRIBUTED:
+        return (
+            "only labkit.comm (the door) and labkit.world (which starts ranks) import "
+            "torch.distributed; go through labkit.comm"
+        )
+    if not within(name, "labkit"):
+        return None
+    if name == "labkit.__version__" or unit in ROOT_UNITS:
+        return None
+    target = unit_of(name)
+    if target not in LAYER_OF or target in ROOT_UNITS:
+        if LAYER_OF[unit] == 5:
+            return None
+        return (
+            "a public name taken from labkit itself hides which layer it comes from; "
+            "import it from its module"
+        )
+    if target == unit:
+        return None
+    here, there = LAYER_OF[unit], LAYER_OF[target]
+    if there > here:
+        return f"imports run downward only: {unit} is of layer {here}, {target} of layer {there}"
+    if there == here and target not in SIBLINGS.get(unit, set()):
+        return (
+            f"{unit} and {target} stand side by side in layer {here}; move what both need "
+            "to a lower layer, or allow it in SIBLINGS (tests/test_layers.py) and say why"
+        )
+    return None
+
+
+def problems(package: Path) -> list[str]:
+    """One sentence for each broken rule in the tree under `package` (a folder named labkit)."""
+    found: dict[str, None] = {}  # a dict keeps the order and drops doubles
+    for path in sorted(package.rglob("*.py")):
+        module = module_name(path, package)
+        unit = path.stem if path.parent == package else unit_of(module)
+        if unit not in LAYER_OF:
+            found[
+                f"labkit.{unit} is in no layer: add {unit!r} to LAYERS in tests/test_layers.py "
+                "and to the table in CONTRIBUTING.md"
+            ] = None
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        where = path.relative_to(package.parent)
+        for name, line in imports(tree, module, path.name == "__init__.py"):
+            reason = broken_rule(unit, name)
+            if reason is not None:
+                found[f"{where}:{line} imports {name}: {reason}"] = None
+    return list(found)
+
+
+# ---- the checker can fail
+
+
+def tree(folder: Path, **files: str) -> Path:
+    """A package named labkit, with `comm__door="..."` as labkit/comm/door.py."""
+    package = folder / "labkit"
+    for name, text in files.items():
+        path = package / (name.replace("__", "/") + ".py" if name != "init" else "__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+GOOD = {
+    "init": "def __getattr__(name):\n    importlib.import_module('labkit.world')",
+    "events": "import json\nfrom labkit import __version__",
+    "comm__door": "import torch.distributed\nfrom labkit.events import Event\nfrom . import ring",
+    "comm__ring": "from ..events import Event",
+    "parallel__ddp": "import torch\nfrom labkit.comm import Comm\nfrom labkit.precision import x",
+    "precision": "import torch",
+    "world__ranks": "import torch.distributed\nfrom labkit import record\nimport labkit.comm.door",
+    "record": "from labkit.events import Event",
+    "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
+    "check": "import torch",
+    "cli": "def main():\n    from labkit import compare",
+}
+
+
+def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
+    assert problems(tree(tmp_path, **GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        # upward
+        ("comm__door", "from labkit.world import World", "downward only"),
+        ("comm__door", "import labkit.parallel.ddp", "downward only"),
+        ("parallel__ddp", "from labkit import record", "downward only"),
+        ("parallel__zero", "from ..plot import timeline", "downward only"),
+        ("parallel__zero", "from .. import plot", "downward only"),
+        ("world__ranks", "from labkit.cli import main", "downward only"),
+        ("events", "import labkit.comm", "downward only"),
+        # upward, out of sight
+        ("parallel__ddp", "def f():\n    from labkit.record import Trace", "downward only"),
+        ("comm__door", "if TYPE_CHECKING:\n    from labkit.world import World", "downward only"),
+        ("record", "importlib.import_module('labkit.plot')", "downward only"),
+        ("record", "__import__('labkit.plot')", "downward only"),
+        ("record", "try:\n    import labkit.bench\nexcept ImportError:\n    pass", "downward only"),
+        # through the lazy names of labkit itself
+        ("parallel__ddp", "from labkit import World", "hides which layer"),
+        ("comm__door", "import labkit", "hides which layer"),
+        ("record", "from .  import World", "hides which layer"),
+        # sideways
+        ("parallel__ddp", "from labkit.models import GPT", "side by side"),
+        ("parallel__ddp", "from labkit.data import text", "side by side"),
+        ("models__gpt", "from labkit.parallel import DDP", "side by side"),
+        ("data", "from labkit.models import GPT", "side by side"),
+        ("precision", "from labkit.parallel import DDP", "side by side"),
+        ("record", "from labkit.world import World", "side by side"),
+        ("schedules", "from labkit.events import Event", "side by side"),
+        ("doctor", "from labkit.cli import main", "side by side"),
+        # torch in layer 1
+        ("schedules", "import torch", "does without torch"),
+        ("clusters", "def f():\n    from torch import nn", "does without torch"),
+        ("events", "import torch.fx as fx", "does without torch"),
+        # torch.distributed away from the door
+        ("parallel__ddp", "import torch.distributed as dist", "only labkit.comm"),
+        ("parallel__ddp", "from torch import distributed", "only labkit.comm"),
+        ("parallel__ddp", "from torch.distributed.nn import functional", "only labkit.comm"),
+        ("models__gpt", "import torch\ntorch.distributed.barrier()", "only labkit.comm"),
+        ("models__gpt", "import torch as t\nt.distributed.barrier()", "only labkit.comm"),
+        ("bench", "def f():\n    import torch.distributed", "only labkit.comm"),
+        ("record", "from torch._C._distributed_c10d import Store", "only labkit.comm"),
+        # nowhere
+        ("helpers", "", "labkit.helpers is in no layer: add 'helpers' to LAYERS"),
+        ("utils__tools", "", "labkit.utils is in no layer: add 'utils' to LAYERS"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, expected: str):
+    found = problems(tree(tmp_path, **{**GOOD, file: text}))
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+def test_a_problem_names_the_file_and_the_line(tmp_path: Path):
+    package = tree(tmp_path, **{**GOOD, "comm__door": "import os\n\nimport labkit.cli"})
+    (found,) = problems(package)
+    assert found.startswith("labkit/comm/door.py:3 imports labkit.cli: ")
+
+
+def test_every_unit_stands_in_one_layer():
+    units = [unit for layer in LAYERS.values() for unit in layer]
+    assert len(units) == len(set(units))
+    for unit, allowed in SIBLINGS.items():
+        assert {LAYER_OF[other] for other in allowed} == {LAYER_OF[unit]}
+
+
+# ---- labkit keeps the rules
+
+
+def test_labkit_imports_downward_only():
+    found = problems(PACKAGE)
+    assert found == [], "\n".join(["", *found])
+
+
+def test_the_table_in_contributing_lists_every_unit():
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for layer, units in LAYERS.items():
+        rows = [line for line in page.splitlines() if line.startswith(f"| {layer} |")]
+        assert len(rows) == 1, f"CONTRIBUTING.md needs one row for layer {layer}"
+        missing = {unit for unit in units if f"`{unit}`" not in rows[0]}
+        assert not missing, f"CONTRIBUTING.md, layer {layer}, lacks {sorted(missing)}"
+
+
+# ---- what is loaded when labkit is
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The top-level modules that a fresh Python holds after a statement."""
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_labkit_loads_nothing_heavy():
+    """What keeps `import labkit` under 50 ms; a time is not asserted anywhere."""
+    heavy = {"torch", "numpy", "matplotlib", "IPython", "rich", "typer", "cloudpickle", "psutil"}
+    assert loaded_after("import labkit") & heavy == set()
+
+
+@pytest.mark.parametrize("unit", sorted(NO_TORCH))
+def test_layer_1_runs_without_torch(unit: str):
+    exists = (PACKAGE / f"{unit}.py").exists() or (PACKAGE / unit).is_dir()
+    statement = f"import labkit.{unit}" if exists else "import labkit"
+    assert "torch" not in loaded_after(statement)
+
+
+def test_the_measurement_sees_a_loaded_module():
+    assert "json" in loaded_after("import json.decoder")

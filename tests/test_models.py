@@ -1,0 +1,322 @@
+"""The models: right numbers, named parts that can be edited, and every mode a strategy needs."""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parameters_to_vector
+
+from labkit.models import GPT, MLP
+
+
+def tokens_of(model: GPT, rows: int = 3, length: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(model.vocab, (rows, length), generator=generator)
+
+
+def small(**changes: object) -> GPT:
+    torch.manual_seed(0)
+    return GPT.preset("tiny", vocab=19, **changes).double()
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("vocab", "width", "depth", "context"), [(11, 12, 1, 5), (7, 20, 3, 4)])
+def test_parameter_count_is_the_formula_of_its_docstring(
+    vocab: int, width: int, depth: int, context: int, tied: bool, kv_heads: int | None
+) -> None:
+    model = GPT(vocab, width, depth, 4, context, kv_heads=kv_heads, tied=tied)
+    c = width * (kv_heads or 4) // 4
+    attn = 2 * (width**2 + width) + 2 * (width * c + c)
+    block = 4 * width + attn + 8 * width**2 + 5 * width
+    assert kv_heads or block == 12 * width**2 + 13 * width
+    head = 0 if tied else vocab * width
+    expected = (vocab + context) * width + depth * block + 2 * width + head
+    assert model.parameter_count == expected == len(parameters_to_vector(model.parameters()))
+
+
+@pytest.mark.parametrize(("name", "count"), [("tiny", 7056), ("1M", 987096), ("3.4M", 3438080)])
+def test_presets_have_the_size_of_their_name(name: str, count: int) -> None:
+    assert GPT.preset(name).parameter_count == count
+
+
+def test_preset_arguments_can_be_replaced() -> None:
+    model = GPT.preset("1M", vocab=256, kv_heads=3, depth=1)
+    assert (model.vocab, model.kv_heads, len(model.blocks)) == (256, 3, 1)
+    assert model(tokens_of(model)).shape == (3, 7, 256)
+
+
+def test_gpt3_is_counted_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT(50257, 12288, 96, 96, 2048)
+    assert 174e9 < model.parameter_count < 176e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5}, "width 12 does not divide into 5 heads"),
+        ({"kv_heads": 3}, "4 query heads do not divide over 3 key-value heads"),
+        ({"kv_heads": 0}, "kv_heads=0"),
+        ({"depth": 0}, "depth=0"),
+        ({"vocab": -1}, "vocab=-1"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPT.preset("tiny", **changes)
+
+
+def test_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'7B'.*tiny, 1M, 3\.4M"):
+        GPT.preset("7B")
+
+
+def test_sequence_longer_than_context_is_refused() -> None:
+    model = small()
+    assert model(tokens_of(model, length=16)).shape == (3, 16, 19)
+    with pytest.raises(ValueError, match="17 tokens is longer than the model's context of 16"):
+        model(tokens_of(model, length=17))
+    with pytest.raises(ValueError, match=r"\[rows, length\], not \[7\]"):
+        model(tokens_of(model)[0])
+
+
+# ---------------------------------------------------------------- the right numbers
+
+
+def by_hand(model: GPT, tokens: Tensor) -> Tensor:
+    """The same model from its weights, attention written out with loops over the heads."""
+    s = tokens.shape[1]
+    x = model.embed.tokens.weight[tokens] + model.embed.positions.weight[:s]
+    hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+    for block in model.blocks:
+        attn, e = block.attn, block.attn.head_width
+        z = block.norm1(x)
+        q, k, v = attn.q(z), attn.k(z), attn.v(z)
+        heads = []
+        for h in range(model.heads):
+            g = h * model.kv_heads // model.heads  # the key-value head that h shares
+            mine, shared = slice(h * e, (h + 1) * e), slice(g * e, (g + 1) * e)
+            scores = q[..., mine] @ k[..., shared].transpose(1, 2) / e**0.5
+            heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[..., shared])
+        x = x + attn.out(torch.cat(heads, -1))
+        x = x + block.mlp.down(F.gelu(block.mlp.up(block.norm2(x))))
+    return model.norm(x) @ model.head.weight.T
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_forward_equals_the_model_written_out(kv_heads: int) -> None:
+    model = small(kv_heads=kv_heads)
+    with torch.no_grad():  # weights of size 1, so that nothing hides in small numbers
+        for weight in model.parameters():
+            weight.normal_()
+    tokens = tokens_of(model)
+    torch.testing.assert_close(model(tokens), by_hand(model, tokens), rtol=0, atol=1e-10)
+
+
+def test_a_token_changes_nothing_before_it() -> None:
+    model, changed = small(), tokens_of(small())
+    tokens = changed.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % model.vocab
+    same = (model(tokens) == model(changed)).all(-1)
+    assert same[:, :4].all()
+    assert not same[:, 4:].any()
+
+
+def test_positions_say_where_columns_stand() -> None:
+    model = small()
+    tokens = tokens_of(model)
+    assert torch.equal(model(tokens), model(tokens, torch.arange(7)))
+    assert not torch.allclose(model(tokens), model(tokens, torch.arange(5, 12)))
+
+
+def test_tied_gradient_is_the_sum_of_both_uses() -> None:
+    tied, untied = small(), small(tied=False)
+    untied.load_state_dict(tied.state_dict())  # two parameters, the same numbers
+    assert tied.head.weight is tied.embed.tokens.weight
+    for model in (tied, untied):
+        model(tokens_of(model)).logsumexp(-1).sum().backward()
+    both = untied.embed.tokens.weight.grad + untied.head.weight.grad
+    torch.testing.assert_close(tied.embed.tokens.weight.grad, both, rtol=0, atol=1e-12)
+    names = [name for name, _ in tied.named_parameters()]
+    assert "head.weight" not in names  # counted, sent and stepped once
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_stay_tied(copied: Callable[[GPT], GPT]) -> None:
+    model = copied(small())
+    assert model.head.weight is model.embed.tokens.weight
+
+
+def test_weights_start_as_in_gpt2() -> None:
+    torch.manual_seed(0)
+    model = GPT(500, 120, 8, 4, 32)
+    block = model.blocks[3]
+    for weight, std in [
+        (model.embed.tokens.weight, 0.02),
+        (block.attn.q.weight, 0.02),
+        (block.mlp.up.weight, 0.02),
+        (block.attn.out.weight, 0.005),  # 0.02 / sqrt(2 * 8)
+        (block.mlp.down.weight, 0.005),
+    ]:
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert block.attn.k.bias.eq(0).all() and block.norm2.bias.eq(0).all()
+    assert block.norm1.weight.eq(1).all()
+    tokens = tokens_of(model, rows=32)  # a tied head leans to its own input: ask for another's
+    start = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 0).flatten())
+    assert start.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.2)
+
+
+def test_same_seed_same_weights() -> None:
+    first, second = small(), small()
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = small(dropout=0.3)
+    tokens = tokens_of(model)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+# ---------------------------------------------------------------- what strategies need
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_rows_give_zero_gradients(dtype: torch.dtype, kv_heads: int) -> None:
+    """A rank without rows in the last batch still has a gradient to send: zero."""
+    model = small(kv_heads=kv_heads).to(dtype)
+    logits = model(tokens_of(model)[:0])
+    assert logits.shape == (0, 7, 19) and logits.dtype == dtype
+    logits.sum().backward()
+    assert all(weight.grad.eq(0).all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_bfloat16_is_near_float64(kv_heads: int) -> None:
+    model = small(kv_heads=kv_heads)
+    exact, rounded = model(tokens_of(model)), model.bfloat16()(tokens_of(model))
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.double(), exact, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_runs_on_shapes_alone(kv_heads: int) -> None:
+    """On the meta device and under fake tensors: how a model too large to hold is recorded."""
+    with torch.device("meta"):
+        model = GPT.preset("tiny", kv_heads=kv_heads)
+        logits = model(torch.zeros(5, 9, dtype=torch.long))
+    logits.sum().backward()
+    assert logits.is_meta and logits.shape == (5, 9, 256)
+
+    with FakeTensorMode():
+        model = GPT.preset("tiny", kv_heads=kv_heads)
+        for rows in (5, 0):
+            logits = model(torch.zeros(rows, 9, dtype=torch.long))
+            logits.sum().backward()
+            assert logits.shape == (rows, 9, 256)
+        assert all(weight.grad.shape == weight.shape for weight in model.parameters())
+
+
+def test_meta_model_becomes_the_real_one() -> None:
+    torch.manual_seed(0)
+    real = GPT.preset("tiny")
+    with torch.device("meta"):
+        late = GPT.preset("tiny")
+    late.to_empty(device="cpu")
+    torch.manual_seed(0)
+    late.reset_parameters()
+    assert late.head.weight is late.embed.tokens.weight
+    torch.manual_seed(0)
+    real.reset_parameters()
+    for name, weight in real.state_dict().items():
+        assert torch.equal(weight, late.state_dict()[name]), name
+
+
+def test_parts_have_their_names_and_no_buffers() -> None:
+    model = small(kv_heads=2)
+    assert [name for name, _ in model.named_children()] == ["embed", "blocks", "norm", "head"]
+    block = model.blocks[0]
+    linear = {name for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+    assert linear == {"attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down"}
+    assert all(block.get_submodule(name).bias is not None for name in linear)
+    assert block.attn.k.weight.shape == (6, 12) and block.attn.q.weight.shape == (12, 12)
+    assert model.head.bias is None
+    assert not list(model.buffers())
+
+
+def rows_of(linear: nn.Linear, part: slice) -> nn.Linear:
+    """A linear layer that keeps some outputs of another."""
+    kept = nn.Linear(linear.in_features, len(linear.weight[part]), dtype=linear.weight.dtype)
+    kept.load_state_dict({"weight": linear.weight[part], "bias": linear.bias[part]})
+    return kept
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_can_be_cut_by_heads_from_outside(kv_heads: int) -> None:
+    """What tensor parallelism does: half the heads each, and the two outputs add up."""
+    attn = small(kv_heads=kv_heads).blocks[0].attn
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    total = attn.out.bias.clone()
+    for half in range(2):
+        part = copy.deepcopy(attn)
+        q, kv = slice(half * 6, half * 6 + 6), kv_heads * 3 // 2
+        part.q = rows_of(attn.q, q)
+        part.k = rows_of(attn.k, slice(half * kv, half * kv + kv))
+        part.v = rows_of(attn.v, slice(half * kv, half * kv + kv))
+        part.out = nn.Linear(6, 12, bias=False, dtype=torch.float64)
+        part.out.load_state_dict({"weight": attn.out.weight[:, q]})
+        total = total + part(x)
+    torch.testing.assert_close(total, attn(x), rtol=0, atol=1e-14)
+
+
+def test_blocks_run_one_by_one_as_a_pipeline_runs_them() -> None:
+    model = small()
+    x = model.embed(tokens_of(model))
+    for block in model.blocks:
+        x = block(x)
+    assert torch.equal(model.head(model.norm(x)), model(tokens_of(model)))
+
+
+# ---------------------------------------------------------------- MLP
+
+
+@pytest.mark.parametrize("sizes", [[3, 5], [7, 13, 1], [5, 3, 11, 2]])
+def test_mlp_of_odd_sizes(sizes: list[int]) -> None:
+    model = MLP(sizes)
+    x = torch.randn(4, sizes[0])
+    y = x
+    for i, layer in enumerate(model.layers):
+        y = layer(F.gelu(y) if i else y)
+    assert torch.equal(model(x), y) and y.shape == (4, sizes[-1])
+    assert len(parameters_to_vector(model.parameters())) == sum(
+        n * m + m for n, m in itertools.pairwise(sizes)
+    )
+    model(x[:0]).sum().backward()
+    assert all(weight.grad.eq(0).all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, nn.Tanh()])
+def test_mlp_takes_a_function_or_a_module(activation: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = MLP([3, 4, 2], activation)
+    x = torch.randn(5, 3)
+    assert torch.equal(model(x), model.layers[1](model.layers[0](x).tanh()))
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [3, 0, 2]])
+def test_mlp_without_a_layer_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        MLP(sizes)

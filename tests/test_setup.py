@@ -1,0 +1,464 @@
+"""The set-up holds together: one file of pins, and nothing that says otherwise.
+
+constraints.txt, pyproject.toml, environment.yml, the Makefile and the README each state a part of
+how labkit is installed and run. The tests here read them and fail when they part; the Makefile's
+way of making .venv is tried with a Python that only pretends to install.
+"""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ["3.11", "3.12", "3.13"]
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+# ---- reading the files
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def project() -> dict:
+    return tomllib.loads(read("pyproject.toml"))["project"]
+
+
+def declared() -> list[Requirement]:
+    """Every requirement of labkit[lab,dev]."""
+    extras = project()["optional-dependencies"].values()
+    return [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
+
+
+def pins(text: str) -> dict[str, Version]:
+    """The pins of a constraints file; ValueError for a line that is not `name==version`."""
+    found: dict[str, Version] = {}
+    for line in text.splitlines():
+        line = line.split("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+]+)", line)
+        if match is None:
+            raise ValueError(f"constraints.txt: {line!r} is not of the form name==version")
+        name = canonicalize_name(match[1])
+        if name in found:
+            raise ValueError(f"constraints.txt: {name} is pinned twice")
+        found[name] = Version(match[2])
+    return found
+
+
+def parted(requirements: list[Requirement], pinned: dict[str, Version]) -> list[str]:
+    """One sentence for each declared requirement that the pins do not meet."""
+    problems = []
+    for requirement in requirements:
+        version = pinned.get(canonicalize_name(requirement.name))
+        if version is None:
+            problems.append(f"{requirement} is declared, constraints.txt has no pin for it")
+        elif version not in requirement.specifier:
+            problems.append(f"{requirement} is declared, constraints.txt pins {version}")
+    return problems
+
+
+def environment(text: str) -> tuple[list[str], list[str]]:
+    """The entries of environment.yml under `dependencies:` and under its `- pip:`.
+
+    The file is a plain list of two levels, so no YAML library is needed to read it.
+    """
+    conda: list[str] = []
+    pip: list[str] = []
+    inside, pip_indent = False, None
+    for line in text.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
+        if not line.strip():
+            continue
+        if not line.startswith((" ", "-")):
+            inside, pip_indent = line == "dependencies:", None
+            continue
+        if not inside:
+            continue
+        indent = len(line) - len(line.lstrip())
+        entry = line.strip().removeprefix("- ").strip().strip("\"'")
+        if entry == "pip:":
+            pip_indent = indent
+        elif pip_indent is not None and indent > pip_indent:
+            pip.append(entry)
+        else:
+            pip_indent = None
+            conda.append(entry)
+    return conda, pip
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), flags=re.MULTILINE))
+
+
+# ---- pins and ranges
+
+
+def test_every_declared_dependency_has_a_pin_inside_its_range():
+    assert parted(declared(), pins(read("constraints.txt"))) == []
+
+
+def test_a_missing_pin_and_a_pin_outside_the_range_are_found():
+    wanted = [Requirement("alpha>=2"), Requirement("beta"), Requirement("Gam_ma<3")]
+    problems = parted(wanted, pins("alpha==1.9\ngam-ma==2.0\n"))
+    assert problems == [
+        "alpha>=2 is declared, constraints.txt pins 1.9",
+        "beta is declared, constraints.txt has no pin for it",
+    ]
+
+
+@pytest.mark.parametrize("line", ["alpha", "alpha>=1", "alpha==1.*", "alpha==1\nAlpha==2"])
+def test_a_line_that_pins_nothing_is_refused(line: str):
+    with pytest.raises(ValueError, match="constraints.txt"):
+        pins(line)
+
+
+def test_torch_is_pinned_without_a_build():
+    """`+cpu` or `+cu130` would tie everyone to one kind of machine."""
+    version = pins(read("constraints.txt"))["torch"]
+    assert str(version) == "2.13.0"
+
+
+def test_dependencies_are_ranges():
+    for requirement in declared():
+        operators = {part.operator for part in requirement.specifier}
+        assert operators, f"{requirement.name} is declared without a range"
+        assert not operators & {"==", "===", "~="}, f"{requirement}: pins belong in constraints.txt"
+
+
+def test_packages_that_dependencies_bring_are_pinned_too():
+    """Walks the installed packages; one whose version is not the pinned one says nothing here.
+
+    Only what torch brings for CUDA is left out: torch pins that itself, to the build.
+    """
+    pinned = pins(read("constraints.txt"))
+    to_visit = [canonicalize_name(requirement.name) for requirement in declared()]
+    visited: set[str] = set()
+    missing: set[str] = set()
+    while to_visit:
+        name = to_visit.pop()
+        if name in visited:
+            continue
+        visited.add(name)
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if name not in pinned or Version(package.version).public != pinned[name].public:
+            continue
+        for line in package.requires or []:
+            needed = Requirement(line)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            if name == "torch" and re.match(r"nvidia|cuda|triton|pytorch-triton", needed.name):
+                continue
+            needed_name = canonicalize_name(needed.name)
+            if needed_name not in pinned:
+                missing.add(f"{needed_name} (needed by {name})")
+            to_visit.append(needed_name)
+    assert sorted(missing) == []
+
+
+# ---- Python
+
+
+def test_the_python_range_is_the_same_everywhere():
+    wanted = project()["requires-python"]
+    assert wanted == ">=3.11,<3.14"
+    classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(project()["classifiers"]), re.M)
+    assert classified == PYTHONS
+
+    make = read("Makefile")
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in make
+    for version in PYTHONS:
+        assert f"python{version} " in make
+
+    settings = tomllib.loads(read("pyproject.toml"))["tool"]
+    assert settings["ruff"]["target-version"] == "py311"
+    assert settings["mypy"]["python_version"] == "3.11"
+
+    assert "3.11 to 3.13" in read("README.md")
+
+
+# ---- the conda way
+
+
+def test_conda_installs_the_same_packages():
+    conda, pip = environment(read("environment.yml"))
+    assert pip == ["-c constraints.txt", "-e .[lab,dev]"], (
+        "environment.yml must install labkit[lab,dev] under constraints.txt, and nothing else, "
+        "so that the conda way gives the packages of `make setup`"
+    )
+    names = [re.split(r"[=<> ]", entry)[0] for entry in conda]
+    assert names == ["python", "pip"], (
+        "environment.yml takes Python and pip from conda and every package from constraints.txt"
+    )
+    python = re.fullmatch(r"python=(3\.\d+)", conda[0])
+    assert python is not None and python[1] in PYTHONS
+
+
+def test_environment_reader_tells_conda_from_pip():
+    text = """
+name: x  # a comment
+dependencies:
+  - python=3.12
+  - pip
+  - pip:
+      - '-c constraints.txt'
+      # - hidden
+      - torch==2.0#egg
+  - numpy
+variables:
+  - A=1
+"""
+    conda, pip = environment(text)
+    assert conda == ["python=3.12", "pip", "numpy"]
+    assert pip == ["-c constraints.txt", "torch==2.0#egg"]
+
+
+def test_make_installs_what_conda_installs():
+    recipe = read("Makefile")
+    assert "-c constraints.txt -e '.[lab,dev]'" in recipe
+
+
+# ---- version, commands
+
+
+def test_the_version_has_one_source():
+    assert "version" in project()["dynamic"] and "version" not in project()
+    source = tomllib.loads(read("pyproject.toml"))["tool"]["hatch"]["version"]["path"]
+    found = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', read(source), flags=re.MULTILINE)
+    assert len(found) == 1, f'{source} needs exactly one line: __version__ = "x.y.z"'
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_command_of_a_page_exists(page: str):
+    blocks = re.findall(r"^```\w*\n(.*?)^```", read(page), flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", read(page))
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", "\n".join(blocks + spans)))
+    assert named, f"{page} names no make command"
+    assert named <= targets(), f"{page} names targets the Makefile lacks: {named - targets()}"
+
+
+def test_every_target_has_its_sentence():
+    described = set(re.findall(r"^([a-z][a-z-]*):[^#\n]*## \S", read("Makefile"), flags=re.M))
+    assert described == targets()
+    phony = re.search(r"^\.PHONY: ([a-z -]+)$", read("Makefile"), flags=re.MULTILINE)
+    assert phony is not None and set(phony[1].split()) == targets()
+
+
+def test_ci_runs_lint_types_and_every_test():
+    script = read(".ci/run")
+    assert script.startswith("#!/usr/bin/env bash")
+    assert "set -euo pipefail" in script
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    steps = re.findall(r"^step ([a-z-]+)", script, flags=re.MULTILINE)
+    assert {"lint", "types", "test"} <= set(steps) <= targets()
+
+
+def test_the_timeout_needs_no_plugin():
+    """`make test-here` runs where pytest-timeout and nbval are missing."""
+    settings = tomllib.loads(read("pyproject.toml"))["tool"]["pytest"]["ini_options"]
+    assert settings["timeout"] == 120
+    assert not re.search(r"timeout|nbval|-n\b|xdist", settings["addopts"])
+
+
+@pytest.mark.parametrize("options", [[], ["-p", "no:timeout"]], ids=["with", "without plugin"])
+def test_pytest_starts_with_and_without_the_timeout_plugin(options: list[str], tmp_path: Path):
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
+    (tmp_path / "tests/test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stdout + done.stderr
+
+
+# ---- making .venv, with a Python that only pretends
+
+FAKE_PYTHON = """#!/bin/sh
+# Answers version questions like the real one, makes a .venv of one script, installs nothing.
+case "$1 $2" in
+    "-c import ensurepip"*) exit "${NO_ENSUREPIP:-0}" ;;
+    "-c "*) exec REAL "$@" ;;
+    "-m venv")
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/labkit"
+        echo venv >> LOG ;;
+    "-m pip") echo "$*" >> LOG; exit "${PIP_FAILS:-0}" ;;
+    *) echo "ran $*" >> LOG ;;
+esac
+"""
+
+
+TARGETS_IN_VENV = {"demo", "lab", "test", "check", "lint", "types", "format", "hooks"}
+
+
+class Workplace:
+    """A copy of the set-up in an empty folder, whose Python writes down what it is asked to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
+        self.log = folder / "log"
+        self.python = folder / "fakepython"
+        self.python.write_text(
+            FAKE_PYTHON.replace("REAL", sys.executable).replace("LOG", str(self.log))
+        )
+        self.python.chmod(0o755)
+
+    def make(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        # MAKEFLAGS and its like would tie this make to the one that runs the suite.
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+        self.log.write_text("")
+        return subprocess.run(
+            ["make", f"PYTHON={self.python}", *arguments],
+            cwd=self.folder,
+            env={**kept, "PYTHONPATH": "", **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def asked(self) -> list[str]:
+        return [line.split()[0] for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+@needs_make
+def test_setup_is_made_once(workplace: Workplace):
+    first = workplace.make("setup")
+    assert first.returncode == 0, first.stderr
+    assert workplace.asked() == ["venv", "-m"]
+    assert "-c constraints.txt -e .[lab,dev]" in workplace.log.read_text()
+
+    second = workplace.make("setup")
+    assert second.returncode == 0, second.stderr
+    assert workplace.asked() == []
+
+
+@needs_make
+@pytest.mark.parametrize("target", sorted(TARGETS_IN_VENV))
+def test_each_target_sets_up_first(workplace: Workplace, target: str):
+    done = workplace.make(target)
+    assert done.returncode == 0, done.stderr
+    assert workplace.asked()[:2] == ["venv", "-m"] and workplace.asked()[2:] != []
+
+
+def test_no_target_is_left_out_above():
+    assert targets() == TARGETS_IN_VENV | {"help", "setup", "clean", "test-here"}
+
+
+@needs_make
+def test_setup_is_made_anew_when_the_pins_change(workplace: Workplace):
+    workplace.make("setup")
+    pins_file = workplace.folder / "constraints.txt"
+    pins_file.write_text(pins_file.read_text() + "another==1.0\n")
+    left_over = workplace.folder / ".venv/left_over"
+    left_over.touch()
+    done = workplace.make("setup")
+    assert workplace.asked() == ["venv", "-m"]
+    assert "changed" in done.stdout
+    assert not left_over.exists()
+
+
+@needs_make
+def test_setup_is_made_anew_when_a_dependency_is_added_but_not_for_a_lint_rule(
+    workplace: Workplace,
+):
+    workplace.make("setup")
+    declaration = workplace.folder / "pyproject.toml"
+    original = declaration.read_text()
+    declaration.write_text(original.replace("line-length = 100", "line-length = 99"))
+    workplace.make("setup")
+    assert workplace.asked() == []
+    declaration.write_text(original.replace('"torch>=2.11"', '"torch>=2.12"'))
+    workplace.make("setup")
+    assert workplace.asked() == ["venv", "-m"]
+
+
+@needs_make
+def test_a_half_made_venv_is_repaired(workplace: Workplace):
+    failed = workplace.make("setup", PIP_FAILS="1")
+    assert failed.returncode != 0
+    done = workplace.make("setup")
+    assert done.returncode == 0, done.stderr
+    assert workplace.asked() == ["venv", "-m"]
+    assert "half made" in done.stdout
+
+
+@needs_make
+def test_a_venv_whose_python_is_gone_is_repaired(workplace: Workplace):
+    workplace.make("setup")
+    (workplace.folder / ".venv/bin/python").unlink()
+    assert workplace.make("setup").returncode == 0
+    assert workplace.asked() == ["venv", "-m"]
+
+
+@needs_make
+def test_a_venv_that_was_moved_is_repaired(workplace: Workplace, tmp_path_factory):
+    workplace.make("setup")
+    workplace.folder = workplace.folder.rename(tmp_path_factory.mktemp("moved") / "here")
+    workplace.python = workplace.folder / "fakepython"
+    workplace.log = workplace.folder / "log"
+    text = workplace.python.read_text()
+    workplace.python.write_text(re.sub(r">> \S+", f">> {workplace.log}", text))
+    assert workplace.make("setup").returncode == 0
+    assert workplace.asked() == ["venv", "-m"]
+
+
+@needs_make
+def test_no_python_that_suits_is_an_error_that_helps(workplace: Workplace):
+    done = workplace.make("PYTHON=no-such-python", "setup")
+    assert done.returncode != 0
+    assert "needs Python 3.11, 3.12 or 3.13" in done.stderr
+    assert "make setup PYTHON=" in done.stderr
+    assert not (workplace.folder / ".venv").exists()
+
+
+@needs_make
+def test_a_python_without_venv_is_an_error_that_helps(workplace: Workplace):
+    done = workplace.make("setup", NO_ENSUREPIP="1")
+    assert done.returncode != 0
+    assert "cannot make virtual environments" in done.stderr
+
+
+@needs_make
+def test_help_lists_every_target(workplace: Workplace):
+    done = workplace.make()
+    assert done.returncode == 0
+    assert set(re.findall(r"^  make (\S+)", done.stdout, flags=re.MULTILINE)) == targets()
+    assert workplace.asked() == []
+
+
+@needs_make
+def test_test_here_installs_nothing(workplace: Workplace):
+    done = workplace.make("test-here", "ARGS=-k nothing")
+    assert done.returncode == 0, done.stderr
+    assert not (workplace.folder / ".venv").exists()
+    assert workplace.log.read_text() == "ran -m pytest -k nothing\n"

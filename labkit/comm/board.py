@@ -108,9 +108,7 @@ class Board:
         with self._lock:
             KEY.pack_into(self._memory, slot, 0)
             signature = zlib.crc32(note.compares.encode())
-            HEAD.pack_into(
-                self._memory, slot, 0, signature, IN_FLIGHT, time.monotonic(), len(text)
-            )
+            HEAD.pack_into(self._memory, slot, 0, signature, IN_FLIGHT, time.monotonic(), len(text))
             self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
             KEY.pack_into(self._memory, slot, key)
             self._mark(note)
@@ -143,7 +141,9 @@ class Board:
             except ValueError:  # being written just now
                 continue
             found.append(
-                Note(group, tuple(ranks), seq, what, source, compares, collective, its_state, since_s)
+                Note(
+                    group, tuple(ranks), seq, what, source, compares, collective, its_state, since_s
+                )
             )
         return sorted(found, key=lambda note: note.since_s)
 
@@ -193,5 +193,3 @@ class Board:
             else "A message must be received as it was sent: the same shape and dtype."
         )
         return "\n".join(lines)
-
-

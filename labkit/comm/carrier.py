@@ -172,7 +172,7 @@ _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
 
 
 def describe(x: torch.Tensor) -> str:
-    """"float32 [4, 8]"."""
+    """ "float32 [4, 8]"."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 

@@ -262,7 +262,9 @@ class Comm:
                 f"{op}: this rank's tensor has {mine.numel()} elements, its place "
                 f"{name}[{self.rank}] has {tensors[self.rank].numel()}; make them equal"
             )
-        if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)):
+        if any(
+            x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)
+        ):
             raise ValueError(f"{op}: the tensors have different dtypes; convert them to one")
 
     def _rooted(

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.footprint import Footprint
 from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.replicas import (
     UNUSED,

@@ -40,7 +40,7 @@ def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Comm) -> None:
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward that now runs is over, before `backward()` returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def mark_used(flat: torch.Tensor) -> None:

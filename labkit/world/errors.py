@@ -101,7 +101,7 @@ def _text(error: BaseException) -> str:
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
-    """"rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
+    """ "rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"

@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-
 from labkit.world.channel import Channel
 from labkit.world.rank import Spec
 

@@ -1,17 +1,17 @@
 """`%%ranks`: run a cell on every rank of a lasting world.
 
-    %load_ext labkit
-    %%ranks 4          the cell runs on 4 ranks, who keep their variables from cell to cell
-    %%ranks 0,2        only on ranks 0 and 2 of that world ("2," for rank 2 alone)
-    %%ranks            on all ranks of the world there is
-    %ranks             what there is; `%ranks reset` starts it anew, `%ranks close` ends it
+%load_ext labkit
+%%ranks 4          the cell runs on 4 ranks, who keep their variables from cell to cell
+%%ranks 0,2        only on ranks 0 and 2 of that world ("2," for rank 2 alone)
+%%ranks            on all ranks of the world there is
+%ranks             what there is; `%ranks reset` starts it anew, `%ranks close` ends it
 """
 
 import itertools
 from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_magic, magics_class, cell_magic
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from labkit.world.world import World
 

@@ -33,7 +33,9 @@ class RankOutput:
             self._kept[rank].append(line)
             self._live.append((rank, line))
             if not self._in_notebook:
-                sys.stdout.write(f"\r\x1b[K[rank {rank}] {line}\n" if _tty() else f"[rank {rank}] {line}\n")
+                sys.stdout.write(
+                    f"\r\x1b[K[rank {rank}] {line}\n" if _tty() else f"[rank {rank}] {line}\n"
+                )
         self._open[rank] = unfinished
         bar = unfinished.rstrip("\r").rsplit("\r", 1)[-1]
         if bar and not self._in_notebook and _tty():
@@ -61,7 +63,10 @@ class RankOutput:
             ]
         else:
             lines = [f"[rank {rank}] {line}" for rank, line in self._live[-200:]]
-            bars = [(rank, line.rstrip("\r").rsplit("\r", 1)[-1]) for rank, line in enumerate(self._open)]
+            bars = [
+                (rank, line.rstrip("\r").rsplit("\r", 1)[-1])
+                for rank, line in enumerate(self._open)
+            ]
             lines += [f"[rank {rank}] {bar}" for rank, bar in bars if bar]
         bundle = {"text/plain": "\n".join(lines)}
         if self._display is None:

@@ -27,7 +27,9 @@ def pick(size: int, backend: str | None, device: str | None) -> Pick:
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f'device={device!r}: choose "cpu", "cuda" or None (the best one here)')
     if device == "cuda" and not gpus:
-        raise ValueError('device="cuda": torch sees no GPU here; leave it out, or see labkit doctor')
+        raise ValueError(
+            'device="cuda": torch sees no GPU here; leave it out, or see labkit doctor'
+        )
     if backend == "nccl":
         if device == "cpu":
             raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
@@ -45,7 +47,9 @@ def pick(size: int, backend: str | None, device: str | None) -> Pick:
         return Pick("gloo", "cpu", "torch sees no GPU here")
     if backend is None and gpus >= size and dist.is_nccl_available():
         return Pick("nccl", "cuda", f"{gpus} GPUs, one for each rank")
-    return Pick("gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each")
+    return Pick(
+        "gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each"
+    )
 
 
 def check_size(size: int) -> None:

@@ -125,4 +125,3 @@ def _short(thing: Any) -> str:
     except Exception:
         text = "no repr"
     return text if len(text) <= 60 else text[:57] + "..."
-

@@ -266,5 +266,3 @@ def _die_with_driver() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-

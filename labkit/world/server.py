@@ -16,7 +16,6 @@ import socket
 import sys
 from contextlib import suppress
 
-
 from labkit.world import rank
 from labkit.world.channel import Channel
 from labkit.world.rank import Spec
@@ -64,8 +63,9 @@ def main(fd: int) -> None:
 def _warm_up() -> None:
     """Import what every rank needs, and nothing that starts a thread."""
     import cloudpickle  # noqa: F401
-    import labkit.world.cells  # noqa: F401
     import torch.optim  # noqa: F401
+
+    import labkit.world.cells  # noqa: F401
 
 
 def _fork(spec: Spec, inherited: list[socket.socket]) -> int:

@@ -3,7 +3,7 @@
     driver (the notebook)                     ranks (processes)
     World(4)  ── fork ──> warm server ──────> 0  1  2  3     one process group
     world.run(fn) ── cloudpickle ───────────> fn() on each   what they print comes back at once
-              <── one value per rank ──────── 
+              <── one value per rank ────────
     a failure ──────────────────────────────> all are killed; the next run starts new ones
 
 Nothing is ever repaired: a rank that failed may have left its peers in the middle of a
@@ -130,7 +130,9 @@ class World:
     def run_cell(self, source: str, filename: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Run the statements of `source` on `ranks`, in the names that live there; returns the
         value of its last expression for each. (What `%%ranks` does.)"""
-        return self._converse(("cell", (source, filename)), range(self.size) if ranks is None else ranks)
+        return self._converse(
+            ("cell", (source, filename)), range(self.size) if ranks is None else ranks
+        )
 
     def restart(self) -> None:
         """Stop the ranks, with all they keep, and start new ones."""
@@ -326,5 +328,3 @@ def _ignore_interrupts() -> Any:
     if threading.current_thread() is threading.main_thread():
         return signal.signal(signal.SIGINT, signal.SIG_IGN)
     return None
-
-

@@ -1,0 +1,97 @@
+"""How long until four ranks have done their first all-reduce: a `World` against
+`torch.multiprocessing.spawn`, cold (nothing started yet) and warm.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from rich.table import Table
+
+from labkit.world import World
+
+SIZE = 4
+COLD = """
+import time
+from labkit import Comm, World
+import torch
+began_s = time.perf_counter()
+with World({size}) as world:
+    world.run(lambda: Comm().all_reduce(torch.ones(1)))
+    print(time.perf_counter() - began_s)
+"""
+SPAWN = """
+import datetime, sys, time
+import torch, torch.distributed as dist
+
+def rank(rank, path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(path, {size}), rank=rank, world_size={size})
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    began_s = time.perf_counter()
+    torch.multiprocessing.spawn(rank, (sys.argv[1],), nprocs={size})
+    print(time.perf_counter() - began_s)
+"""
+
+
+@dataclass(frozen=True)
+class WorldTimes:
+    """Seconds, medians of a few tries."""
+
+    cold_s: float
+    warm_s: float
+    spawn_s: float
+    empty_run_s: float
+
+
+def _in_new_process(program: str, *args: str) -> float:
+    """Run `program` as a script of its own; the number it prints."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(program.format(size=SIZE))
+        file.flush()
+        command = [sys.executable, file.name, *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def bench_world(tries: int = 3) -> WorldTimes:
+    """Measure the four, in turns."""
+    from labkit.comm import Comm
+
+    cold, spawn, warm = [], [], []
+    World(SIZE).close()  # this process's server is warm from here on
+    for _ in range(tries):
+        cold.append(_in_new_process(COLD))
+        with tempfile.TemporaryDirectory() as folder:
+            spawn.append(_in_new_process(SPAWN, f"{folder}/store"))
+        began_s = time.perf_counter()
+        with World(SIZE) as world:
+            world.run(lambda: Comm().all_reduce(torch.ones(1)))
+            warm.append(time.perf_counter() - began_s)
+    with World(SIZE) as world:
+        world.run(lambda: None)
+        empty = []
+        for _ in range(50):
+            began_s = time.perf_counter()
+            world.run(lambda: None)
+            empty.append(time.perf_counter() - began_s)
+    return WorldTimes(median(cold), median(warm), median(spawn), median(empty))
+
+
+def table(found: WorldTimes) -> Table:
+    shown = Table(title=f"{SIZE} ranks ready for their first all-reduce", title_justify="left")
+    for name in ("", "seconds", "aim", "mp.spawn is slower by"):
+        shown.add_column(name, justify="left" if not name else "right")
+    cold, warm = found.spawn_s / found.cold_s, found.spawn_s / found.warm_s
+    shown.add_row("World, cold", f"{found.cold_s:.2f}", "1.5", f"{cold:.1f}")
+    shown.add_row("World, warm", f"{found.warm_s:.3f}", "0.2", f"{warm:.1f} (aim: 20)")
+    shown.add_row("torch.multiprocessing.spawn", f"{found.spawn_s:.2f}", "", "1")
+    shown.add_row("run of an empty function", f"{found.empty_run_s:.5f}", "0.01", "")
+    return shown

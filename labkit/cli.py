@@ -1,0 +1,196 @@
+"""The command line: `labkit compare`, `bench`, `doctor`, `run`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from labkit import __version__
+
+app = typer.Typer(
+    help="Distributed training you can read, run, check and see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+
+Ranks = Annotated[int, typer.Option(help="How many ranks.", min=1)]
+Model = Annotated[str, typer.Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
+Steps = Annotated[int, typer.Option(help="How many steps to train.", min=1)]
+Rows = Annotated[int, typer.Option(help="Sequences in the global batch; may be uneven.", min=1)]
+Dtype = Annotated[str, typer.Option(help='"float64" proves equality, "float32" is usual.')]
+Lr = Annotated[float, typer.Option(help="Learning rate of AdamW.")]
+Seed = Annotated[int, typer.Option(help="Seed of model and data.", min=0)]
+TextPath = Annotated[
+    str | None, typer.Option("--text", help="A text file or folder; Python's own docs if absent.")
+]
+
+
+@app.command(
+    epilog="Examples:  labkit compare  ·  labkit compare ddp --ranks 3 --rows 7  ·  "
+    "labkit compare --text my_notes/ --dtype float32"
+)
+def compare(
+    strategies: Annotated[
+        list[str] | None, typer.Argument(help="Names, as `single` or `ddp`; if none: all families.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every strategy, not one a family.")] = False,
+    ranks: Ranks = 4,
+    model: Model = "1M",
+    steps: Steps = 24,
+    rows: Rows = 16,
+    dtype: Dtype = "float64",
+    lr: Lr = 3e-3,
+    seed: Seed = 0,
+    text: TextPath = None,
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
+) -> None:
+    """Train a small GPT with each strategy on real ranks, and hold it against one process.
+
+    Exits with status 1 when losses, weights, bytes sent or bytes held are not what they must be.
+    """
+    from labkit import compare as comparing
+    from labkit.training import Task
+
+    with _told():
+        task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
+        results = comparing.compare(task, strategies, ranks, every)
+    console.print(comparing.table(results, task))
+    out.mkdir(parents=True, exist_ok=True)
+    comparing.draw(results, out / "compare.png")
+    console.print(f"The picture: {out / 'compare.png'}")
+    problems = [f"{one.strategy}: {problem}" for one in results for problem in one.problems]
+    for problem in problems:
+        console.print(f"[red]not equal[/] {problem}")
+    if problems:
+        raise typer.Exit(1)
+    console.print("[green]All equal:[/] losses, weights, replicas, bytes sent and bytes held.")
+
+
+@app.command(epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40")
+def bench(
+    what: Annotated[
+        list[str] | None, typer.Argument(help="world, door, ddp; all of them if none.")
+    ] = None,
+    turns: Annotated[int, typer.Option(help="Turns of each DDP measurement.", min=3)] = 24,
+) -> None:
+    """Measure labkit beside its peers, in one run. Close other programs first."""
+    from labkit.bench import ddp, door, world
+
+    benches = {
+        "world": lambda: world.table(world.bench_world()),
+        "door": lambda: door.table(door.bench_door()),
+        "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
+    }
+    with _told():
+        unknown = [name for name in what or () if name not in benches]
+        if unknown:
+            raise ValueError(f"no bench {unknown[0]!r}; there are {', '.join(benches)}")
+        for name in what or benches:
+            with console.status(f"measuring {name} ..."):
+                shown = benches[name]()
+            console.print(shown)
+
+
+@app.command(
+    epilog="Examples:  labkit run ddp --ranks 4  ·  torchrun --nproc-per-node 4 -m labkit run ddp"
+)
+def run(
+    strategy: Annotated[str, typer.Argument(help="Name of a strategy, as `ddp`.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks to start; 4 if absent. Not under torchrun, which has started them.", min=1
+        ),
+    ] = None,
+    model: Model = "1M",
+    steps: Steps = 24,
+    rows: Rows = 16,
+    dtype: Dtype = "float32",
+    lr: Lr = 3e-3,
+    seed: Seed = 0,
+    text: TextPath = None,
+) -> None:
+    """Train with one strategy, on ranks of its own or on those that torchrun has started."""
+    from labkit.recipes import recipe
+    from labkit.training import Task, train
+    from labkit.world import World, attach
+
+    with _told():
+        chosen = recipe(strategy)
+        task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if ranks is not None:
+                raise ValueError("--ranks is torchrun's to say: --nproc-per-node")
+            me = attach()
+            reports = me.comm.all_gather_object(train(strategy, task, keep_weights=False))
+            if me.rank != 0:
+                return
+        else:
+            with World(1 if chosen.one_rank else ranks or 4) as world:
+                console.print(f"{world.picked}")
+                reports = world.run(train, strategy, task, keep_weights=False)
+    first = reports[0]
+    last_loss = sum(report.losses[-1] for report in reports) / len(reports)
+    begin_loss = sum(report.losses[0] for report in reports) / len(reports)
+    sent_bytes = sum(report.measured.bus_bytes for report in reports) / len(reports)
+    console.print(
+        f"{strategy} on {first.size} ranks, {steps} steps: loss {begin_loss:.4f} -> "
+        f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
+        f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
+        f"(predicted {first.predicted.bus_bytes / 1e6:.2f})"
+    )
+
+
+@app.command(epilog="Example:  labkit doctor")
+def doctor() -> None:
+    """Tell what this machine has, what a lab will pick, and what is wrong."""
+    from labkit import doctor as examining
+
+    with console.status("looking ..."):
+        findings = examining.examine()
+    console.print(examining.table(findings))
+    for problem in findings.problems:
+        console.print(f"[red]wrong:[/] {problem}")
+    if findings.problems:
+        raise typer.Exit(1)
+    console.print("[green]Nothing is wrong.[/]")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(f"labkit {__version__}")
+        raise typer.Exit
+
+
+class _told:
+    """Errors that a user can mend are a sentence, not a traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        from labkit.world import RankError, RankInterrupt
+
+        if isinstance(error, (KeyboardInterrupt, RankInterrupt)):
+            console.print("interrupted")
+            raise typer.Exit(130) from None
+        if isinstance(error, (ValueError, OSError, RankError)):
+            console.print(f"[red]labkit:[/] {error}", highlight=False)
+            raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """Entry of the command `labkit`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`labkit compare`: every strategy on the same data, held against single-process training.
+
+What must be equal is checked: the losses, the weights (in float64 to 1e-10), the replicas to each
+other, the bytes sent and the bytes held. What may differ, the time, is only shown.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from labkit.parallel.footprint import Footprint
+from labkit.recipes import RECIPES, recipe
+from labkit.training import Report, Task, train
+from labkit.world import World
+
+WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
+LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy's run, all ranks together, and what is wrong with it."""
+
+    strategy: str
+    ranks: int
+    losses: list[float]
+    weight_difference: float  # largest, to the oracle
+    predicted: Footprint  # of one rank
+    measured: Footprint  # the mean of the ranks
+    step_s: float
+    problems: list[str]
+
+
+def compare(
+    task: Task,
+    strategies: Sequence[str] | None = None,
+    ranks: int = 4,
+    every: bool = False,
+    on_start: Callable[[str], object] = lambda name: None,
+) -> list[Result]:
+    """Train with each strategy and hold it against `single`, which always runs first.
+
+    Args:
+        strategies: names of recipes; one per family when None, all with `every`.
+        on_start: is told the name of each strategy when its turn comes.
+    """
+    names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
+    chosen = [recipe(name) for name in names if name != "single"]
+    on_start("single")
+    with World(1) as world:
+        oracle = world.run(train, "single", task)[0]
+    results = [_judge([oracle], oracle, task)]
+    with World(ranks) as world:
+        for one in chosen:
+            on_start(one.name)
+            results.append(_judge(world.run(train, one.name, task), oracle, task))
+    return results
+
+
+def _judge(reports: list[Report], oracle: Report, task: Task) -> Result:
+    """Put the ranks' reports together and look for what must not be."""
+    size = len(reports)
+    losses = [sum(parts) / size for parts in zip(*(report.losses for report in reports))]
+    differences = [_difference(report.weights, oracle.weights) for report in reports]
+    fields = Footprint.__dataclass_fields__
+    measured = Footprint(
+        **{name: sum(getattr(r.measured, name) for r in reports) / size for name in fields}
+    )
+    predicted = reports[0].predicted
+    problems = []
+    off = max(abs(a - b) / abs(b) for a, b in zip(losses, oracle.losses))
+    if not off <= LOSSES_AGREE[task.dtype]:
+        problems.append(f"losses differ from single-process training by {off:.1e}")
+    if task.dtype == "float64" and not max(differences) <= WEIGHTS_AGREE:
+        problems.append(f"weights differ from single-process training by {max(differences):.1e}")
+    apart = max(_difference(report.weights, reports[0].weights) for report in reports)
+    if apart:
+        problems.append(f"the replicas differ from each other by {apart:.1e}")
+    for name in fields:
+        has, should = getattr(measured, name), getattr(predicted, name)
+        if has != should:
+            problems.append(f"{name}: measured {has:,.1f}, predicted {should:,.1f}")
+    return Result(
+        reports[0].strategy, size, losses, max(differences), predicted, measured,
+        max(report.step_s for report in reports), problems,
+    )  # fmt: skip
+
+
+def _difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max(float((weights[name] - others[name]).abs().max()) for name in others)
+
+
+def table(results: list[Result], task: Task) -> Table:
+    """The results as a rich table."""
+    shown = Table(
+        title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
+        f"{task.dtype}",
+        caption="loss: of the last step. off by: the weight that differs most from single's.\n"
+        "sent: MB by one rank in a step, measured and (predicted).\n"
+        "held: MB by one rank, parameters / gradients / optimizer.",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    shown.add_column("strategy", no_wrap=True)
+    for name in ("ranks", "loss", "off by", "sent", "held", "ms/step", ""):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for one in results:
+        has, should = one.measured, one.predicted
+        held = (has.parameter_bytes, has.gradient_bytes, has.optimizer_bytes)
+        shown.add_row(
+            one.strategy,
+            str(one.ranks),
+            f"{one.losses[-1]:.4f}",
+            f"{one.weight_difference:.0e}",
+            f"{has.bus_bytes / 1e6:.2f} ({should.bus_bytes / 1e6:.2f})",
+            " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in held),
+            f"{one.step_s * 1e3:.0f}",
+            "[red]✗[/]" if one.problems else "[green]✓[/]",
+        )
+    return shown
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Losses and bytes as one picture."""
+    from labkit.plot.comparison import draw_comparison
+
+    draw_comparison(results, path)

@@ -1,0 +1,161 @@
+"""`labkit doctor`: what this machine has, what a lab will pick, and what is wrong."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+import torch
+from rich.table import Table
+
+from labkit import __version__
+from labkit.world import RankError, World, attach
+from labkit.world.pick import check_size, pick
+
+LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
+OLDEST_TORCH = (2, 11)
+MESSAGE_BYTES = 16 * 2**20
+
+
+@dataclass
+class Findings:
+    """What was found, in groups of (name, value), and the sentences of what is wrong."""
+
+    groups: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, group: str, name: str, value: str) -> None:
+        self.groups.setdefault(group, []).append((name, value))
+
+
+def examine() -> Findings:
+    """Look at versions, hardware, backends, and the ranks of a real small world."""
+    found = Findings()
+    _versions(found)
+    _hardware(found)
+    _picks(found)
+    _links(found)
+    return found
+
+
+def table(found: Findings) -> Table:
+    shown = Table(show_header=False, title="labkit doctor", title_justify="left")
+    for group, entries in found.groups.items():
+        for i, (name, value) in enumerate(entries):
+            last = i == len(entries) - 1
+            shown.add_row(f"[bold]{group}[/]" if i == 0 else "", name, value, end_section=last)
+    return shown
+
+
+def _versions(found: Findings) -> None:
+    found.add("versions", "labkit", __version__)
+    found.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    found.add("versions", "torch", torch.__version__)
+    found.add("versions", "numpy", np.__version__)
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        found.problems.append("labkit is made for Python 3.11 to 3.13")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        found.problems.append("labkit needs torch 2.11 or newer: pip install -U torch")
+    gone = [name for name in LAB_PACKAGES if importlib.util.find_spec(name) is None]
+    found.add("versions", "notebooks", f"without {', '.join(gone)}" if gone else "ready")
+    if gone:
+        found.problems.append("the notebooks need more packages: pip install 'labkit[lab]'")
+
+
+def _hardware(found: Findings) -> None:
+    memory = psutil.virtual_memory()
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found.add("machine", "system", f"{platform.system()} {platform.machine()}")
+    found.add("machine", "cores", f"{psutil.cpu_count()}, {mine} of them for this process")
+    found.add(
+        "machine", "memory", f"{memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free"
+    )
+    if memory.available < 2e9:
+        found.problems.append("less than 2 GB of memory are free: close programs before a lab")
+    place = tempfile.gettempdir()
+    found.add(
+        "machine", "temporary files", f"{place}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
+    )
+    if not torch.cuda.is_available():
+        found.add("machine", "GPUs", "none that torch sees")
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        found.add(
+            "machine", f"GPU {i}", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
+        )
+    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+        found.problems.append(
+            "there is an NVIDIA driver, but torch sees no GPU: this torch may be a CPU build"
+        )
+
+
+def _picks(found: Findings) -> None:
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in names if name in ("lo", "lo0")), None)
+    found.add("ranks", "network of this machine only", loopback or "not found by name")
+    found.add("ranks", "start", "forked from a warm server" if hasattr(os, "fork") else "spawned")
+    for size in (2, 4, 8):
+        try:
+            check_size(size)
+            choice = pick(size, None, None)
+            found.add(
+                "ranks", f"World({size})", f"{choice.backend} on {choice.device}: {choice.why}"
+            )
+        except ValueError as error:
+            found.add("ranks", f"World({size})", str(error))
+
+
+def _links(found: Findings) -> None:
+    """Bring two ranks to life and let them talk."""
+    began_s = time.perf_counter()
+    try:
+        with World(2, timeout_s=20) as world:
+            ready_s = time.perf_counter() - began_s
+            latency_s, seconds = world.run(_talk)[0]
+    except (RankError, RuntimeError, OSError) as error:
+        found.problems.append(f"two ranks could not talk: {error}")
+        return
+    found.add("ranks", "two ranks, ready in", f"{ready_s:.2f} s, the first time")
+    found.add("ranks", "a message there and back", f"{latency_s * 1e6:.0f} us")
+    gb_per_s = MESSAGE_BYTES / seconds / 1e9
+    found.add("ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {gb_per_s:.2f} GB/s busbw")
+
+
+def _talk() -> tuple[float, float]:
+    """On each of two ranks: seconds of a tiny message there and back, and of an all-reduce."""
+    me = attach()
+    comm, small = me.comm, torch.zeros(1, device=me.device)
+    large = torch.zeros(MESSAGE_BYTES // 4, device=me.device)
+
+    def ping_pong() -> None:
+        for turn in (0, 1):
+            if comm.rank == turn:
+                comm.send(small, 1 - turn)
+            else:
+                comm.recv(small, turn)
+        if me.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def all_reduce() -> None:
+        comm.all_reduce(large)
+        if me.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return _best_s(ping_pong, 50), _best_s(all_reduce, 5)
+
+
+def _best_s(function: Callable[[], None], times: int) -> float:
+    best_s = float("inf")
+    for _ in range(times):
+        began_s = time.perf_counter()
+        function()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s

@@ -1,0 +1,1 @@
+"""Pictures: the same thing in the same colour, everywhere."""

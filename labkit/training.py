@@ -1,0 +1,96 @@
+"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and what
+it reports: the run that `labkit compare` and `labkit run` do for every strategy.
+"""
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from labkit.comm import listen
+from labkit.data import Text, loss
+from labkit.models import GPT
+from labkit.parallel.footprint import Footprint, held
+from labkit.recipes import recipe
+from labkit.world import attach, progress
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: the same for every strategy. `rows` is the global batch."""
+
+    model: str = "1M"
+    steps: int = 24
+    rows: int = 16
+    length: int = 64
+    dtype: str = "float64"
+    lr: float = 3e-3
+    seed: int = 0
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        for name in ("steps", "rows", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has to tell of a run."""
+
+    strategy: str
+    rank: int
+    size: int
+    losses: list[float]  # this rank's share; their mean over ranks is the global loss
+    step_s: float  # median
+    predicted: Footprint
+    measured: Footprint  # bus_bytes: mean over the steps
+    weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
+
+
+def build_model(task: Task, vocab: int) -> GPT:
+    """The same fresh model on every rank."""
+    torch.manual_seed(task.seed)
+    model = GPT.preset(task.model, vocab=vocab, context=max(task.length, 16))
+    return model.to(DTYPES[task.dtype])
+
+
+def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
+    """Train on this rank, as one of all, and report. Runs on every rank at once."""
+    me = attach()
+    comm = me.comm
+    chosen = recipe(strategy)
+    text = Text(task.text, tokens="bpe")
+    model = build_model(task, text.vocab).to(me.device)
+    predicted = chosen.predict(model, comm.size)
+    wrapped, optimizer = chosen.build(model, comm, task.lr)
+
+    def one_step(step: int) -> float:
+        batch = text.batch(step, task.rows, task.length, task.seed)
+        batch = batch.slice(comm.rank, comm.size).to(me.device)
+        optimizer.zero_grad()
+        value = loss(wrapped(batch.x), batch)
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    losses, seconds, sent_bytes = [], [], 0
+    for step in progress(range(task.steps), strategy):
+        with listen() as events:
+            began_s = time.perf_counter()
+            losses.append(one_step(step))
+            seconds.append(time.perf_counter() - began_s)
+        sent_bytes += sum(event.bus_bytes for event in events)
+    weights: dict[str, Any] = {}
+    if keep_weights:
+        weights = {name: x.detach().cpu() for name, x in model.state_dict().items()}
+    return Report(
+        strategy, comm.rank, comm.size, losses, median(seconds), predicted,
+        held(model, optimizer, sent_bytes / task.steps), weights,
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""What the whole suite shares: how it behaves on a machine that lacks a plugin or a GPU."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # `make test-here` installs nothing: without pytest-timeout, the `timeout` of pyproject.toml
+    # and the mark of the same name mean nothing, but they must not be unknown either.
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds a test may take (needs pytest-timeout)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch  # not before a test asks for it: most of tests/test_setup.py needs no torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

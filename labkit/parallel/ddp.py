@@ -61,6 +61,11 @@ class Bucket:
         if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
             parameter.grad = view
+        if parameter not in self.missing:
+            raise RuntimeError(
+                "the gradient of a parameter came twice in one backward, which reentrant "
+                "checkpointing does; use torch.utils.checkpoint(..., use_reentrant=False)"
+            )
         self.missing.remove(parameter)
 
     def send(self, comm: Comm) -> None:

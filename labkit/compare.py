@@ -16,6 +16,7 @@ from labkit.parallel.footprint import Footprint
 from labkit.recipes import RECIPES, recipe
 from labkit.training import Report, Task, train
 from labkit.world import World
+from labkit.world.pick import check_size
 
 WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
 LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
@@ -50,6 +51,7 @@ def compare(
     """
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
     chosen = [recipe(name) for name in names if name != "single"]
+    check_size(ranks)
     on_start("single")
     with World(1) as world:
         oracle = world.run(train, "single", task)[0]

@@ -4,6 +4,7 @@ it reports: the run that `labkit compare` and `labkit run` do for every strategy
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from labkit.comm import listen
 from labkit.data import Text, loss
 from labkit.models import GPT
+from labkit.models.gpt import PRESETS
 from labkit.parallel.footprint import Footprint, held
 from labkit.recipes import recipe
 from labkit.world import attach, progress
@@ -35,6 +37,10 @@ class Task:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.model not in PRESETS:
+            raise ValueError(f"model {self.model!r}: choose one of {', '.join(PRESETS)}")
+        if self.text is not None and not Path(self.text).exists():
+            raise ValueError(f"text {self.text!r}: there is no such file or folder")
         for name in ("steps", "rows", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")

@@ -39,7 +39,7 @@ class DdpTimes:
 def _stepper(wrap: Callable[[nn.Module], nn.Module], model: str) -> Callable[[], None]:
     """A model, wrapped, with its optimizer: a function that does one step."""
     torch.manual_seed(0)
-    wrapped = wrap(GPT.preset(model))
+    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     tokens = torch.randint(0, 1024, (ROWS, LENGTH + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ROWS * LENGTH)

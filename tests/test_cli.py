@@ -1,0 +1,145 @@
+"""The commands as a user types them: what they print, write, refuse and exit with."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from labkit import DDP, World, bench, compare, recipes
+from labkit.bench import ddp, door
+from labkit.cli import app
+from labkit.training import Task, train
+
+TINY = ["--model", "tiny", "--steps", "4", "--rows", "5"]
+
+
+def labkit(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    root = str(Path(__file__).resolve().parent.parent)
+    here = os.environ | {"PYTHONPATH": root, "COLUMNS": "100", "NO_COLOR": "1"} | (env or {})
+    command = [sys.executable, "-m", *args]
+    return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, timeout=100)
+
+
+def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
+    done = labkit("labkit", "compare", *TINY, "--ranks", "3", "--out", "made", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("single", "naive-ddp", "ddp"):
+        assert re.search(rf"{name} .*✓", done.stdout)
+    assert "All equal" in done.stdout
+    picture = (tmp_path / "made" / "compare.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+    assert "Warning" not in done.stderr
+
+
+def test_compare_in_float32_and_with_the_users_text(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
+    options = [*TINY, "--dtype", "float32", "--text", "notes.txt", "--ranks", "2"]
+    done = labkit("labkit", "compare", "ddp", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "naive" not in done.stdout
+
+
+class HalfSent(DDP):
+    """A fault: gradients are averaged, then halved."""
+
+    def _finish(self) -> None:
+        super()._finish()
+        for bucket in self._buckets:
+            bucket.flat.mul_(0.5)
+
+
+def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(
+        module: nn.Module, comm: object, lr: float
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return HalfSent(module), torch.optim.AdamW(module.parameters(), lr=lr)
+
+    def train_with_fault(name: str, task: Task) -> object:
+        if name == "ddp":
+            recipes.RECIPES["ddp"] = recipes.Recipe("ddp", "data parallel", build, DDP.predict)
+        return train(name, task)
+
+    monkeypatch.setattr(compare, "train", train_with_fault)
+    args = ["compare", "ddp", "--ranks", "2", *TINY, "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1, done.output
+    assert "weights differ from single-process training" in done.output
+
+
+def test_wrong_bytes_and_memory_are_told() -> None:
+    with World(1) as world:
+        report = world.run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
+    lie = type(report.predicted)(1, 2, 3, 4)
+    liar = type(report)(**{**vars(report), "predicted": lie})
+    problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2)).problems
+    assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
+
+
+def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
+    options = ["labkit", "run", "ddp", *TINY]
+    alone = labkit(*options, "--ranks", "2", cwd=tmp_path)
+    launched = labkit(
+        "torch.distributed.run", "--nproc-per-node", "2", "-m", *options, cwd=tmp_path
+    )
+    assert alone.returncode == launched.returncode == 0, launched.stderr
+    told = [re.search(r"loss [\d.]+ -> [\d.]+", done.stdout) for done in (alone, launched)]
+    assert told[0] and told[1] and told[0][0] == told[1][0]
+    assert launched.stdout.count("ddp on 2 ranks") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "no-such"], "no strategy 'no-such'; there are single, naive-ddp, ddp"),
+        (["compare", "--model", "9000B"], "9000B"),
+        (["compare", "--dtype", "int8"], "float64"),
+        (["compare", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["compare", "--ranks", "100000"], "too many"),
+        (["bench", "everything"], "world, door, ddp"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 2, done.output
+    assert words in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
+    done = CliRunner().invoke(app, ["doctor"])
+    for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
+        assert words in done.output
+    assert done.exit_code == (1 if "wrong:" in done.output else 0)
+
+
+@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--help"])
+    assert done.exit_code == 0
+    assert f"labkit {command}" in done.output
+
+
+def test_benches_measure_all_they_show() -> None:
+    (times,) = bench.bench_ddp(ranks=(2,), models=("tiny",), turns=3)
+    assert min(times.ours_s, times.torch_s, times.floor_s) > 0
+    assert times.low <= times.ratio <= times.high
+    calls = bench.bench_door()
+    assert 0 < calls.door_us < calls.recorded_us
+    assert ddp.table([times]).row_count == 1
+    assert door.table(calls).row_count == 4
+
+
+@pytest.mark.slow
+def test_bench_of_worlds_measures_all_it_shows() -> None:
+    times = bench.bench_world(tries=1)
+    assert 0 < times.empty_run_s < times.warm_s < times.spawn_s

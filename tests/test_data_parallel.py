@@ -246,7 +246,7 @@ def test_buckets_leave_while_backward_still_runs() -> None:
         for events, made_s in world.run(run, True):
             assert len(events) == 4
             assert sum(event.issued_s < made_s for event in events) == 3
-            assert all(not event.blocking for event in events)
+            assert [event.blocking for event in events] == [False, False, False, True]
         for events, made_s in world.run(run, False):
             assert all(event.issued_s > made_s for event in events)
 

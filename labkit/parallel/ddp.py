@@ -49,18 +49,13 @@ class Bucket:
         self.view = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing = set(parameters)  # whose gradient has not come in this backward
         self.handle: Handle | None = None
+        self._unused: list[nn.Parameter] = []
         starts = [part.storage_offset() for part in parts if part.numel()]
         self._starts = torch.tensor(starts, device=self.flat.device)
         self._zeros = self.flat.new_zeros(len(starts))
 
-    def take(self, parameter: nn.Parameter) -> None:
-        """Move the gradient of `parameter` to its place here, if it is not there already."""
-        view, gradient = self.view[parameter], parameter.grad
-        assert gradient is not None
-        check_dense(gradient)
-        if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            view.copy_(gradient)
-            parameter.grad = view
+    def gradient_is_there(self, parameter: nn.Parameter) -> None:
+        """Take note of it; raises RuntimeError when it comes a second time in one backward."""
         if parameter not in self.missing:
             raise RuntimeError(
                 "the gradient of a parameter came twice in one backward, which reentrant "
@@ -68,19 +63,27 @@ class Bucket:
             )
         self.missing.remove(parameter)
 
-    def send(self, comm: Comm) -> None:
-        """Start to average what is here; for what is missing, say that this rank has not used it
-        (see `replicas.UNUSED`)."""
-        self.flat.index_add_(0, self._starts, self._zeros)
-        for parameter in self.missing:
+    def send(self, comm: Comm, meanwhile: bool) -> None:
+        """Move all gradients to their places here and average them, `meanwhile` or at once. For
+        what this rank has not used it says so (see `replicas.UNUSED`)."""
+        self._unused = [p for p in self.view if p.grad is None]
+        gradients = {p: p.grad for p in self.view if p.grad is not None}
+        check_dense(gradients.values())
+        coming = [p for p, grad in gradients.items() if grad.data_ptr() != self.view[p].data_ptr()]
+        if coming:
+            torch._foreach_copy_([self.view[p] for p in coming], [gradients[p] for p in coming])
+        for parameter in coming:
+            parameter.grad = self.view[parameter]
+        self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
+        for parameter in self._unused:
             self.view[parameter].fill_(UNUSED)
-        self.handle = comm.all_reduce(self.flat, "mean", async_op=True)
+        self.handle = comm.all_reduce(self.flat, "mean", async_op=meanwhile)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
-        assert self.handle is not None
-        self.handle.wait()
-        for parameter in self.missing:
+        if self.handle is not None:
+            self.handle.wait()
+        for parameter in self._unused:
             if not nobody_used(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
         self.reset()
@@ -162,15 +165,14 @@ class DDP(nn.Module):
         if not self._in_backward:
             self._in_backward = True
             at_end_of_backward(self._finish)
-        self._bucket_of[parameter].take(parameter)  # type: ignore[index,arg-type]
-        while self.overlap and self._sent < len(self._buckets) and not self._next.missing:
+        self._bucket_of[parameter].gradient_is_there(parameter)  # type: ignore[index,arg-type]
+        while self.overlap and self._sent < len(self._buckets) - 1 and not self._next.missing:
             self._send_next()
 
     def _finish(self) -> None:
-        """Backward is over: send what is left, with what this backward did not reach."""
+        """Backward is over: send what is left (at least the last bucket, which nothing can hide,
+        and all after one that misses a parameter), and wait."""
         while self._sent < len(self._buckets):
-            for parameter in [p for p in self._next.missing if p.grad is not None]:
-                self._next.take(parameter)  # gathered in earlier backwards, under no_sync
             self._send_next()
         for bucket in self._buckets:
             bucket.receive()
@@ -181,7 +183,8 @@ class DDP(nn.Module):
         return self._buckets[self._sent]
 
     def _send_next(self) -> None:
-        self._next.send(self.comm)
+        is_last = self._sent == len(self._buckets) - 1
+        self._next.send(self.comm, meanwhile=self.overlap and not is_last)
         self._sent += 1
 
     def _reset(self) -> None:

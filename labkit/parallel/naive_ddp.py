@@ -79,7 +79,7 @@ class NaiveDDP(nn.Module):
             used = parameter.grad is not None
             gradient = parameter.grad if used else torch.full_like(parameter, UNUSED)
             assert gradient is not None
-            check_dense(gradient)
+            check_dense([gradient])
             if used and gradient.numel():
                 mark_used(gradient.as_strided((1,), (1,)))
             self.comm.all_reduce(gradient, "mean")

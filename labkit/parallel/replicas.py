@@ -54,9 +54,11 @@ def nobody_used(flat: torch.Tensor) -> bool:
     return bool(((first == 0) & torch.signbit(first)).all())
 
 
-def check_dense(gradient: torch.Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise TypeError(
-            f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
-            "sparse=False"
-        )
+def check_dense(gradients: Iterable[torch.Tensor]) -> None:
+    """Raises TypeError when a gradient is sparse."""
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise TypeError(
+                f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer "
+                "with sparse=False"
+            )

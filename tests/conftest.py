@@ -1,6 +1,12 @@
 """What the whole suite shares: how it behaves on a machine that lacks a plugin or a GPU."""
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from labkit import World
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -24,3 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator["World"]:
+    """Two ranks for the tests of one file; one that fails them gets new ones after it."""
+    from labkit import World
+
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator["World"]:
+    from labkit import World
+
+    with World(4) as world:
+        yield world

@@ -1,8 +1,11 @@
 """The collectives, written from send and receive.
 
-Each function runs on every rank of the group at once, blocks until this rank is done, and
-returns the bytes this rank sent. `tag` keeps the messages of one operation apart from those of
-the next; messages between two ranks under one tag arrive in the order they were sent.
+Each is a generator that every rank of the group runs: `yield work` waits for that message, the
+value it returns is the bytes that this rank sent. `run` drives one; given several, it drives them
+in turns, so that one piece of a tensor travels while another is being reduced.
+
+`tag` keeps the messages of one operation apart from those of the next; messages between two ranks
+under one tag arrive in the order in which they were sent.
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte.
@@ -10,20 +13,40 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communicatio
 MPICH", 2005.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 
 import torch
 
-from labkit.comm.wire import Wire
+from labkit.comm.wire import Wire, Work
 
 Chunks = list[torch.Tensor]
 Reduction = Callable[[torch.Tensor, torch.Tensor], object]  # reduces the second into the first
+Algorithm = Generator[Work, None, int]
 
 
-def ring_reduce_scatter(wire: Wire, chunks: Chunks, reduce: Reduction, tag: int) -> int:
-    """Afterwards chunk r on rank r holds the reduction of all; the others hold partial sums.
+def run(*algorithms: Algorithm) -> int:
+    """Drive the algorithms, each in its turn as far as its next wait; the bytes they sent."""
+    turns: deque[tuple[Algorithm, Work | None]] = deque((one, None) for one in algorithms)
+    sent_bytes = 0
+    while turns:
+        algorithm, awaited = turns.popleft()
+        if awaited is not None:
+            awaited.wait()
+        try:
+            turns.append((algorithm, next(algorithm)))
+        except StopIteration as end:
+            sent_bytes += end.value
+    return sent_bytes
 
-    n - 1 steps: pass on the chunk that just got richer. With 3 ranks, + marking who has added:
+
+def ring_reduce_scatter(
+    wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
+) -> Algorithm:
+    """`out` becomes the reduction of all ranks' chunk r on rank r; it may be that chunk itself.
+
+    n - 1 steps: pass on the partial sum that just arrived, with one's own share added. 3 ranks,
+    who has added in brackets:
 
         step     rank 0            rank 1            rank 2
         1        sends c2 (0)      sends c0 (1)      sends c1 (2)
@@ -33,22 +56,27 @@ def ring_reduce_scatter(wire: Wire, chunks: Chunks, reduce: Reduction, tag: int)
     Cost: (n-1) alpha + (n-1)/n S beta.
     """
     n, rank = wire.size, wire.rank
-    arriving = torch.empty_like(max(chunks, key=torch.numel))
-    sends, sent_bytes = [], 0
+    if out.data_ptr() != chunks[rank].data_ptr():
+        out.copy_(chunks[rank])
+    room = out.new_empty(2, max(chunk.numel() for chunk in chunks))
+    partial, sent_bytes = chunks[(rank - 1) % n], 0
     for step in range(1, n):
-        outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        incoming = arriving[: target.numel()]
+        share = chunks[(rank - step - 1) % n]
+        incoming = room[step % 2, : share.numel()]
         receive = wire.irecv(incoming, (rank - 1) % n, tag)
-        sends.append(wire.isend(outgoing, (rank + 1) % n, tag))
-        receive.wait()
-        reduce(target, incoming)
-        sent_bytes += outgoing.nbytes
-    for send in sends:
-        send.wait()
+        send = wire.isend(partial, (rank + 1) % n, tag)
+        sent_bytes += partial.nbytes
+        yield receive
+        if step < n - 1:
+            reduce(incoming, share)
+        else:
+            reduce(out, incoming)
+        yield send
+        partial = incoming
     return sent_bytes
 
 
-def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> int:
+def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """Before: chunk r is filled on rank r. After: all chunks are filled on all ranks.
 
     n - 1 steps: pass on the chunk that just arrived. Cost: (n-1) alpha + (n-1)/n S beta.
@@ -59,14 +87,25 @@ def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> int:
         outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
         receive = wire.irecv(incoming, (rank - 1) % n, tag)
         sends.append(wire.isend(outgoing, (rank + 1) % n, tag))
-        receive.wait()
         sent_bytes += outgoing.nbytes
-    for send in sends:
-        send.wait()
+        yield receive
+    yield from sends
     return sent_bytes
 
 
-def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> int:
+def ring_all_reduce(
+    wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """A reduce-scatter in place, a division of the one chunk that is complete then (1 for none),
+    and an all-gather. Cost: 2(n-1) alpha + 2(n-1)/n S beta."""
+    own = chunks[wire.rank]
+    sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
+    if divide_by != 1:
+        own.div_(divide_by)
+    return sent_bytes + (yield from ring_all_gather(wire, chunks, tag))
+
+
+def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
     """Binomial tree: in each round, all who have `x` send it to one who has not.
 
     Cost: log2(n) (alpha + S beta).
@@ -75,57 +114,59 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> int:
     sent_bytes, reach = 0, 1
     while reach < n:
         if position < reach and position + reach < n:
-            wire.isend(x, (wire.rank + reach) % n, tag).wait()
+            yield wire.isend(x, (wire.rank + reach) % n, tag)
             sent_bytes += x.nbytes
         elif reach <= position < 2 * reach:
-            wire.irecv(x, (wire.rank - reach) % n, tag).wait()
+            yield wire.irecv(x, (wire.rank - reach) % n, tag)
         reach *= 2
     return sent_bytes
 
 
-def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> int:
+def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """The broadcast tree backwards: leaves send first, `x` on the root ends as the reduction.
     On the other ranks `x` holds partial sums. Cost: log2(n) (alpha + S beta)."""
     n, position = wire.size, (wire.rank - root) % wire.size
-    arriving = torch.empty_like(x)
+    incoming = torch.empty_like(x)
     reach = 1 << (n - 1).bit_length()
     while (reach := reach // 2) > 0:
         if position < reach and position + reach < n:
-            wire.irecv(arriving, (wire.rank + reach) % n, tag).wait()
-            reduce(x, arriving)
+            yield wire.irecv(incoming, (wire.rank + reach) % n, tag)
+            reduce(x, incoming)
         elif reach <= position < 2 * reach:
-            wire.isend(x, (wire.rank - reach) % n, tag).wait()
+            yield wire.isend(x, (wire.rank - reach) % n, tag)
             return x.nbytes
     return 0
 
 
-def flat_gather(wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int) -> int:
+def flat_gather(
+    wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
     """Everyone sends `x` straight to the root. Cost: (n-1) alpha + (n-1)/n S beta at the root."""
     if wire.rank != root:
-        wire.isend(x, root, tag).wait()
+        yield wire.isend(x, root, tag)
         return x.nbytes
     assert chunks is not None
-    receives = [wire.irecv(chunks[r], r, tag) for r in range(wire.size) if r != root]
     chunks[root].copy_(x)
-    for receive in receives:
-        receive.wait()
+    receives = [wire.irecv(chunks[r], r, tag) for r in range(wire.size) if r != root]
+    yield from receives
     return 0
 
 
-def flat_scatter(wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int) -> int:
+def flat_scatter(
+    wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
     """The root sends chunk r straight to rank r. Cost: (n-1) alpha + (n-1)/n S beta."""
     if wire.rank != root:
-        wire.irecv(x, root, tag).wait()
+        yield wire.irecv(x, root, tag)
         return 0
     assert chunks is not None
     sends = [wire.isend(chunks[r], r, tag) for r in range(wire.size) if r != root]
+    yield from sends
     x.copy_(chunks[root])
-    for send in sends:
-        send.wait()
     return sum(chunks[r].nbytes for r in range(wire.size) if r != root)
 
 
-def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> int:
+def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> Algorithm:
     """ins[j] of rank i becomes outs[i] of rank j: in step k everyone sends k ranks ahead.
 
     Cost: (n-1) alpha + (n-1)/n S beta, S being what one rank holds.
@@ -136,21 +177,21 @@ def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> int:
     for step in range(1, n):
         ahead, behind = (rank + step) % n, (rank - step) % n
         receive = wire.irecv(outs[behind], behind, tag)
-        wire.isend(ins[ahead], ahead, tag).wait()
-        receive.wait()
+        yield wire.isend(ins[ahead], ahead, tag)
+        yield receive
         sent_bytes += ins[ahead].nbytes
     return sent_bytes
 
 
-def dissemination_barrier(wire: Wire, tag: int) -> int:
+def dissemination_barrier(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
     """Round k: tell the rank 2^k ahead, hear from the rank 2^k behind; after log2(n) rounds
     everyone has heard, through others, from everyone. Cost: log2(n) alpha."""
-    note, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+    heard = torch.empty_like(note)
     sent_bytes, distance = 0, 1
     while distance < wire.size:
         receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
-        wire.isend(note, (wire.rank + distance) % wire.size, tag).wait()
-        receive.wait()
+        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
+        yield receive
         sent_bytes += note.nbytes
         distance *= 2
     return sent_bytes

@@ -10,15 +10,16 @@ bytes, and several dtypes are missing; the ring from send and receive is as fast
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from labkit.comm import algorithms
-from labkit.comm.algorithms import Chunks, Reduction
-from labkit.comm.wire import Lane, LaneWork, Wire, Work
+from labkit.comm.algorithms import Algorithm, Chunks, Reduction
+from labkit.comm.wire import Lane, LaneWork, Posted, Wire, Work, living
 from labkit.events import chunk_sizes
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -28,6 +29,9 @@ REDUCTIONS: dict[str, Reduction] = {
     "max": lambda x, y: torch.maximum(x, y, out=x),
     "product": lambda x, y: x.mul_(y),
 }
+
+
+PIECE_BYTES = 1 << 20  # a longer chunk travels in pieces: one is reduced while others are sent
 
 
 class Call(NamedTuple):
@@ -58,7 +62,7 @@ class Back(ABC):
     @abstractmethod
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work: ...
     @abstractmethod
-    def barrier(self, call: Call) -> Work: ...
+    def barrier(self, note: torch.Tensor, call: Call) -> Work: ...
     @abstractmethod
     def send(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
     @abstractmethod
@@ -73,7 +77,10 @@ class SendReceive(Back):
         self.wire = wire
         self._lane: Lane | None = None
 
-    def _start(self, call: Call, function: Callable[[], int]) -> Work:
+    def _start(self, call: Call, algorithms_of_it: Callable[[], Sequence[Algorithm]]) -> Work:
+        def function() -> int:
+            return algorithms.run(*algorithms_of_it())
+
         if not call.asynchronous:
             return LaneWork(function).run()
         if self._lane is None:
@@ -81,72 +88,86 @@ class SendReceive(Back):
         return self._lane.submit(function)
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
-        """A ring reduce-scatter, then a ring all-gather: 2(n-1)/n S from every rank."""
+        """Rings, one for each piece: 2(n-1)/n S from every rank."""
+        divide_by = self.wire.size if op == "mean" else 1
 
-        def ring() -> int:
+        def rings() -> list[Algorithm]:
             chunks = list(x.split(chunk_sizes(x.numel(), self.wire.size)))
-            sent = algorithms.ring_reduce_scatter(self.wire, chunks, REDUCTIONS[op], call.tag)
-            if op == "mean":
-                chunks[self.wire.rank].div_(self.wire.size)
-            return sent + algorithms.ring_all_gather(self.wire, chunks, call.tag)
+            return [
+                algorithms.ring_all_reduce(self.wire, piece, REDUCTIONS[op], divide_by, call.tag)
+                for piece in _pieces(chunks)
+            ]
 
-        return self._start(call, ring)
+        return self._start(call, rings)
 
     def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
-        def ring() -> int:
-            own = [chunk.clone() for chunk in chunks]  # the ring leaves partial sums behind
-            sent = algorithms.ring_reduce_scatter(self.wire, own, REDUCTIONS[op], call.tag)
-            out.copy_(own[self.wire.rank])
+        wire, reduce = self.wire, REDUCTIONS[op]
+        own = chunks[wire.rank]
+        apart = out.data_ptr() == own.data_ptr() or not _share_memory(out, *chunks)
+
+        def ring() -> Algorithm:
+            target = out if apart else own.clone()  # the other chunks are still to be sent
+            sent = yield from algorithms.ring_reduce_scatter(wire, chunks, target, reduce, call.tag)
             if op == "mean":
-                out.div_(self.wire.size)
+                target.div_(wire.size)
+            if target is not out:
+                out.copy_(target)
             return sent
 
-        return self._start(call, ring)
+        return self._start(call, lambda: [ring()])
 
     def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
-        def ring() -> int:
-            if chunks[self.wire.rank].data_ptr() != x.data_ptr():
-                chunks[self.wire.rank].copy_(x)
-            return algorithms.ring_all_gather(self.wire, chunks, call.tag)
+        def rings() -> list[Algorithm]:
+            own = chunks[self.wire.rank]
+            if own.data_ptr() != x.data_ptr():
+                own.copy_(x)
+            return [
+                algorithms.ring_all_gather(self.wire, piece, call.tag) for piece in _pieces(chunks)
+            ]
 
-        return self._start(call, ring)
+        return self._start(call, rings)
 
     def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
-        return self._start(call, lambda: algorithms.tree_broadcast(self.wire, x, root, call.tag))
+        return self._start(call, lambda: [algorithms.tree_broadcast(self.wire, x, root, call.tag)])
 
     def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
-        def tree() -> int:
-            own = x if self.wire.rank == root else x.clone()  # partial sums stay private
-            sent = algorithms.tree_reduce(self.wire, own, root, REDUCTIONS[op], call.tag)
-            if op == "mean" and self.wire.rank == root:
+        def tree() -> Algorithm:
+            at_root = self.wire.rank == root
+            own = x if at_root else x.clone()  # partial sums stay private
+            sent = yield from algorithms.tree_reduce(self.wire, own, root, REDUCTIONS[op], call.tag)
+            if op == "mean" and at_root:
                 x.div_(self.wire.size)
             return sent
 
-        return self._start(call, tree)
+        return self._start(call, lambda: [tree()])
 
     def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
         return self._start(
-            call, lambda: algorithms.flat_gather(self.wire, x, chunks, root, call.tag)
+            call, lambda: [algorithms.flat_gather(self.wire, x, chunks, root, call.tag)]
         )
 
     def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
         return self._start(
-            call, lambda: algorithms.flat_scatter(self.wire, x, chunks, root, call.tag)
+            call, lambda: [algorithms.flat_scatter(self.wire, x, chunks, root, call.tag)]
         )
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        def pairwise() -> list[Algorithm]:
+            leaving = [x.clone() if _share_memory(x, *outs) else x for x in ins]
+            return [algorithms.pairwise_all_to_all(self.wire, outs, leaving, call.tag)]
+
+        return self._start(call, pairwise)
+
+    def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return self._start(
-            call, lambda: algorithms.pairwise_all_to_all(self.wire, outs, ins, call.tag)
+            call, lambda: [algorithms.dissemination_barrier(self.wire, note, call.tag)]
         )
 
-    def barrier(self, call: Call) -> Work:
-        return self._start(call, lambda: algorithms.dissemination_barrier(self.wire, call.tag))
-
     def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.wire.isend(x, peer, tag)
+        return Posted(self.wire.isend(x, peer, tag))
 
     def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.wire.irecv(x, peer, tag)
+        return Posted(self.wire.irecv(x, peer, tag))
 
 
 class Native(Back):
@@ -156,8 +177,13 @@ class Native(Back):
     """
 
     def __init__(self, group: Any):
-        self.group = group
+        self._group = ref(group)
+        self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
+
+    @property
+    def group(self) -> Any:
+        return living(self._group)
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         return dist.all_reduce(x, _torch_op(op), group=self.group, async_op=True)
@@ -172,7 +198,7 @@ class Native(Back):
         return dist.broadcast(x, self._global[root], group=self.group, async_op=True)
 
     def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
-        own = x if self.group.rank() == root else x.clone()
+        own = x if self._rank == root else x.clone()
         return dist.reduce(own, self._global[root], _torch_op(op), self.group, async_op=True)
 
     def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
@@ -184,7 +210,7 @@ class Native(Back):
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
         return dist.all_to_all(outs, ins, group=self.group, async_op=True)
 
-    def barrier(self, call: Call) -> Work:
+    def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return dist.barrier(self.group, async_op=True)
 
     def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
@@ -197,11 +223,23 @@ class Native(Back):
 class Nothing(Back):
     """For worlds that exist on paper only: every operation is over at once and moves nothing."""
 
-    def _done(self, *_: object) -> Work:
+    def _done(self, *_: Any, **__: Any) -> Work:
         return LaneWork(lambda: 0).run()
 
     all_reduce = reduce_scatter = all_gather = broadcast = reduce = gather = scatter = _done
     all_to_all = barrier = send = receive = _done
+
+
+def _pieces(chunks: Chunks) -> list[Chunks]:
+    """Cut every chunk into the same number of pieces, none above PIECE_BYTES; piece k of all."""
+    count = max(1, -(-max(chunk.nbytes for chunk in chunks) // PIECE_BYTES))
+    return [list(piece) for piece in zip(*(chunk.tensor_split(count) for chunk in chunks))]
+
+
+def _share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether `x` is in the same storage as one of the others (and so may overlap with it)."""
+    storage = x.untyped_storage().data_ptr()
+    return any(other.untyped_storage().data_ptr() == storage for other in others)
 
 
 def _torch_op(op: str) -> Any:

@@ -15,6 +15,8 @@ and `MARKS` marks, one for each group (or direction of messages): the highest nu
     | stream 4 | number 4 |
 
 A writer clears the key first and sets it last; a reader that sees two answers looks again.
+With more than `SLOTS` operations in flight the oldest notes make room, but the one that a rank
+waits for is always there: waiting writes it again.
 """
 
 import json
@@ -23,11 +25,12 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 SLOTS = 64
-SLOT_BYTES = 1024
+SLOT_BYTES = 2048  # room for the ranks of the largest world
 HEAD = struct.Struct("<QQBdH")
 KEY = struct.Struct("<Q")
 MARK = struct.Struct("<II")
@@ -36,7 +39,9 @@ SHARED = 2**32 - 1  # two streams fell on one mark: it tells nothing
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK.size
 STATE = struct.Struct("<Bd")
 STATE_AT = 16
-EMPTY, IN_FLIGHT, WAITED_FOR, ENDED = range(4)
+LONGEST_BYTES = 200  # of the description of an operation, and of its source
+MOST_RANKS = 256  # of a group that are written down
+ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
 class CollectiveMismatch(RuntimeError):
@@ -52,7 +57,7 @@ class Note:
     seq: int
     what: str  # "all_reduce(sum) float32[1024]"
     source: str
-    compares: str  # what must be equal on all ranks
+    compares: str = ""  # what must be equal on all ranks; the board keeps a checksum of it
     collective: bool = True
     state: int = IN_FLIGHT
     since_s: float = 0.0
@@ -60,7 +65,7 @@ class Note:
     @property
     def stream(self) -> int:
         """A number for the group (or direction of messages), never 0."""
-        return zlib.crc32(f"{self.group}|{self.ranks}".encode()) % (SHARED - 1) + 1
+        return zlib.crc32(self.group.encode()) % (SHARED - 1) + 1
 
     @property
     def key(self) -> int:
@@ -87,63 +92,52 @@ class Board:
             file.truncate(size * PAGE_BYTES)
         return Board(path, size)
 
-    def enter(self, note: Note) -> int:
-        """Write that this rank begins `note`; returns its slot.
+    def enter(self, note: Note, state: int = IN_FLIGHT) -> None:
+        """Write that this rank begins `note`, and waits for it if `state` is WAITED_FOR.
 
         Raises CollectiveMismatch when a rank that began the same operation sees it differently.
         """
-        assert self.rank is not None
-        text = json.dumps(
-            [note.group, note.ranks, note.seq, note.what, note.source, note.compares]
-            + [note.collective]
-        ).encode()
-        if len(text) > SLOT_BYTES - HEAD.size:
-            room = SLOT_BYTES - HEAD.size - 200  # the ranks of a very large group
-            return self.enter(
-                Note(note.group, note.ranks[: room // 8], note.seq, note.what[:60], note.source[:60],
-                     note.compares[:60], note.collective)
-            )  # fmt: skip
-        key = note.key
-        slot = self._slot(self.rank, key)
+        key, signature = note.key, zlib.crc32(note.compares.encode())
         with self._lock:
-            KEY.pack_into(self._memory, slot, 0)
-            signature = zlib.crc32(note.compares.encode())
-            HEAD.pack_into(self._memory, slot, 0, signature, IN_FLIGHT, time.monotonic(), len(text))
-            self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
-            KEY.pack_into(self._memory, slot, key)
+            self._write(note, key, signature, state)
             self._mark(note)
         for other in note.ranks:
             if other != self.rank and other < self.size and self._differs(other, key, signature):
                 time.sleep(0.001)  # it may have been writing
                 if self._differs(other, key, signature):
                     raise CollectiveMismatch(self._disagreement(note))
-        return slot
 
-    def wait(self, slot: int) -> None:
-        """Write that this rank now stands still for the operation in `slot`."""
-        STATE.pack_into(self._memory, slot + STATE_AT, WAITED_FOR, time.monotonic())
+    def wait(self, note: Note) -> None:
+        """Write that this rank now stands still for `note`, which it entered before."""
+        key = note.key
+        with self._lock:
+            if self._holds(key):
+                self._set_state(key, WAITED_FOR)
+            else:
+                self._write(note, key, zlib.crc32(note.compares.encode()), WAITED_FOR)
 
-    def leave(self, slot: int) -> None:
-        """Write that the operation in `slot` is over."""
-        STATE.pack_into(self._memory, slot + STATE_AT, ENDED, time.monotonic())
+    def leave(self, note: Note, failed: bool = False) -> None:
+        """Write that `note` is over."""
+        key = note.key
+        with self._lock:
+            if self._holds(key):
+                self._set_state(key, FAILED if failed else ENDED)
 
-    def notes(self, rank: int, state: int | None = None) -> list[Note]:
-        """What stands on the page of `rank`, oldest first; only those in `state` if given."""
+    def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
+        """What stands on the page of `rank` in one of `states`, oldest first."""
         found = []
         for k in range(SLOTS):
             at = rank * PAGE_BYTES + k * SLOT_BYTES
             key, _, its_state, since_s, length = HEAD.unpack_from(self._memory, at)
-            if not key or (state is not None and its_state != state):
+            if not key or its_state not in states:
                 continue
             try:
                 text = self._memory[at + HEAD.size : at + HEAD.size + length]
-                group, ranks, seq, what, source, compares, collective = json.loads(text)
+                group, ranks, seq, what, source, collective = json.loads(text)
             except ValueError:  # being written just now
                 continue
             found.append(
-                Note(
-                    group, tuple(ranks), seq, what, source, compares, collective, its_state, since_s
-                )
+                Note(group, tuple(ranks), seq, what, source, "", collective, its_state, since_s)
             )
         return sorted(found, key=lambda note: note.since_s)
 
@@ -154,6 +148,27 @@ class Board:
 
     def close(self) -> None:
         self._memory.close()
+
+    def _write(self, note: Note, key: int, signature: int, state: int) -> None:
+        assert self.rank is not None
+        what, source = (_short(part) for part in (note.what, note.source))
+        entry = [note.group, note.ranks[:MOST_RANKS], note.seq, what, source, note.collective]
+        text = _encode(entry).encode()
+        assert len(text) <= SLOT_BYTES - HEAD.size, f"no room for {note}"
+        slot = self._slot(self.rank, key)
+        KEY.pack_into(self._memory, slot, 0)
+        HEAD.pack_into(self._memory, slot, 0, signature, state, time.monotonic(), len(text))
+        self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
+        KEY.pack_into(self._memory, slot, key)
+
+    def _holds(self, key: int) -> bool:
+        assert self.rank is not None
+        return KEY.unpack_from(self._memory, self._slot(self.rank, key))[0] == key
+
+    def _set_state(self, key: int, state: int) -> None:
+        assert self.rank is not None
+        at = self._slot(self.rank, key) + STATE_AT
+        STATE.pack_into(self._memory, at, state, time.monotonic())
 
     def _mark(self, note: Note) -> None:
         assert self.rank is not None
@@ -193,3 +208,15 @@ class Board:
             else "A message must be received as it was sent: the same shape and dtype."
         )
         return "\n".join(lines)
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _short(text: str) -> str:
+    """The middle left out of what is too long."""
+    data = text.encode(errors="replace")
+    if len(data) <= LONGEST_BYTES:
+        return data.decode()
+    half = LONGEST_BYTES // 2
+    return f"{data[:half].decode(errors='ignore')} ... {data[-half:].decode(errors='ignore')}"

@@ -3,20 +3,24 @@ number it, compare it with the other ranks' on the board, record it, and hand it
 moves the bytes of its device.
 """
 
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 
 from labkit.comm.backs import Back, Call, Native, Nothing, SendReceive
-from labkit.comm.board import Note
+from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
 from labkit.comm.handle import Handle
 from labkit.comm.surroundings import caller, here
-from labkit.comm.wire import PacedWire, Wire, Work
+from labkit.comm.wire import PacedWire, Wire, Work, living
 from labkit.events import CommEvent
 
 COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
@@ -26,25 +30,33 @@ BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank)
 class Carrier:
     """What all `Comm`s of one process group share: its numbering and its backs."""
 
+    worlds = 0  # default groups that this process has had: torch gives them all the same names
+
     def __init__(self, group: Any):
-        self.group = group
+        self._group = ref(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         members = ", ".join(map(str, self.ranks[:8])) + (" ..." if len(self.ranks) > 8 else "")
         is_default = group is dist.group.WORLD
+        Carrier.worlds += is_default
         self.name = "default" if is_default else f"{group.group_name} (ranks {members})"
+        if Carrier.worlds > 1:
+            self.name += f" of world {Carrier.worlds}"
         config = str(dist.get_backend_config(group))
         self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
-        self._collectives = 0
-        self._messages: Counter[tuple[int, int, int]] = Counter()
-        self._backs: dict[tuple[str, object], Back] = {}
+        self._collectives = count(1)
+        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
+        self._messages = defaultdict(partial(count, 1))
+        self._backs: dict[tuple[torch.device, object], Back] = {}
 
     @staticmethod
     def of(group: Any) -> "Carrier":
-        if group not in _carriers:
-            _carriers[group] = Carrier(group)
-        return _carriers[group]
+        with _making:
+            for one in (dist.group.WORLD, group):  # the names of the others tell which world
+                if one not in _carriers:
+                    _carriers[one] = Carrier(one)
+            return _carriers[group]
 
     def collective(
         self,
@@ -57,25 +69,26 @@ class Carrier:
         start: Callable[[Back, Call], Work],
         *,
         peer: int | None = None,
-        same_shape: bool = True,
+        alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Carry out one collective: `start` gets the back and the call and returns its work."""
-        self._collectives += 1
-        seq = self._collectives
+        """Carry out one collective: `start` gets the back and the call and returns its work.
+        The shapes of `alike`, if not given of `x`, are the same on all ranks."""
+        back = self._back(x)
+        seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op)
         if here.board is None and not here.listeners:
-            handle = Handle(start(self._back(x), call), what, finish)
+            handle = Handle(start(back, call), what, finish)
         else:
             note = Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}", caller(),
-                f"{what} {describe(x) if same_shape else x.dtype}",
+                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]}",
             )  # fmt: skip
             event = None
             if here.listeners:
                 chunks = chunk_bytes()
                 event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
                 event.blocking = not async_op
-            handle = self._noted(note, event, async_op, lambda: start(self._back(x), call), finish)
+            handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
         if async_op:
             return handle
         handle.wait()
@@ -89,15 +102,16 @@ class Carrier:
         tag: int,
         finish: list[Callable[[], object]],
         start: Callable[[Back], Work],
+        blocking: bool,
     ) -> Handle:
         """Carry out one send or receive."""
-        self._messages[*ends, tag] += 1
+        back = self._back(x)
+        seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
-            return Handle(start(self._back(x)), op, finish)
+            return Handle(start(back), op, finish)
         source, target = self.ranks[ends[0]], self.ranks[ends[1]]
         note = Note(
-            f"{self.name} {source}->{target} tag {tag}", (source, target),
-            self._messages[*ends, tag],
+            f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
             f"{op}({'to' if op == 'send' else 'from'} {target if op == 'send' else source}) "
             f"{describe(x)}",
             caller(), describe(x), collective=False,
@@ -107,18 +121,50 @@ class Carrier:
             peer = ends[1] if op == "send" else ends[0]
             bus_bytes = x.nbytes if op == "send" else 0
             event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
-        return self._noted(note, event, True, lambda: start(self._back(x)), finish)
+            event.blocking = blocking
+        return self._noted(note, event, not blocking, lambda: start(back), finish)
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
         and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        if x.layout is not torch.strided:
+            raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
         flat = x.detach()
-        if flat.is_cuda and self.backend_of.get("cuda") == "gloo":
-            flat = flat.cpu()
-        flat = flat.contiguous().view(-1)
-        if finish is not None and flat.data_ptr() != x.data_ptr():
-            finish.append(lambda: x.detach().copy_(flat.view(x.shape)))
-        return flat
+        by_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
+        if flat.is_contiguous() and not (by_host or flat.is_conj() or flat.is_neg()):
+            return _in_line(flat)
+        if finish is not None and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride())):
+            raise ValueError(
+                f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) has one "
+                "place for several elements and cannot be written; give x.contiguous()"
+            )
+        host = flat.cpu() if by_host else flat
+        copy = _in_line(host.resolve_conj().resolve_neg().contiguous())
+        if finish is not None:
+            finish.append(lambda: flat.copy_(copy.view(flat.shape)))
+        return copy
+
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """torch's new group of these global ranks, made by all ranks at once. It is no
+        communication of a strategy, but the ranks can disagree about it and wait for each
+        other in it, so it goes on the board."""
+        what = f"subgroup({list(ranks)})"
+        note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
+        if here.board:
+            here.board.enter(note, WAITED_FOR)
+        group = dist.new_group(ranks, timeout=self._timeout())
+        if here.board:
+            here.board.leave(note)
+        return group
+
+    def _timeout(self) -> timedelta | None:
+        """That of this group, or None, torch's half an hour, where it does not tell."""
+        device = torch.device(next(iter(self.backend_of)))
+        try:
+            options = living(self._group)._get_backend(device).options
+            return options._timeout
+        except (AttributeError, RuntimeError):
+            return None
 
     def _noted(
         self,
@@ -128,52 +174,68 @@ class Carrier:
         start: Callable[[], Work],
         finish: list[Callable[[], object]],
     ) -> Handle:
-        board, slot = here.board, 0
+        board = here.board
         if board:
-            slot = board.enter(note)
-            if not asynchronous:
-                board.wait(slot)
+            board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
         for listener in here.listeners if event else ():
             listener.append(event)  # type: ignore[arg-type]
-        return Handle(start(), note.what, finish, event, board, slot)
+        try:
+            work = start()
+        except BaseException:
+            if board:
+                board.leave(note, failed=True)
+            raise
+        return Handle(work, note.what, finish, event, board, note)
 
     def _event(
         self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
         peer: int | None, tag: int = 0,
     ) -> CommEvent:  # fmt: skip
         return CommEvent(
-            op=op.split("(")[0], group=note.group, ranks=self.ranks, rank=self.rank, seq=note.seq,
+            op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
             dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
             payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
             peer=peer, tag=tag, issued_s=time.monotonic(),
         )  # fmt: skip
 
     def _back(self, x: torch.Tensor) -> Back:
-        key = (x.device.type, here.link)
+        key = (x.device, here.link)
         if key not in self._backs:
             self._backs[key] = self._new_back(x.device.type)
         return self._backs[key]
 
     def _new_back(self, device: str) -> Back:
         backend = self.backend_of.get(device)
-        if backend == "fake":
+        if "fake" in self.backend_of.values():
             return Nothing()
         if backend is None:
             raise ValueError(
                 f"group {self.name} cannot move {device} tensors: its backends are "
                 f"{self.backend_of}; move the tensor first"
             )
+        group = living(self._group)
         if here.link is not None:
-            return SendReceive(PacedWire(self.group, here.link))
-        return SendReceive(Wire(self.group)) if backend == "gloo" else Native(self.group)
+            return SendReceive(PacedWire(group, here.link))
+        return SendReceive(Wire(group)) if backend == "gloo" else Native(group)
 
 
 _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 def describe(x: torch.Tensor) -> str:
-    """ "float32 [4, 8]"."""
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    """For example: float32 [4, 8]."""
+    return f"{str(x.dtype).removeprefix('torch.')} {_shape(x)}"
+
+
+def _in_line(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
+    the stride it had, which can be any, and which bytes cannot have.)"""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    return list(x.shape)
 
 
 def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:

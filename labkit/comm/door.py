@@ -60,9 +60,21 @@ class Comm:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
 
     def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
-        """A `Comm` over some ranks of this one, None on the others. All ranks must call it."""
-        group = dist.new_group([self.ranks[self._member(rank)] for rank in ranks])
-        return Comm(group) if self.rank in ranks else None
+        """A `Comm` over some ranks, counted there in ascending order; None on the others.
+
+        All ranks call it, with the same ranks: also those that are not to be members. So it is a
+        method of the `Comm` of all ranks: torch makes groups with everybody's help.
+        """
+        if self.size != dist.get_world_size():
+            raise ValueError(
+                f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
+                "on the Comm of all ranks, on every rank"
+            )
+        chosen = sorted({self._member(rank) for rank in ranks})
+        if len(chosen) != len(ranks) or not chosen:
+            raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
+        group = self._carrier.new_group([self.ranks[rank] for rank in chosen])
+        return Comm(group) if self.rank in chosen else None
 
     # --- collectives that reduce --------------------------------------------------------------
 
@@ -103,7 +115,7 @@ class Comm:
         return self._carrier.collective(
             f"reduce_scatter({op})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.reduce_scatter(flat, chunks, op, call), same_shape=False,
+            lambda back, call: back.reduce_scatter(flat, chunks, op, call), alike=chunks,
         )  # fmt: skip
 
     def reduce_scatter_tensor(
@@ -134,7 +146,7 @@ class Comm:
         return self._carrier.collective(
             "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
             async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
-            same_shape=False,
+            alike=chunks,
         )  # fmt: skip
 
     def all_gather_into_tensor(
@@ -154,7 +166,7 @@ class Comm:
         return self._carrier.collective(
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.gather(flat, chunks, dst, call), peer=dst, same_shape=False,
+            lambda back, call: back.gather(flat, chunks, dst, call), peer=dst, alike=(),
         )  # fmt: skip
 
     def scatter(
@@ -167,7 +179,7 @@ class Comm:
         return self._carrier.collective(
             f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.scatter(flat, chunks, src, call), peer=src, same_shape=False,
+            lambda back, call: back.scatter(flat, chunks, src, call), peer=src, alike=(),
         )  # fmt: skip
 
     def all_to_all(self, outs: Tensors, ins: Tensors, async_op: bool = False) -> Handle | None:
@@ -180,7 +192,7 @@ class Comm:
         return self._carrier.collective(
             "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.all_to_all(arriving, leaving, call), same_shape=False,
+            lambda back, call: back.all_to_all(arriving, leaving, call), alike=(),
         )  # fmt: skip
 
     def all_to_all_single(
@@ -192,9 +204,10 @@ class Comm:
 
     def barrier(self) -> None:
         """Return when all ranks of the group have called it."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._own_device())
         self._carrier.collective(
-            "barrier", torch.empty(0, device=self._own_device()), lambda: [0], _whole, False, [],
-            lambda back, call: back.barrier(call),
+            "barrier", nothing, lambda: [0], _whole, False, [],
+            lambda back, call: back.barrier(nothing.new_zeros(1), call),
         )  # fmt: skip
 
     def all_gather_object(self, thing: Any) -> list[Any]:
@@ -202,9 +215,11 @@ class Comm:
         travel first, then the pickled bytes, and both are counted."""
         device = self._own_device()
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8).to(device)
-        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
-        self.all_gather_into_tensor(sizes, torch.tensor([mine.numel()], device=device))
-        room = [mine.new_empty(numel) for numel in sizes.tolist()]
+        size = torch.tensor([mine.numel()], device=device)
+        sizes = size.repeat(self.size)
+        self.all_gather_into_tensor(sizes, size)
+        # On paper nothing arrives; there, all ranks give the same.
+        room = [mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()]
         self.all_gather(room, mine)
         return [pickle.loads(one.cpu().numpy().tobytes()) for one in room]
 
@@ -212,28 +227,35 @@ class Comm:
 
     def send(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`; blocks until `x` may be written to again."""
-        self.isend(x, peer, tag).wait()
+        self._send(x, peer, tag, blocking=True).wait()
 
     def recv(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
         """Fill `x` with the next message from rank `peer`."""
-        self.irecv(x, peer, tag).wait()
+        self._receive(x, peer, tag, blocking=True).wait()
 
     def isend(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """As `send`, returning a handle at once."""
-        self._other(peer, tag)
-        flat = self._carrier.stage(x, None)
-        return self._carrier.message(
-            "send", x, (self.rank, peer), tag, [], lambda back: back.send(flat, peer, tag)
-        )
+        return self._send(x, peer, tag, blocking=False)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """As `recv`, returning a handle at once."""
+        return self._receive(x, peer, tag, blocking=False)
+
+    def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
+        self._other(peer, tag)
+        flat = self._carrier.stage(x, None)
+        return self._carrier.message(
+            "send", x, (self.rank, peer), tag, [], lambda back: back.send(flat, peer, tag), blocking
+        )
+
+    def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
         self._other(peer, tag)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.message(
-            "recv", x, (peer, self.rank), tag, finish, lambda back: back.receive(flat, peer, tag)
-        )
+            "recv", x, (peer, self.rank), tag, finish,
+            lambda back: back.receive(flat, peer, tag), blocking,
+        )  # fmt: skip
 
     # --- what can be wrong with a call ---------------------------------------------------------
 
@@ -292,5 +314,7 @@ def _whole(chunk_bytes: list[int], rank: int) -> int:
 def _check_op(op: str, x: torch.Tensor) -> None:
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}")
+    if op in ("min", "max") and x.is_complex():
+        raise ValueError(f"{x.dtype} has no order, so no {op}; reduce its real and imaginary parts")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"the mean of {x.dtype} has no exact result; sum and divide, or convert")

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from labkit.comm.board import Board
+from labkit.comm.board import Board, Note
 from labkit.comm.wire import Work
 from labkit.events import CommEvent
 
@@ -24,11 +24,11 @@ class Handle:
         finish: list[Callable[[], object]],
         event: CommEvent | None = None,
         board: Board | None = None,
-        slot: int = 0,
+        note: Note | None = None,
     ):
         self._work: Work | None = work
         self._what, self._finish = what, finish
-        self._event, self._board, self._slot = event, board, slot
+        self._event, self._board, self._note = event, board, note
 
     def wait(self) -> None:
         """Block until the operation is done (on CUDA: until the current stream waits for it).
@@ -38,16 +38,19 @@ class Handle:
         if self._work is None:
             return
         wait_began_s = time.monotonic() if self._event else 0.0
-        if self._board:
-            self._board.wait(self._slot)
+        if self._board and self._note:
+            self._board.wait(self._note)
         try:
             sent_bytes = self._work.wait()
-        except RuntimeError as error:  # the board keeps the operation: it shows who stands where
-            raise CommError(f"{self._what} failed: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:
+            if self._board and self._note:
+                self._board.leave(self._note, failed=True)
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise CommError(f"{self._what} failed: {why}") from error
         for step in self._finish:
             step()
-        if self._board:
-            self._board.leave(self._slot)
+        if self._board and self._note:
+            self._board.leave(self._note)
         if self._event:
             self._complete(self._event, wait_began_s, sent_bytes)
         self._work, self._finish = None, []
@@ -57,7 +60,8 @@ class Handle:
         return self._work is None or self._work.is_completed()
 
     def _complete(self, event: CommEvent, wait_began_s: float, sent_bytes: object) -> None:
-        event.wait_began_s, event.wait_ended_s = wait_began_s, time.monotonic()
+        event.wait_began_s = event.issued_s if event.blocking else wait_began_s
+        event.wait_ended_s = time.monotonic()
         event.began_s, event.ended_s = event.issued_s, event.wait_ended_s
         with suppress(AttributeError):  # torch's own work does not tell
             event.began_s, event.ended_s = self._work.began_s, self._work.ended_s  # type: ignore[union-attr]

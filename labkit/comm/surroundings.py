@@ -3,6 +3,7 @@ modelled, and the board on which the ranks compare notes. A process has one of e
 one network card; whoever starts the rank sets them.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,9 +43,8 @@ def listen() -> Iterator[list[CommEvent]]:
         here.listeners[:] = [one for one in here.listeners if one is not events]
 
 
-_COMM = str(Path(__file__).parent)
-_LABKIT = str(Path(__file__).parent.parent)
-_TORCH = f"{Path('torch')}{'/'}"
+_COMM = str(Path(__file__).parent) + os.sep
+_LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 
 def caller() -> str:
@@ -69,4 +69,4 @@ def caller() -> str:
 
 def _place(frame: object) -> str:
     code = frame.f_code  # type: ignore[attr-defined]
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"  # type: ignore[attr-defined]
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"  # type: ignore[attr-defined]

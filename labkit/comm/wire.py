@@ -8,7 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -27,37 +30,94 @@ class Wire:
     """Messages between the ranks of one group. Tensors must be contiguous, of any dtype."""
 
     def __init__(self, group: Any):
-        self.group = group
+        self._group = ref(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to rank `peer` of the group; do not write to `x` before it is waited for."""
-        return self.group.send([_as_bytes(x)], peer, tag)
+        return living(self._group).send([_as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to be filled with the next message that `peer` sends under `tag`."""
-        return self.group.recv([_as_bytes(x)], peer, tag)
+        return living(self._group).recv([_as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
-    """One outgoing wire of the speed of `link`: messages leave it one after the other."""
+    """Messages that leave over the process's one modelled wire of the speed of `link`."""
 
     def __init__(self, group: Any, link: Link):
         super().__init__(group)
-        self.link = link
-        self._lane = Lane("labkit wire")
-        self._free_at_s = 0.0
+        self._out = _outgoing(link)
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        self._free_at_s = max(time.monotonic(), self._free_at_s) + self.link.seconds(x.nbytes)
-        arrives_s = self._free_at_s + self.link.latency_us * 1e-6
+        return self._out.post(x.nbytes, partial(super().isend, x, peer, tag))
 
-        def deliver() -> None:
-            _sleep_until(arrives_s)
-            super(PacedWire, self).isend(x, peer, tag).wait()
 
-        return self._lane.submit(deliver)
+class Outgoing:
+    """The modelled wire out of this process: the messages of all groups leave it one after the
+    other, each no sooner than the one before has passed."""
+
+    def __init__(self, link: Link):
+        self.link = link
+        self._lane = Lane("labkit wire")
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def post(self, nbytes: int, send: Callable[[], Work]) -> "Departing":
+        with self._lock:
+            self._free_at_s = max(time.monotonic(), self._free_at_s) + self.link.seconds(nbytes)
+            arrives_s = self._free_at_s + self.link.latency_us * 1e-6
+
+            def deliver() -> Work:
+                _sleep_until(arrives_s)
+                return Posted(send())  # not waited for here: others must not queue behind it
+
+            return Departing(self._lane.submit(deliver))
+
+
+_outgoing = cache(Outgoing)  # one for each link, as a process has one network card
+
+
+class Departing:
+    """A message that waits for its turn on the modelled wire, and is then posted."""
+
+    def __init__(self, lane_work: "LaneWork"):
+        self._lane_work = lane_work
+
+    def wait(self) -> Any:
+        return self._lane_work.wait().wait()
+
+    def is_completed(self) -> bool:
+        return self._lane_work.is_completed() and self._lane_work.wait().is_completed()
+
+
+class Posted:
+    """A message that gloo carries, for those who ask about it or forget it: gloo's own work does
+    not know that it is done before it is waited for, and a message whose work nobody keeps is
+    lost. Here a thread waits instead, from the first question or when it is forgotten."""
+
+    def __init__(self, work: Work):
+        self._work: Work | None = work
+        self._waiter: LaneWork | None = None
+
+    def wait(self) -> Any:
+        if self._waiter is not None:
+            return self._waiter.wait()
+        value = self._work.wait() if self._work is not None else None
+        self._work = None
+        return value
+
+    def is_completed(self) -> bool:
+        if self._work is not None and self._waiter is None:
+            self._waiter = LaneWork(self._work.wait)
+            threading.Thread(target=self._waiter.run, name="labkit message", daemon=True).start()
+            self._waiter.wait_for(0.001)  # so that the first answer is right, too
+        return self._waiter is None or self._waiter.is_completed()
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # the interpreter is going, and starts no more threads
+            self.is_completed()
 
 
 class Lane:
@@ -83,7 +143,8 @@ class LaneWork:
 
     def __init__(self, function: Callable[[], Any]):
         self._function: Callable[[], Any] | None = function
-        self._done = threading.Event()
+        self._pending = threading.Lock()  # held until done: many times cheaper than an Event
+        self._pending.acquire()
         self._value: Any = None
         self._error: BaseException | None = None
         self.began_s = self.ended_s = 0.0
@@ -97,17 +158,31 @@ class LaneWork:
             self._error = error
         self.ended_s = time.monotonic()
         self._function = None  # lets go of the tensors
-        self._done.set()
+        self._pending.release()
         return self
 
+    def wait_for(self, most_s: float) -> None:
+        if self._pending.acquire(timeout=most_s):
+            self._pending.release()
+
     def wait(self) -> Any:
-        self._done.wait()
+        with self._pending:
+            pass
         if self._error is not None:
             raise self._error
         return self._value
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return not self._pending.locked()
+
+
+def living(group: "ref[Any]") -> Any:
+    """The process group, kept by torch and by whoever uses it: what the door keeps of it must
+    not keep its sockets and threads alive once it is destroyed."""
+    found = group()
+    if found is None:
+        raise RuntimeError("its process group was destroyed; make a new Comm")
+    return found
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

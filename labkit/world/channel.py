@@ -6,13 +6,17 @@ lie and received into where they stay: nothing large is copied on the way.
     | number of parts | length of each | pickle | buffer | buffer ...
 """
 
+import os
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
+LONGEST_ADDRESS = 100  # of a socket that is a file: 103 bytes on macOS, 107 on Linux
 
 
 class Channel:
@@ -50,7 +54,7 @@ class Channel:
         while have < length:
             try:
                 got = self.sock.recv_into(view[have:], min(PIECE, length - have))
-            except ConnectionResetError:
+            except OSError:  # reset, or closed on this side
                 got = 0
             if got == 0:
                 raise EOFError("the other end is gone")
@@ -61,11 +65,18 @@ class Channel:
         self.sock.close()
 
 
+def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
+    """Those of `ends` (channels, sockets) that have something to read, within `patience_s`.
+    (Not `select`, which knows no file numbers above 1,023.)"""
+    return wait(ends, patience_s)
+
+
 def listener(folder: str) -> tuple[socket.socket, Any]:
     """A socket to be reached from this machine only, and its address: a file in `folder`, which
-    only this user can enter; on platforms without such sockets, a free port of the loopback."""
-    if hasattr(socket, "AF_UNIX"):
-        address: Any = f"{folder}/driver"
+    only this user can enter. On platforms without such sockets, or when the folder's name is too
+    long for one, a free port of the loopback."""
+    address: Any = f"{folder}/driver"
+    if hasattr(socket, "AF_UNIX") and len(os.fsencode(address)) <= LONGEST_ADDRESS:
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(address)
     else:

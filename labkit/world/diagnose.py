@@ -5,14 +5,29 @@ itself in a wait that is hopeless without us (a cycle). Else a timeout decides.
 """
 
 import os
+import re
 import signal
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.comm.board import WAITED_FOR, Board, Note
+import torch
+
+from labkit.comm.board import FAILED, WAITED_FOR, Board, Note
 from labkit.world.errors import ranks_text
+
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)\n')
+STACK_S = 0.5  # how long a rank has to write down where it is
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        Path(__file__).parent.parent,
+        Path(torch.__file__).parent,
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    )
+)
 
 
 class Verdict(NamedTuple):
@@ -26,30 +41,33 @@ class Watch:
     """Looks at the board of a run now and then; `running` says which ranks have not returned."""
 
     settle_s = 0.25  # a proof must hold this long: a rank may be between two lines
+    every_s = 0.04
 
-    def __init__(self, board: Board, timeout_s: float):
-        self.board, self.timeout_s = board, timeout_s
-        self._suspect_since_s: float | None = None
+    def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
+        self.board, self.timeout_s, self.targets = board, timeout_s, set(targets)
+        self._suspect: tuple[Verdict, dict[int, Note]] | None = None
+        self._suspect_since_s = self._looked_s = 0.0
 
     def look(self, running: Callable[[int], bool]) -> Verdict | None:
         """None while there is hope, else what is wrong."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < self.every_s:
+            return None
+        self._looked_s = now_s
         waits: dict[int, Note] = {}  # what each rank has waited for longest
         for rank in filter(running, range(self.board.size)):
-            waits |= {rank: note for note in self.board.notes(rank, WAITED_FOR)[:1]}
-        now_s = time.monotonic()
+            if notes := self.board.notes(rank, (WAITED_FOR,)):
+                waits[rank] = notes[0]
         for rank, note in waits.items():
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
                 sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
                 return Verdict(sentence, tuple(missing))
         verdict = self._hopeless(waits, running)
-        if verdict is None:
-            self._suspect_since_s = None
-        elif self._suspect_since_s is None:
-            self._suspect_since_s = now_s
-        elif now_s - self._suspect_since_s > self.settle_s:
-            return verdict
-        return None
+        suspect = (verdict, waits) if verdict else None
+        if suspect != self._suspect:
+            self._suspect, self._suspect_since_s = suspect, now_s
+        return verdict if now_s - self._suspect_since_s > self.settle_s else None
 
     def _missing(self, note: Note) -> list[int]:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
@@ -58,6 +76,10 @@ class Watch:
         needs = {rank: self._missing(note) for rank, note in waits.items()}
         for rank, missing in needs.items():
             gone = [other for other in missing if not running(other)]
+            absent = [other for other in gone if other not in self.targets]
+            if absent:
+                why = f"not in this run, and {ranks_text([rank])} waits for them."
+                return Verdict(f"{ranks_text(absent)} {_are(absent)} {why}", tuple(absent))
             if gone:
                 why = f"returned without calling what {ranks_text([rank])} waits for."
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
@@ -71,51 +93,69 @@ class Watch:
 
 
 def who_stands_where(
-    board: Board, pids: list[int], running: Callable[[int], bool], folder: Path
+    board: Board,
+    pids: list[int],
+    running: Callable[[int], bool],
+    targets: Iterable[int],
+    folder: Path,
 ) -> str:
     """A line for each rank: the operation it waits in, else the line of code it is at."""
+    notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
+    free = [rank for rank in notes if running(rank) and not notes[rank]]
+    stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
     lines = []
-    for rank in range(board.size):
-        notes = board.notes(rank, WAITED_FOR)
-        if not running(rank):
+    for rank in notes:
+        if rank not in targets:
+            where = "is not in this run"
+        elif not running(rank):
             where = "has returned"
-        elif notes:
-            where = f"waits in {notes[0].sentence()}"
+        elif notes[rank]:
+            where = f"waits in {notes[rank][0].sentence()}"
         else:
-            where = f"is in no operation; it is at {_stack(pids[rank], folder / f'stack{rank}')}"
+            where = f"is in no operation; it {stacks.get(rank, 'is at an unknown line')}"
         lines.append(f"  rank {rank}: {where}")
     return "\n".join(lines)
 
 
-def _stack(pid: int, file: Path) -> str:
-    """The line a living rank is at, written by its own fault handler on a signal."""
+def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
+    """The line each rank is at, written by its own fault handler on a signal."""
     if not hasattr(signal, "SIGUSR1"):
-        return "an unknown line"
-    try:
-        before = file.stat().st_size
-        os.kill(pid, signal.SIGUSR1)
-        until_s = time.monotonic() + 0.5
-        while time.monotonic() < until_s:
-            text = file.read_text()[before:]
-            frames = [line.strip() for line in text.splitlines() if line.strip().startswith("File")]
-            if frames and ("cells.py" in text or "rank.py" in text):
-                return _innermost(frames)
-            time.sleep(0.01)
-    except OSError:
-        pass
-    return "an unknown line"
+        return {}
+    before: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for rank, (pid, file) in living.items():
+        try:
+            before[rank] = file.stat().st_size
+            os.kill(pid, signal.SIGUSR1)
+        except OSError:  # it has ended
+            before.pop(rank, None)
+    until_s = time.monotonic() + STACK_S
+    while before and time.monotonic() < until_s:
+        for rank in list(before):
+            try:
+                text = living[rank][1].read_text(errors="replace")[before[rank] :]
+            except OSError:  # the whole world is being removed
+                return found
+            if "rank.py" in text or text.endswith("...\n"):  # complete, or as much as it writes
+                found[rank] = _innermost(_FRAME.findall(text))
+                del before[rank]
+        time.sleep(0.005)
+    return found
 
 
-def _innermost(frames: list[str]) -> str:
-    """Of 'File "x.py", line 3 in f' lines, innermost first, the innermost outside libraries."""
-    for frame in frames:
-        if "/torch/" not in frame and "/labkit/" not in frame:
-            path, line, name = frame.removeprefix('File "').replace('"', "").rsplit(" ", 4)[0::2]
-            return f"{Path(path.rstrip(',').removesuffix(', line')).name}:{line} in {name}"
-    return frames[0]
+def _innermost(frames: list[tuple[str, str, str]]) -> str:
+    """Of (file, line, function), innermost first, the first outside libraries."""
+    for file, line, name in frames:
+        if not file.startswith((*_LIBRARIES, "<string>")):
+            return f"is at {Path(file).name}:{line} in {name}"
+    return "has raised an error"
 
 
 def _who(missing: list[int]) -> str:
     if not missing:
         return "an operation that all its ranks have begun (is the link too slow for the timeout?)"
     return f"{ranks_text(missing)}, who never came to it"
+
+
+def _are(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -1,10 +1,15 @@
 """What a failed run raises in the driver, and how a rank's traceback travels there."""
 
 import linecache
+import textwrap
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
+
+DEEPEST = 8  # causes of causes
+MOST_FRAMES, MOST_PARTS, LONGEST_TEXT = 100, 10, 10_000
 
 _OWN = str(Path(__file__).parent)
 
@@ -16,7 +21,7 @@ class RankError(RuntimeError):
     `ranks`: the ranks at fault, as far as that is known.
     """
 
-    def __init__(self, message: str, kind: str, ranks: tuple[int, ...] = ()):
+    def __init__(self, message: str, kind: str = "raised", ranks: tuple[int, ...] = ()):
         super().__init__(message)
         self.kind, self.ranks = kind, ranks
 
@@ -35,8 +40,8 @@ class RankInterrupt(RankError, KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception of a rank as plain data: the driver has the source lines of notebook cells,
-    the rank has not, so the lines are looked up there."""
+    """An exception of a rank as plain data, cut to what a person can read: the driver has the
+    source lines of notebook cells, the rank has not, so the lines are looked up there."""
 
     type_name: str
     message: str
@@ -44,19 +49,26 @@ class RemoteError:
     cause: "RemoteError | None" = None
     because: str = ""
     notes: list[str] = field(default_factory=list)
+    parts: list["RemoteError"] = field(default_factory=list)  # of an exception group
 
     @staticmethod
-    def of(error: BaseException) -> "RemoteError":
+    def of(error: BaseException, above: tuple[int, ...] = ()) -> "RemoteError":
+        """Never raises, whatever `error` is: causes may form a circle, `str(error)` may fail.
+        (`above`: the ids of errors that are being told already.)"""
+        above = (*above, id(error))
         cause, because = error.__cause__, "directly caused"
         if cause is None and not error.__suppress_context__:
             cause, because = error.__context__, "was being handled during"
+        parts = error.exceptions[:MOST_PARTS] if isinstance(error, BaseExceptionGroup) else ()
+        notes = getattr(error, "__notes__", None)
         return RemoteError(
             type_name=type(error).__name__,
             message=_text(error),
             frames=_frames(error.__traceback__),
-            cause=RemoteError.of(cause) if cause is not None else None,
+            cause=RemoteError.of(cause, above) if _new(cause, above) else None,
             because=because,
-            notes=[str(note) for note in getattr(error, "__notes__", [])],
+            notes=[_cut(note) for note in notes or [] if isinstance(note, str)],
+            parts=[RemoteError.of(part, above) for part in parts if _new(part, above)],
         )
 
     @property
@@ -75,9 +87,19 @@ class RemoteError:
             )
             for file, line, name in self.frames
         ]
-        stack = "".join(traceback.StackSummary.from_list(frames).format()).rstrip()
+        entries = traceback.StackSummary.from_list(frames).format()
+        if len(entries) > MOST_FRAMES:
+            half = MOST_FRAMES // 2
+            left_out = f"  ... {len(entries) - 2 * half:,} calls left out ...\n"
+            entries[half:-half] = [left_out]
+        stack = "".join(entries).rstrip()
         lines = ["Traceback (most recent call last):", stack] if stack else []
-        return before + "\n".join([*lines, self.headline, *self.notes])
+        parts = [textwrap.indent(part.format(), "  | ") for part in self.parts]
+        return before + "\n".join([*lines, self.headline, *self.notes, *parts])
+
+
+def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
+    return error is not None and id(error) not in above and len(above) < DEEPEST
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
@@ -92,12 +114,20 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
 
 
 def _text(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return "".join(traceback.format_exception_only(error)).strip()
     try:
-        return str(error)
-    except Exception as broken:
+        if isinstance(error, SyntaxError):
+            return _cut("".join(traceback.format_exception_only(error)).strip())
+        return _cut(str(error))
+    except BaseException as broken:
         return f"(its message cannot be shown: {type(broken).__name__})"
+
+
+def _cut(text: str) -> str:
+    text = "".join(text)  # a plain string, even of a class that the driver does not know
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from labkit.world import cells
 from labkit.world.diagnose import Verdict, Watch, who_stands_where
 from labkit.world.errors import RankError, RemoteError, ranks_text
 from labkit.world.launch import End
@@ -18,29 +19,29 @@ if TYPE_CHECKING:
     from labkit.world.world import World, _Ranks
 
 GRACE_S = 0.3  # between the first sign and the verdict
-MOST_TO_LEAST = ("died", "disagree", "unpicklable", "raised", "lost a peer")
+MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
     """The failures of one run. `settled` once there are some and their grace is over."""
 
     def __init__(self, world: "World", ranks: "_Ranks", targets: Sequence[int]):
-        self._world, self._ranks = world, ranks
+        self._world, self._ranks, self._targets = world, ranks, targets
         self._running = set(targets)
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
         self._where = ""  # who stood where at the first sign
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
-        self._watch = Watch(ranks.board, world.timeout_s) if ranks.board else None
+        self._watch = Watch(ranks.board, world.timeout_s, targets) if ranks.board else None
 
     def returned(self, rank: int) -> None:
         self._running.discard(rank)
 
     def add(self, rank: int, kind: str, what: Any) -> None:
         """Rank `rank` failed; `what` is its RemoteError, or its End."""
-        self._first_sign(self._running | {rank} if kind == "lost a peer" else self._running)
         self._running.discard(rank)
+        self._first_sign(self._running | {rank} if kind == "lost a peer" else self._running)
         self._found.setdefault(kind, {}).setdefault(rank, what)
 
     def look(self) -> None:
@@ -48,10 +49,14 @@ class Failures:
         try:
             ends = self._ranks.starter.ends()
         except EOFError:
-            ends = {pid: End(-signal.SIGKILL) for pid in self._ranks.pids}
-        for rank, pid in enumerate(self._ranks.pids):
-            if pid in ends:
-                self.add(rank, "died", ends[pid])
+            self._running.clear()
+            self._first_sign(set())
+            self._found["server"] = {}
+            return
+        dead = {rank: ends[pid] for rank, pid in enumerate(self._ranks.pids) if pid in ends}
+        self._running -= dead.keys()
+        for rank, end in dead.items():
+            self.add(rank, "died", end)
         if self._watch and self._first_s is None:
             self._stuck = self._watch.look(self._running.__contains__)
             if self._stuck:
@@ -61,9 +66,13 @@ class Failures:
         """Whether there is a failure, and time enough has passed to know its cause."""
         if self._first_s is None:
             return False
+        waited_s = time.monotonic() - self._first_s
+        if "server" in self._found:
+            return True
+        if "cut off" in self._found and "died" not in self._found:
+            return waited_s > 5 * GRACE_S  # it has died, and is about to be buried
         only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
-        grace_s = 5 * GRACE_S if only_suffered else GRACE_S
-        return not self._running or time.monotonic() - self._first_s > grace_s
+        return not self._running or waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
 
     def error(self) -> RankError | None:
         """The one error that tells it, or None when nothing failed."""
@@ -73,9 +82,17 @@ class Failures:
         if self._stuck and kind == "lost a peer":
             kind = "stuck"
         found = self._found.get(kind, {})
-        guilty = tuple(sorted(found))
-        if kind == "died":
+        guilty = tuple(sorted(found)) if kind != "lost a peer" else ()
+        if kind == "server":
+            text, kind = (
+                "the server that ranks are forked from has died, and all ranks with it",
+                "died",
+            )
+        elif kind == "died":
             text = "\n".join(f"rank {rank} {self._death(end)}" for rank, end in found.items())
+        elif kind == "cut off":
+            text = f"{ranks_text(guilty)} closed the connection to this process"
+            kind = "died"
         elif kind == "disagree":  # the last to come saw all of them
             text, guilty = list(found.values())[-1].message, ()
         elif kind == "stuck":
@@ -88,6 +105,7 @@ class Failures:
         others = [rank for rank in range(self._world.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
         text += f"\n({stopped} stopped; the next run starts new ranks, what these kept is gone.)"
+        text = cells.with_titles(text)
         return RankError(text, "stuck" if kind == "lost a peer" else kind, guilty)
 
     def _first_sign(self, running: set[int]) -> None:
@@ -95,18 +113,14 @@ class Failures:
             self._first_s = time.monotonic()
             ranks = self._ranks
             if ranks.board:
+                folder = Path(ranks.folder)
                 self._where = who_stands_where(
-                    ranks.board, ranks.pids, running.__contains__, Path(ranks.folder)
+                    ranks.board, ranks.pids, running.__contains__, self._targets, folder
                 )
 
     def _death(self, end: End) -> str:
-        if end.status >= 0:
-            return f"ended by itself with status {end.status} (os._exit, or a crash in C code)"
-        name = signal.Signals(-end.status).name
-        text = f"was killed by {name}"
-        if end.peak_bytes:
-            text += f"; it had used up to {end.peak_bytes / 1e9:.2f} GB"
-        if name == "SIGKILL":
+        text = str(end)
+        if end.status == -signal.SIGKILL:
             if _oom_kills() > self._oom_kills:
                 text += (
                     ". The system ran out of memory and killed it: use fewer ranks, a smaller "

@@ -1,21 +1,27 @@
 """How the driver brings ranks to life: forked from a warm server, or spawned where the platform
 has no fork. Both start, stop and tell of ends in the same way.
+
+A rank leads a process group of its own: an interrupt of the driver's group does not reach it, and
+what it has started (loaders of data, shell commands) is ended after it.
 """
 
 import atexit
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from labkit.world.channel import Channel
+from labkit.world.channel import Channel, ready
 from labkit.world.rank import Spec
+
+PIECE_S = 0.05  # of a wait: another thread may get the message that ends it
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,26 @@ class End:
     status: int
     peak_bytes: int = 0
 
+    def __str__(self) -> str:
+        """ "was killed by SIGSEGV", "ended by itself with status 3 ..."."""
+        if self.status >= 0:
+            return f"ended by itself with status {self.status} (os._exit, or a crash in C code)"
+        used = f"; it had used up to {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""
+        return f"was killed by {self.signal}{used}"
+
+    @property
+    def signal(self) -> str:
+        try:
+            return signal.Signals(-self.status).name
+        except ValueError:  # a real-time signal has no name
+            return f"signal {-self.status}"
+
 
 class ForkServer:
-    """The driver's side of `labkit.world.server`, one for all worlds of a process."""
+    """The driver's side of `labkit.world.server`, one for all worlds and threads of a process."""
 
     _only: "ForkServer | None" = None
+    _choosing = threading.Lock()
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -38,56 +59,70 @@ class ForkServer:
             f"from labkit.world.server import main; main({theirs.fileno()})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives a kill of the driver's group, and tidies up
         )
         theirs.close()
         self._channel = Channel(ours)
+        self._talking = threading.Lock()
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
-        self._expect("warm")
+        with self._talking:
+            self._expect("warm")
 
     @staticmethod
     def get() -> "ForkServer":
         """The running server, or a new one."""
-        only = ForkServer._only
-        if only is None or only._owner != os.getpid() or only._process.poll() is not None:
-            ForkServer._only = only = ForkServer()
-        return only
+        with ForkServer._choosing:
+            only = ForkServer._only
+            if only is None or only._owner != os.getpid() or only._process.poll() is not None:
+                ForkServer._only = only = ForkServer()
+            return only
 
     def start(self, specs: list[Spec]) -> list[int]:
         """Bring these ranks to life; returns their process ids."""
-        self._channel.send(("fork", specs))
-        return self._expect("forked")  # type: ignore[no-any-return]
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
+        with self._talking:
+            with suppress(EOFError):  # `_expect` tells it better
+                self._channel.send(("fork", specs))
+            pids, refusal = self._expect("forked")
+        if refusal:
+            self.kill(pids)
+            self.forget(pids)
+            raise RuntimeError(f"the system did not start {len(specs)} processes: {refusal}")
+        started: list[int] = pids
+        return started
 
     def ends(self) -> dict[int, End]:
         """The ends known by now, by process id. Raises EOFError when the server itself is gone."""
-        while select.select([self._channel], [], [], 0)[0]:
-            self._note(*self._channel.recv())
+        with self._talking:
+            while ready([self._channel], 0):
+                self._note(*self._channel.recv())
         return self._ends
 
     def kill(self, pids: list[int], patience_s: float = 5.0) -> None:
         """Kill these ranks and wait until they are gone."""
-        with suppress(EOFError):
-            self.ends()
-            for pid in pids:
-                if pid not in self._ends:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            self.wait(pids, patience_s)
+        try:
+            ended = self.ends()
+        except EOFError:
+            if sys.platform == "linux":
+                return  # they died with the server; their numbers may be others' by now
+            ended = self._ends
+        for pid in pids:
+            if pid not in ended:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.wait(pids, patience_s)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
         """Wait until these ranks have ended; False when they have not within `patience_s`."""
         until_s = time.monotonic() + patience_s
         with suppress(EOFError):
-            while not all(pid in self._ends for pid in pids):
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
+            while not self.ends().keys() >= set(pids):
+                if time.monotonic() > until_s:
                     return False
-                if select.select([self._channel], [], [], left_s)[0]:
-                    self._note(*self._channel.recv())
+                ready([self._channel], PIECE_S)
         return True
 
     def forget(self, pids: list[int]) -> None:
@@ -102,23 +137,23 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def _expect(self, kind: str) -> object:
+    def _expect(self, kind: str) -> Any:
         while True:
             try:
                 got, body = self._channel.recv()
             except EOFError:
                 status = self._process.wait()
                 raise RuntimeError(
-                    f"the server that ranks are forked from ended with status {status} before it "
-                    "was ready; its own error stands above. Check that `import labkit.world` works."
+                    f"the server that ranks are forked from ended with status {status}. Its own "
+                    "error, if it had one, stands above; check that `import labkit.world` works."
                 ) from None
             if got == kind:
                 return body
             self._note(got, body)
 
-    def _note(self, kind: str, body: object) -> None:
+    def _note(self, kind: str, body: Any) -> None:
         if kind == "ended":
-            pid, status, peak_bytes = body  # type: ignore[misc]
+            pid, status, peak_bytes = body
             self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
 
 
@@ -133,18 +168,21 @@ class Spawner:
             f"import sys; sys.path[:] = {sys.path!r}; from labkit.world.rank import spawned; "
             "spawned()"
         )
-        started = []
-        for spec in specs:
-            process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-            assert process.stdin is not None
-            process.stdin.write(pickle.dumps(spec))
-            process.stdin.flush()  # stays open: its end tells the rank that the driver is gone
-            self._processes[process.pid] = process
-            started.append(process.pid)
-        return started
-
-    def fileno(self) -> int:
-        return -1
+        try:
+            for spec in specs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+                )
+                self._processes[process.pid] = process
+                assert process.stdin is not None
+                process.stdin.write(pickle.dumps(spec))
+                process.stdin.flush()  # stays open: its end tells the rank that the driver is gone
+        except BaseException:
+            started = list(self._processes)
+            self.kill(started)
+            self.forget(started)
+            raise
+        return list(self._processes)
 
     def ends(self) -> dict[int, End]:
         statuses = {pid: process.poll() for pid, process in self._processes.items()}
@@ -167,6 +205,7 @@ class Spawner:
     def forget(self, pids: list[int]) -> None:
         for pid in pids:
             process = self._processes.pop(pid)
+            kill_group(pid)
             if process.stdin:
                 with suppress(OSError):
                     process.stdin.close()
@@ -182,6 +221,13 @@ def starter(start: str | None = None) -> Starter:
     if start == "spawn" or not hasattr(os, "fork"):
         return Spawner()
     return ForkServer.get()
+
+
+def kill_group(pid: int) -> None:
+    """Kill what the rank `pid`, which has just ended, has left behind."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 @atexit.register

@@ -1,10 +1,10 @@
 """`%%ranks`: run a cell on every rank of a lasting world.
 
-%load_ext labkit
-%%ranks 4          the cell runs on 4 ranks, who keep their variables from cell to cell
-%%ranks 0,2        only on ranks 0 and 2 of that world ("2," for rank 2 alone)
-%%ranks            on all ranks of the world there is
-%ranks             what there is; `%ranks reset` starts it anew, `%ranks close` ends it
+- `%load_ext labkit` brings them;
+- `%%ranks 4`: the cell runs on 4 ranks, who keep their variables from cell to cell;
+- `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
+- `%%ranks`: on all ranks of the world there is;
+- `%ranks`: what there is; `%ranks reset` starts it anew, `%ranks close` ends it.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from labkit.world.pick import check_size
 from labkit.world.world import World
 
 DEFAULT_SIZE = 4
@@ -34,7 +35,7 @@ class PerRank(list[Any]):
 
 
 @magics_class
-class RankMagics(Magics):  # type: ignore[misc]
+class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
     """The magics of `%load_ext labkit`. Names on a rank: rank, size, comm, device, torch, dist."""
 
     world: World | None = None
@@ -46,13 +47,10 @@ class RankMagics(Magics):  # type: ignore[misc]
         chosen = self._choose(line.strip())
         assert self.world is not None
         filename = f"<%%ranks cell {next(self._cells)}>"
-        import linecache
-
-        linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
         values = self.world.run_cell(cell, filename, chosen)
         return PerRank(chosen, values) if any(value is not None for value in values) else None
 
-    @line_magic("ranks")
+    @line_magic("ranks")  # type: ignore[arg-type, unused-ignore]
     def manage(self, line: str) -> None:
         """`%ranks`: see the world; `%ranks reset`: new ranks; `%ranks close`: end it."""
         command = line.strip()
@@ -72,25 +70,25 @@ class RankMagics(Magics):  # type: ignore[misc]
 
     def _choose(self, line: str) -> list[int]:
         try:
-            if "," in line:
-                self._ensure(None)
-                return [int(part) for part in line.split(",") if part.strip()]
-            self._ensure(int(line) if line else None)
-        except ValueError as error:
-            if "invalid literal" not in str(error):
-                raise
+            numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
+        except ValueError:
             raise UsageError(
                 f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
             ) from None
+        if "," in line:
+            self._ensure(None)
+            return numbers
+        self._ensure(numbers[0] if numbers else None)
         assert self.world is not None
         return list(range(self.world.size))
 
     def _ensure(self, size: int | None) -> None:
         """A world of `size` ranks, or whichever there is."""
-        if self.world is not None and size not in (None, self.world.size):
+        if self.world is not None and size is not None and size != self.world.size:
+            check_size(size)  # before the one that works is given up
             print(f"{size} ranks in place of {self.world.size}: what those kept is gone")
             self.world.close()
             self.world = None
         if self.world is None:
-            self.world = World(size or DEFAULT_SIZE)
+            self.world = World(DEFAULT_SIZE if size is None else size)
             print(self.world)

@@ -1,73 +1,115 @@
 """What the ranks print, in the cell or terminal of the driver, marked by rank, while they run.
 
 A terminal gets the lines as they come. A notebook gets one output that is redrawn as they come,
-and that, once the run is over and the notebook is kept, is grouped by rank.
+and that, once the run is over and the notebook is kept, is grouped by rank. A flood is cut there:
+a page cannot show it, and would stop answering.
 """
 
+import codecs
 import sys
 import time
+from collections import deque
 from typing import Any
 
 REDRAW_S = 0.1
+MOST_LINES = 1000  # of a rank that a notebook keeps: half of them the first, half the last
+LONGEST_LINE = 2000
+LONGEST_OPEN = 100_000  # a line that grows and never ends is broken
 
 
 class RankOutput:
     """Collects the bytes that ranks print during one run."""
 
     def __init__(self, size: int):
-        self._kept: list[list[str]] = [[] for _ in range(size)]  # finished lines of each rank
+        utf8 = codecs.getincrementaldecoder("utf-8")
+        self._decoders = [utf8("replace") for _ in range(size)]  # a character may come in two parts
         self._open = [""] * size  # the line that each rank is at
-        self._pending = [b""] * size  # bytes of a character cut in two
-        self._live: list[tuple[int, str]] = []  # all finished lines in the order they came
-        self._display: Any = None
-        self._drawn_s = 0.0
-        self._in_notebook = _in_notebook()
+        self._page = _Page(size) if _in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take what rank `rank` wrote. A carriage return starts its line anew, so progress bars
         move in place."""
-        text, self._pending[rank] = _decode(self._pending[rank] + data)
-        *finished, unfinished = (self._open[rank] + text).replace("\r\n", "\n").split("\n")
+        text = self._open[rank] + self._decoders[rank].decode(data)
+        *finished, unfinished = text.replace("\r\n", "\n").split("\n")
+        if len(unfinished) > LONGEST_OPEN:
+            finished, unfinished = [*finished, unfinished], ""
         for line in finished:
-            line = line.rsplit("\r", 1)[-1]
-            self._kept[rank].append(line)
-            self._live.append((rank, line))
-            if not self._in_notebook:
-                sys.stdout.write(
-                    f"\r\x1b[K[rank {rank}] {line}\n" if _tty() else f"[rank {rank}] {line}\n"
-                )
-        self._open[rank] = unfinished
-        bar = unfinished.rstrip("\r").rsplit("\r", 1)[-1]
-        if bar and not self._in_notebook and _tty():
-            sys.stdout.write(f"\r\x1b[K[rank {rank}] {bar}")
-        if self._in_notebook and time.monotonic() - self._drawn_s > REDRAW_S:
-            self._draw(grouped=False)
+            self._finish(rank, _shown(line))
+        self._open[rank] = _shown(unfinished) + "\r" * unfinished.endswith("\r")
+        if self._page:
+            self._page.bar(rank, _shown(unfinished))
+        elif _shown(unfinished) and _tty():
+            _write(f"\r\x1b[K[rank {rank}] {_shown(unfinished)}")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show what has come, if it is time to."""
+        if self._page:
+            self._page.draw_if_due()
         else:
             sys.stdout.flush()
 
     def close(self) -> None:
         """The run is over: finish open lines and group by rank what is kept."""
         for rank, line in enumerate(self._open):
-            if line.strip("\r"):
+            if _shown(line):
                 self.feed(rank, b"\n")
-        if self._in_notebook and self._live:
-            self._draw(grouped=True)
+        if self._page:
+            self._page.close()
 
-    def _draw(self, grouped: bool) -> None:
+    def _finish(self, rank: int, line: str) -> None:
+        if self._page:
+            self._page.add(rank, line)
+        else:
+            _write(f"\r\x1b[K[rank {rank}] {line}\n" if _tty() else f"[rank {rank}] {line}\n")
+
+
+class _Page:
+    """One output of a notebook."""
+
+    def __init__(self, size: int):
+        self._bars = [""] * size  # the line that each rank is at
+        self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
+        self._last: list[deque[str]] = [deque(maxlen=MOST_LINES // 2) for _ in range(size)]
+        self._counts = [0] * size
+        self._recent: deque[str] = deque(maxlen=200)  # of all ranks, in the order they came
+        self._display: Any = None
+        self._changed, self._drawn_s = False, 0.0
+
+    def add(self, rank: int, line: str) -> None:
+        if len(line) > LONGEST_LINE:
+            line = f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE:,} characters more)"
+        first = self._first[rank]
+        (first if len(first) < MOST_LINES // 2 else self._last[rank]).append(line)
+        self._counts[rank] += 1
+        self._recent.append(f"[rank {rank}] {line}")
+        self._changed = True
+
+    def bar(self, rank: int, line: str) -> None:
+        self._changed |= line != self._bars[rank]
+        self._bars[rank] = line
+
+    def draw_if_due(self) -> None:
+        if self._changed and time.monotonic() - self._drawn_s > REDRAW_S:
+            bars = enumerate(self._bars)
+            open_lines = [f"[rank {rank}] {bar[:LONGEST_LINE]}" for rank, bar in bars if bar]
+            self._draw([*self._recent, *open_lines])
+
+    def close(self) -> None:
+        """Grouped by rank."""
+        if any(self._counts):
+            ranks = range(len(self._counts))
+            self._draw([f"[rank {rank}] {line}" for rank in ranks for line in self._kept(rank)])
+
+    def _kept(self, rank: int) -> list[str]:
+        first, last = self._first[rank], self._last[rank]
+        left_out = self._counts[rank] - len(first) - len(last)
+        return [*first, *([f"... {left_out:,} lines left out ..."] if left_out else []), *last]
+
+    def _draw(self, lines: list[str]) -> None:
         from IPython.display import display
 
-        self._drawn_s = time.monotonic()
-        if grouped:
-            lines = [
-                f"[rank {rank}] {line}" for rank, kept in enumerate(self._kept) for line in kept
-            ]
-        else:
-            lines = [f"[rank {rank}] {line}" for rank, line in self._live[-200:]]
-            bars = [
-                (rank, line.rstrip("\r").rsplit("\r", 1)[-1])
-                for rank, line in enumerate(self._open)
-            ]
-            lines += [f"[rank {rank}] {bar}" for rank, bar in bars if bar]
+        self._changed, self._drawn_s = False, time.monotonic()
         bundle = {"text/plain": "\n".join(lines)}
         if self._display is None:
             self._display = display(bundle, raw=True, display_id=True)
@@ -75,14 +117,17 @@ class RankOutput:
             self._display.update(bundle, raw=True)
 
 
-def _decode(data: bytes) -> tuple[str, bytes]:
-    """As much of `data` as is whole UTF-8, and the cut rest."""
+def _shown(line: str) -> str:
+    """What is seen of a line with carriage returns in it."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def _write(text: str) -> None:
     try:
-        return data.decode(), b""
-    except UnicodeDecodeError as error:
-        if len(data) - error.start < 4 and error.reason == "unexpected end of data":
-            return data[: error.start].decode(errors="replace"), data[error.start :]
-        return data.decode(errors="replace"), b""
+        sys.stdout.write(text)
+    except UnicodeEncodeError:  # a terminal of a smaller alphabet
+        encoding = sys.stdout.encoding or "ascii"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def _tty() -> bool:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 RANK_BYTES = 100e6  # what a rank takes before it does anything, with room to do something
 MOST_RANKS = 256
+SPARE_FILES = 16  # that a world opens beside the sockets of its ranks
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ def pick(size: int, backend: str | None, device: str | None) -> Pick:
     )
 
 
+def _most_by_files() -> int:
+    """Each rank has two sockets in this process, and one to every other rank."""
+    try:
+        import resource
+    except ImportError:  # a platform without such limits
+        return MOST_RANKS
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return MOST_RANKS
+    return (limit - psutil.Process().num_fds() - SPARE_FILES) // 2
+
+
 def check_size(size: int) -> None:
     """Refuse a number of ranks that makes no sense here."""
     if not isinstance(size, int) or isinstance(size, bool):
@@ -63,6 +76,14 @@ def check_size(size: int) -> None:
     if size > most:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
-            f"{RANK_BYTES / 1e6:.0f} MB, {memory.available / 1e9:.0f} GB are free, and {MOST_RANKS} "
-            f"is the most: choose up to {most}. Worlds of thousands are for the replay."
+            f"{RANK_BYTES / 1e6:.0f} MB, {memory.available / 1e9:.0f} GB are free, and "
+            f"{MOST_RANKS} is the most: choose up to {most}. Worlds of thousands are for the "
+            "replay."
+        )
+    most = _most_by_files()
+    if size > most:
+        raise ValueError(
+            f"World({size}): this process may not open enough files for it, only for "
+            f"{max(0, most)} ranks; close some, or raise the limit (`ulimit -n 4096` in the "
+            "shell that starts it)"
         )

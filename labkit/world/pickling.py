@@ -7,6 +7,7 @@ cannot travel is named, not only its type.
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,10 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.is_quantized:
             return super().reducer_override(thing)
+        if thing.is_meta:
+            return super().reducer_override(thing)
         flat = thing.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-        memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+        memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data)
         keeps_grad = thing.is_leaf and thing.requires_grad
         return _tensor, (memory, thing.dtype, tuple(thing.shape), keeps_grad)
 
@@ -108,7 +111,8 @@ def _parts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif hasattr(thing, "__code__"):
         cells = thing.__closure__ or ()
         for name, cell in zip(thing.__code__.co_freevars, cells, strict=False):
-            yield f"variable {name!r} used in {path}", cell.cell_contents
+            with suppress(ValueError):  # not assigned yet
+                yield f"variable {name!r} used in {path}", cell.cell_contents
         for name in thing.__code__.co_names:
             if name in thing.__globals__:
                 yield f"variable {name!r} used in {path}", thing.__globals__[name]

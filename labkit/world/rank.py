@@ -8,11 +8,13 @@ import faulthandler
 import io
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -136,13 +138,15 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def use_loopback() -> None:
-    """Keep gloo and NCCL off every network but this machine's own."""
+def use_loopback(whatever_is_set: bool = False) -> None:
+    """Keep gloo and NCCL off every network but this machine's own, unless the user's environment
+    says otherwise and may."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     for name in names:
         if name in ("lo", "lo0"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                if whatever_is_set or variable not in os.environ:
+                    os.environ[variable] = name
 
 
 def live(spec: Spec) -> NoReturn:
@@ -153,6 +157,7 @@ def live(spec: Spec) -> NoReturn:
         _serve(control)
         leave()
     except EOFError:  # the driver is gone
+        shutil.rmtree(spec.folder, ignore_errors=True)
         status = 1
     except BaseException as error:
         sys.__stderr__ and print(RemoteError.of(error).format(), file=sys.__stderr__)
@@ -165,16 +170,21 @@ def _wake_up(spec: Spec) -> Channel:
     """Become rank `spec.rank`: streams, seeds, threads, board and process group."""
     global _me
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
-    os.environ.update(spec.env)
-    os.chdir(spec.cwd)
-    sys.path[:] = spec.path
-    use_loopback()
+    with suppress(OSError):  # Linux: where memory runs out, a rank goes before the notebook
+        Path("/proc/self/oom_score_adj").write_text("500")
     control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
     _speak_through(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
-    if hasattr(faulthandler, "register"):
-        stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, lives on
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     try:
+        for name in os.environ.keys() - spec.env.keys():
+            del os.environ[name]
+        os.environ.update(spec.env)
+        os.chdir(spec.cwd)
+        sys.path[:] = spec.path
+        use_loopback(whatever_is_set=True)
+        faulthandler.enable()  # a crash in C code prints the lines of Python it came from
+        if hasattr(faulthandler, "register"):
+            stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, lives on
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         torch.set_num_threads(spec.threads)
         random.seed(spec.seed)
         np.random.seed(spec.seed % 2**32)
@@ -191,7 +201,8 @@ def _wake_up(spec: Spec) -> Channel:
             store=dist.FileStore(str(Path(spec.folder) / "store"), spec.size),
             rank=spec.rank,
             world_size=spec.size,
-            timeout=timedelta(seconds=spec.timeout_s + 1),  # the board reports first, and better
+            # The board reports first, and better. (Infinite is a century here.)
+            timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
         )
     except BaseException as error:
         control.send(("failed", RemoteError.of(error)))
@@ -209,23 +220,44 @@ def _speak_through(sock: socket.socket) -> None:
         os.dup2(sock.fileno(), 1)
         os.dup2(sock.fileno(), 2)
         sock.close()
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0), line_buffering=True, write_through=True)  # noqa: SIM115
-        sys.stderr = io.TextIOWrapper(open(2, "wb", 0), line_buffering=True, write_through=True)  # noqa: SIM115
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
     else:
-        sys.stdout = sys.stderr = sock.makefile("w", buffering=1)  # type: ignore[assignment]
+        sys.stdout = sys.stderr = sock.makefile("w", buffering=1, encoding="utf-8")
+
+
+def _stream(fd: int) -> io.TextIOWrapper:
+    """Unbuffered text to `fd`, which stays open when a user closes the stream."""
+    raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(
+        raw, "utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+    )
+
+
+def _flush() -> None:
+    """Let go of all that was printed; give the next run new streams for those it closed."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            getattr(sys, name).flush()
+        except Exception:
+            if os.name == "posix":
+                setattr(sys, name, _stream(fd))
 
 
 def _serve(control: Channel) -> None:
     """Run what the driver sends, one piece after the other."""
     from labkit.world import cells
 
+    assert _me is not None
+    process = os.getpid()
     while True:
         kind, body = control.recv()
         if kind == "stop":
             return
+        reply: tuple[str, Any]
         try:
             if kind == "cell":
-                value = cells.run(*body, vars(_me.state))  # type: ignore[union-attr]
+                source, filename = body
+                value = cells.run(source, filename, vars(_me.state))
             else:
                 function, args, kwargs = unpack(body)
                 value = function(*args, **kwargs)
@@ -233,9 +265,10 @@ def _serve(control: Channel) -> None:
             reply = ("value", dumps(value, "the result"))
             del value
         except BaseException as error:
-            reply = (_kind(error), RemoteError.of(error))  # type: ignore[assignment]
-        sys.stdout.flush()
-        sys.stderr.flush()
+            reply = (_kind(error), RemoteError.of(error))
+        _flush()
+        if os.getpid() != process:
+            os._exit(0)  # a fork that the function made, and that came back from it
         control.send(reply)
 
 
@@ -245,8 +278,9 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, CollectiveMismatch):
         return "disagree"
     gloo_says = ("closed by peer", "Connection reset", "Timed out waiting")
-    peer_lost = isinstance(error, CommError) or any(words in str(error) for words in gloo_says)
-    return "lost a peer" if peer_lost else "raised"
+    torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    torch_lost = torchs and any(words in str(error) for words in gloo_says)
+    return "lost a peer" if torch_lost or isinstance(error, CommError) else "raised"
 
 
 def spawned() -> NoReturn:
@@ -254,15 +288,18 @@ def spawned() -> NoReturn:
     import pickle
 
     spec = pickle.load(sys.stdin.buffer)
-    _die_with_driver()
+    _die_with_driver(spec.folder)
     live(spec)
 
 
-def _die_with_driver() -> None:
+def _die_with_driver(folder: str) -> None:
     """Standard input ends when the driver does, however it ends."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
+        shutil.rmtree(folder, ignore_errors=True)
+        if hasattr(os, "killpg"):
+            os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -9,7 +9,6 @@ came about, the server kills its ranks, removes their folders and ends.
 import ctypes
 import gc
 import os
-import select
 import shutil
 import signal
 import socket
@@ -17,7 +16,8 @@ import sys
 from contextlib import suppress
 
 from labkit.world import rank
-from labkit.world.channel import Channel
+from labkit.world.channel import Channel, ready
+from labkit.world.launch import kill_group
 from labkit.world.rank import Spec
 
 PR_SET_PDEATHSIG = 1
@@ -39,22 +39,24 @@ def main(fd: int) -> None:
     folders: set[str] = set()
     try:
         while True:
-            ready, _, _ = select.select([driver, wake_up], [], [])
-            if wake_up in ready:
+            talking = ready([driver, wake_up], None)
+            if wake_up in talking:
                 with suppress(BlockingIOError):
                     wake_up.recv(4096)
                 _report_ends(driver, children)
-            if driver in ready:
+            if driver in talking:
                 kind, body = driver.recv()
                 if kind == "fork":
                     folders.add(body[0].folder)
-                    pids = [_fork(spec, [driver.sock, wake_up, bell]) for spec in body]
+                    pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
                     children.update(pids)
-                    driver.send(("forked", pids))
+                    driver.send(("forked", (pids, refusal)))
     except EOFError:
         for pid in children:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+            kill_group(pid)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
@@ -68,18 +70,32 @@ def _warm_up() -> None:
     import labkit.world.cells  # noqa: F401
 
 
+def _fork_all(specs: list[Spec], inherited: list[socket.socket]) -> tuple[list[int], str]:
+    """The ranks' process ids, and why there are not more of them, if so."""
+    pids: list[int] = []
+    try:
+        for spec in specs:
+            pids.append(_fork(spec, inherited))
+    except OSError as error:
+        return pids, str(error)
+    return pids, ""
+
+
 def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
+    server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
+        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in inherited:
             end.close()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        rank.live(spec)
+        if os.getppid() == server:  # else it died before this rank could know
+            rank.live(spec)
     finally:
         os._exit(1)
 
@@ -91,5 +107,6 @@ def _report_ends(driver: Channel, children: set[int]) -> None:
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
                 children.discard(pid)
+                kill_group(pid)
                 unit = 1 if sys.platform == "darwin" else 1024
                 driver.send(("ended", (pid, status, usage.ru_maxrss * unit)))

@@ -12,9 +12,7 @@ collective, so the world is stopped and started anew, which takes a tenth of a s
 
 import os
 import secrets
-import select
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -28,11 +26,12 @@ from types import TracebackType
 from typing import Any
 
 from labkit.comm import Board, Link
-from labkit.world import pickling
+from labkit.world import cells, pickling
 from labkit.world import rank as ranks_of_this_process
-from labkit.world.channel import Channel, listener
+from labkit.world.channel import Channel, listener, ready
 from labkit.world.errors import RankError, RankInterrupt
 from labkit.world.failures import Failures
+from labkit.world.interrupts import Interrupts, ignored
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
 from labkit.world.pick import check_size, pick
@@ -40,6 +39,7 @@ from labkit.world.rank import CONTROL, HELLO, Spec
 
 TICK_S = 0.05  # how often a running world is looked after
 BIRTH_S = 60.0
+MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
 
 
 class World:
@@ -74,7 +74,8 @@ class World:
         check: bool = True,
         start: str | None = None,
     ):
-        if ranks_of_this_process.current() is not None:
+        me = ranks_of_this_process.current()
+        if me is not None and (me.control is not None or me.size > 1):
             raise RuntimeError(
                 f"World({size}) inside a rank: this process is itself a rank of a world. Start "
                 "worlds from the notebook or script, or use Comm().subgroup(...) for fewer ranks."
@@ -91,7 +92,8 @@ class World:
         self._start_with = start
         self._alive: _Ranks | None = None
         self._closed = False
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()
+        self._asked_to_stop = ""  # "closed" or "restarted", by another thread
         self._ranks()
 
     @property
@@ -130,19 +132,23 @@ class World:
     def run_cell(self, source: str, filename: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Run the statements of `source` on `ranks`, in the names that live there; returns the
         value of its last expression for each. (What `%%ranks` does.)"""
+        cells.remember(source, filename)
         return self._converse(
             ("cell", (source, filename)), range(self.size) if ranks is None else ranks
         )
 
     def restart(self) -> None:
-        """Stop the ranks, with all they keep, and start new ones."""
-        self._stop(kill=True)
-        self._ranks()
+        """Stop the ranks, with all they keep and do, and start new ones."""
+        self._asked_to_stop = "restarted"
+        with self._busy:
+            self._stop(kill=True)
+            self._ranks()
 
     def close(self) -> None:
-        """Stop the ranks for good. The `with` block does it."""
-        self._closed = True
-        self._stop(kill=False)
+        """Stop the ranks, and what they do, for good. The `with` block does it."""
+        self._closed, self._asked_to_stop = True, "closed"
+        with self._busy:
+            self._stop(kill=False)
 
     def __enter__(self) -> "World":
         return self
@@ -159,6 +165,11 @@ class World:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
             self._alive = _Ranks(self)
+        if self._alive.owner != os.getpid():
+            raise RuntimeError(
+                f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
+                "make a World here"
+            )
         return self._alive
 
     def _stop(self, kill: bool) -> None:
@@ -167,21 +178,37 @@ class World:
             ranks.stop(kill)
 
     def _converse(self, message: tuple[str, Any], targets: Sequence[int]) -> list[Any]:
-        """Send `message` to the ranks `targets` and listen until all have answered."""
+        """Send `message` to the ranks `targets`; returns their values, once all have answered."""
+        targets = list(targets)
         for rank in targets:
-            if not 0 <= rank < self.size:
-                raise ValueError(f"rank {rank} is not in this world; choose 0 to {self.size - 1}")
+            if rank not in range(self.size):
+                raise ValueError(f"rank {rank!r} is not in this world; choose 0 to {self.size - 1}")
+        if len(targets) > len(set(targets)):
+            raise ValueError(f"ranks {targets}: name each rank once")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this world is running something in another thread; make a second")
-        output = RankOutput(self.size)
-        values: dict[int, pickling.Parcel] = {}
         try:
-            ranks = self._ranks()
-            failures = Failures(self, ranks, targets)
+            with Interrupts() as interrupts:
+                values = self._listen(message, targets, interrupts)
+        finally:
+            self._busy.release()
+        return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
+
+    def _listen(
+        self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts
+    ) -> dict[int, pickling.Parcel]:
+        """Talk with the ranks until all have answered. Whatever ends it sooner ends them."""
+        self._asked_to_stop = ""
+        ranks = self._ranks()
+        output = RankOutput(self.size)
+        failures = Failures(self, ranks, targets)
+        values: dict[int, pickling.Parcel] = {}
+        unharmed = False
+        try:
             for rank in targets:
-                with suppress(EOFError):  # it has died: `ends` will tell
+                with suppress(EOFError):  # it has died: `failures` will see
                     ranks.controls[rank].send(message)
-            while len(values) < len(set(targets)) and not failures.settled():
+            while len(values) < len(targets) and not failures.settled():
                 for rank, kind, body in ranks.listen(TICK_S, output):
                     if kind == "value":
                         values[rank] = body
@@ -189,41 +216,46 @@ class World:
                     else:
                         failures.add(rank, kind, body)
                 failures.look()
+                if interrupts.came:
+                    raise KeyboardInterrupt
+                if self._asked_to_stop:
+                    raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
             ranks.drain(output)
-            error = failures.error()
+            if error := failures.error():
+                raise error
+            unharmed = True
         except KeyboardInterrupt:
-            error = RankInterrupt(
+            raise RankInterrupt(
                 f"interrupted; the {self.size} ranks were stopped, and the next run starts new ones"
-            )
+            ) from None
         finally:
-            self._busy.release()
-            with suppress(KeyboardInterrupt):
-                output.close()
-        if error is not None:
-            self._stop(kill=True)
-            raise error
-        return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
+            if not unharmed:
+                self._stop(kill=True)
+            output.close()
+        return values
 
 
 class _Ranks:
     """The living processes of a world, and the sockets to them."""
 
     def __init__(self, world: World):
-        self.size = world.size
+        self.size, self.owner = world.size, os.getpid()
         self.folder = tempfile.mkdtemp(prefix="labkit-")
         self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
+        self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
-        self.starter: Starter = starter(world._start_with)
-        self._cleanup = weakref.finalize(self, shutil.rmtree, self.folder, True)
+        self._cleanup = weakref.finalize(self, _abandon, self.folder, self.owner, self.ends)
         try:
-            self._bear(world)
+            with Interrupts() as interrupts:
+                self.starter: Starter = starter(world._start_with)
+                self._bear(world, interrupts)
         except BaseException:
             self.stop(kill=True)
             raise
 
-    def _bear(self, world: World) -> None:
+    def _bear(self, world: World, interrupts: Interrupts) -> None:
         sock, address = listener(self.folder)
         token = secrets.token_bytes(16)
         specs = [
@@ -235,36 +267,53 @@ class _Ranks:
             )
             for rank in range(world.size)
         ]  # fmt: skip
-        self.pids = self.starter.start(specs)
         controls: dict[int, Channel] = {}
         outputs: dict[int, socket.socket] = {}
-        until_s = time.monotonic() + BIRTH_S
+        unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
         with sock:
-            while len(controls) + len(outputs) < 2 * world.size:
-                if select.select([sock], [], [], TICK_S)[0]:
+            self.pids = self.starter.start(specs)
+            until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
+            while len(controls) + len(outputs) < 2 * world.size or unborn:
+                talking = ready([sock, *unborn], TICK_S)
+                if not talking:  # only now: a rank that has ended may have said why
+                    self._look_after(until_s, interrupts)
+                for end in talking:
+                    if isinstance(end, Channel):
+                        self._hear(unborn.pop(end), end)
+                        continue
                     caller, _ = sock.accept()
-                    hello, rank, stream = HELLO.unpack(caller.recv(HELLO.size, socket.MSG_WAITALL))
-                    if hello != token:
+                    hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
+                    if hello[: len(token)] != token or len(hello) < HELLO.size:
                         caller.close()
-                    elif stream == CONTROL:
+                        continue
+                    self.ends.append(caller)
+                    _, rank, stream = HELLO.unpack(hello)
+                    if stream == CONTROL:
                         controls[rank] = Channel(caller)
+                        unborn[controls[rank]] = rank
                     else:
                         outputs[rank] = caller
-                self._still_born(until_s)
         self.controls = [controls[rank] for rank in range(world.size)]
         self.outputs = [outputs[rank] for rank in range(world.size)]
-        for channel in self.controls:
+        self._look_after(until_s, interrupts)
+
+    def _hear(self, rank: int, channel: Channel) -> None:
+        with suppress(EOFError):  # it has died, and is soon known to
             kind, error = channel.recv()
             if kind != "ready":
-                raise RankError(f"the ranks could not start:\n{error.format()}", "raised")
+                text = f"rank {rank} could not start:\n{error.format()}"
+                raise RankError(text, "raised", (rank,))
 
-    def _still_born(self, until_s: float) -> None:
+    def _look_after(self, until_s: float, interrupts: Interrupts) -> None:
+        """Raises what stops the ranks from being born."""
         ends = self.starter.ends()
-        dead = [rank for rank, pid in enumerate(self.pids) if pid in ends]
+        dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
         if dead:
-            raise RankError(f"rank {dead[0]} died at its start: {ends[self.pids[dead[0]]]}", "died")
+            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
         if time.monotonic() > until_s:
-            raise RankError(f"the ranks did not start within {BIRTH_S:g} s", "stuck")
+            raise RankError(f"the {self.size} ranks did not start in time", "stuck")
+        if interrupts.came:
+            raise KeyboardInterrupt
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
         """Answers of ranks that came within `patience_s`; what they print goes to `output`."""
@@ -273,58 +322,61 @@ class _Ranks:
             for end in (self.controls[rank], self.outputs[rank]):
                 if end.fileno() >= 0:
                     sources[end] = rank
-        waiting = list(sources)
-        if self.starter.fileno() >= 0:
-            waiting.append(self.starter)
         answers = []
-        for end in select.select(waiting, [], [], patience_s)[0]:
+        for end in ready(list(sources), patience_s):
             if isinstance(end, socket.socket):
                 self._read(sources[end], output)
-            elif isinstance(end, Channel):
+            else:
                 try:
                     answers.append((sources[end], *end.recv()))
                 except EOFError:
                     end.close()
+                    answers.append((sources[end], "cut off", None))
+        output.refresh()
         return answers
 
     def drain(self, output: RankOutput) -> None:
-        """All that the ranks have printed so far."""
+        """All that the ranks have printed so far; not more, since a thread of theirs may go on."""
         for rank, sock in enumerate(self.outputs):
-            while sock.fileno() >= 0 and select.select([sock], [], [], 0)[0]:
-                self._read(rank, output)
+            left_bytes = MOST_BUFFERED_BYTES
+            while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
+                left_bytes -= self._read(rank, output)
 
-    def _read(self, rank: int, output: RankOutput) -> None:
+    def _read(self, rank: int, output: RankOutput) -> int:
         data = self.outputs[rank].recv(1 << 16)
         if data:
             output.feed(rank, data)
         else:
             self.outputs[rank].close()
+        return len(data)
 
     def stop(self, kill: bool) -> None:
-        """End the processes, politely first unless `kill`; close and remove all that was theirs.
-        A second interrupt does not stop it half way."""
-        before = _ignore_interrupts()
-        try:
+        """End the processes, politely first unless `kill`; close and remove all that was theirs."""
+        if os.getpid() != self.owner:
+            return
+        with ignored():
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):
                         channel.send(("stop", None))
-            for end in [*self.controls, *self.outputs] if kill else self.outputs:
-                end.close()
-            if kill or not self.starter.wait(self.pids, 1.0):
+            for output in self.outputs:
+                output.close()
+            for channel in self.controls if kill else ():
+                channel.close()
+            if self.pids and (kill or not self.starter.wait(self.pids, 1.0)):
                 self.starter.kill(self.pids)
-            for end in self.controls:
-                end.close()
-            self.starter.forget(self.pids)
+            for channel in self.controls:
+                channel.close()
+            if self.pids:
+                self.starter.forget(self.pids)
             if self.board is not None:
                 self.board.close()
             self._cleanup()
-        finally:
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
 
 
-def _ignore_interrupts() -> Any:
-    if threading.current_thread() is threading.main_thread():
-        return signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return None
+def _abandon(folder: str, owner: int, ends: list[socket.socket]) -> None:
+    """Nobody will talk to these ranks again: they end by themselves when they notice."""
+    for end in ends:
+        end.close()
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from labkit.comm import Board, here, listen
 from labkit.world import World
-from labkit.world.paper import on_paper
-from labkit.world.rank import leave
+from labkit.world.attach import leave, on_paper
 
 CALLS, TRIES = 2000, 15
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 
@@ -122,20 +122,24 @@ class Posted:
 
 class Lane:
     """A thread that runs what it is given, in order: this is what makes an operation
-    asynchronous. (A daemon: a hung operation must not keep a process alive.)"""
+    asynchronous. (A daemon: a hung operation must not keep a process alive.) It ends when nobody
+    has the lane any more."""
 
     def __init__(self, name: str):
-        self._tasks: queue.SimpleQueue[LaneWork] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._tasks: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True).start()
+        finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, function: Callable[[], Any]) -> "LaneWork":
         work = LaneWork(function)
         self._tasks.put(work)
         return work
 
-    def _run(self) -> None:
-        while True:
-            self._tasks.get().run()
+
+def _run(tasks: "queue.SimpleQueue[LaneWork | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # and the tensors with it
 
 
 class LaneWork:

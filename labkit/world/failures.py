@@ -16,7 +16,8 @@ from labkit.world.errors import RankError, RemoteError, ranks_text
 from labkit.world.launch import End
 
 if TYPE_CHECKING:
-    from labkit.world.world import World, _Ranks
+    from labkit.world.ranks import Ranks
+    from labkit.world.world import World
 
 GRACE_S = 0.3  # between the first sign and the verdict
 MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
@@ -25,7 +26,7 @@ MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised
 class Failures:
     """The failures of one run. `settled` once there are some and their grace is over."""
 
-    def __init__(self, world: "World", ranks: "_Ranks", targets: Sequence[int]):
+    def __init__(self, world: "World", ranks: "Ranks", targets: Sequence[int]):
         self._world, self._ranks, self._targets = world, ranks, targets
         self._running = set(targets)
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
@@ -84,10 +85,8 @@ class Failures:
         found = self._found.get(kind, {})
         guilty = tuple(sorted(found)) if kind != "lost a peer" else ()
         if kind == "server":
-            text, kind = (
-                "the server that ranks are forked from has died, and all ranks with it",
-                "died",
-            )
+            text = "the server that ranks are forked from has died, and all ranks with it"
+            kind = "died"
         elif kind == "died":
             text = "\n".join(f"rank {rank} {self._death(end)}" for rank, end in found.items())
         elif kind == "cut off":

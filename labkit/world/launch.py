@@ -175,8 +175,9 @@ class Spawner:
                 )
                 self._processes[process.pid] = process
                 assert process.stdin is not None
-                process.stdin.write(pickle.dumps(spec))
-                process.stdin.flush()  # stays open: its end tells the rank that the driver is gone
+                with suppress(BrokenPipeError):  # it has died, as will be noticed
+                    process.stdin.write(pickle.dumps(spec))
+                    process.stdin.flush()  # and stays open: its end tells the rank of the driver's
         except BaseException:
             started = list(self._processes)
             self.kill(started)

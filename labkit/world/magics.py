@@ -91,4 +91,3 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             self.world = None
         if self.world is None:
             self.world = World(DEFAULT_SIZE if size is None else size)
-            print(self.world)

@@ -136,6 +136,14 @@ def _tty() -> bool:
 
 def _in_notebook() -> bool:
     """Whether a Jupyter kernel runs us (IPython in a terminal has a stream that scrolls)."""
+    return getattr(_ipython(), "kernel", None) is not None
+
+
+def interactive() -> bool:
+    """Whether somebody sits at IPython or a notebook, and wants to be told what happens."""
+    return _ipython() is not None
+
+
+def _ipython() -> Any:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None) is not None
+    return ipython.get_ipython() if ipython else None

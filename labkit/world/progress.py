@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
-from labkit.world import rank as ranks
+from labkit.world.attach import current
 
 T = TypeVar("T")
 EVERY_S = 0.1
@@ -20,7 +20,7 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
 
     >>> for step in progress(range(100), "train"): ...
     """
-    me = ranks.current()
+    me = current()
     total = len(things) if total is None and isinstance(things, Sized) else total
     if me is not None and me.rank != 0:
         yield from things

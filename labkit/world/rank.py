@@ -3,7 +3,6 @@ the driver sends until it is told to stop. It ends by `os._exit`, so that no hal
 can abort it.
 """
 
-import atexit
 import faulthandler
 import io
 import os
@@ -15,17 +14,17 @@ import struct
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.comm import Board, CollectiveMismatch, Comm, CommError, Link, here
+from labkit.comm import Board, CollectiveMismatch, CommError, Link, here
+from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
 from labkit.world.errors import RemoteError
 from labkit.world.pickling import Unpicklable, dumps, unpack
@@ -55,100 +54,6 @@ class Spec:
     env: dict[str, str]
 
 
-@dataclass
-class Rank:
-    """This process as a rank: what `labkit.attach()` returns.
-
-    `rank`, `size`, `device`, `backend`; `comm` is the door of all ranks; `state` keeps what you
-    put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    backend: str
-    state: SimpleNamespace = field(default_factory=SimpleNamespace)
-    control: Channel | None = field(default=None, repr=False)  # to the driver, where there is one
-
-    @property
-    def comm(self) -> Comm:
-        return Comm()
-
-
-_me: Rank | None = None
-
-
-def current() -> Rank | None:
-    """The rank that this process is, if it is one."""
-    return _me
-
-
-def attach(
-    backend: str | None = None, timeout_s: float = 600.0, link: Link | None = None, seed: int = 0
-) -> Rank:
-    """Make this process a rank, however it was started, and return it.
-
-    - inside `World.run`: the rank it already is;
-    - with an initialised process group (torchrun, srun, your own launcher): a rank of it;
-    - under torchrun: initialises the group from its environment first;
-    - else: a world of one rank.
-
-    >>> me = labkit.attach()
-    >>> me.comm.all_reduce(x)
-    """
-    global _me
-    if _me is not None:
-        return _me
-    if not dist.is_initialized():
-        _join(backend, timeout_s)
-        torch.manual_seed(seed)
-    if link is not None:
-        here.link = link
-    name = str(dist.get_backend())
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
-    device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
-    if use_gpu:
-        torch.cuda.set_device(device)
-    _me = Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name)
-    return _me
-
-
-def _join(backend: str | None, timeout_s: float) -> None:
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() and enough_gpus else "gloo"
-    if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        use_loopback()
-    timeout = timedelta(seconds=timeout_s)
-    if launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-    atexit.register(leave)
-
-
-def leave() -> None:
-    """Leave the process group, so that the process can end quietly."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def use_loopback(whatever_is_set: bool = False) -> None:
-    """Keep gloo and NCCL off every network but this machine's own, unless the user's environment
-    says otherwise and may."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    for name in names:
-        if name in ("lo", "lo0"):
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                if whatever_is_set or variable not in os.environ:
-                    os.environ[variable] = name
-
-
 def live(spec: Spec) -> NoReturn:
     """The whole life of a rank."""
     status = 0
@@ -168,7 +73,6 @@ def live(spec: Spec) -> NoReturn:
 
 def _wake_up(spec: Spec) -> Channel:
     """Become rank `spec.rank`: streams, seeds, threads, board and process group."""
-    global _me
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
     with suppress(OSError):  # Linux: where memory runs out, a rank goes before the notebook
         Path("/proc/self/oom_score_adj").write_text("500")
@@ -207,9 +111,9 @@ def _wake_up(spec: Spec) -> Channel:
     except BaseException as error:
         control.send(("failed", RemoteError.of(error)))
         raise
-    _me = Rank(spec.rank, spec.size, device, spec.backend, control=control)
-    names = {"torch": torch, "dist": dist, "comm": _me.comm, "rank": _me.rank, "size": _me.size}
-    vars(_me.state).update(names, device=device, __name__="__main__")
+    me = become(Rank(spec.rank, spec.size, device, spec.backend, control=control))
+    names = {"torch": torch, "dist": dist, "comm": me.comm, "rank": me.rank, "size": me.size}
+    vars(me.state).update(names, device=device, __name__="__main__")
     control.send(("ready", None))
     return control
 
@@ -247,7 +151,8 @@ def _serve(control: Channel) -> None:
     """Run what the driver sends, one piece after the other."""
     from labkit.world import cells
 
-    assert _me is not None
+    me = current()
+    assert me is not None
     process = os.getpid()
     while True:
         kind, body = control.recv()
@@ -257,7 +162,7 @@ def _serve(control: Channel) -> None:
         try:
             if kind == "cell":
                 source, filename = body
-                value = cells.run(source, filename, vars(_me.state))
+                value = cells.run(source, filename, vars(me.state))
             else:
                 function, args, kwargs = unpack(body)
                 value = function(*args, **kwargs)

@@ -11,35 +11,21 @@ collective, so the world is stopped and started anew, which takes a tenth of a s
 """
 
 import os
-import secrets
-import shutil
-import socket
-import sys
-import tempfile
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from labkit.comm import Board, Link
+from labkit.comm import Link
 from labkit.world import cells, pickling
-from labkit.world import rank as ranks_of_this_process
-from labkit.world.channel import Channel, listener, ready
+from labkit.world.attach import current
 from labkit.world.errors import RankError, RankInterrupt
 from labkit.world.failures import Failures
-from labkit.world.interrupts import Interrupts, ignored
-from labkit.world.launch import Starter, starter
-from labkit.world.output import RankOutput
+from labkit.world.interrupts import Interrupts
+from labkit.world.output import RankOutput, interactive
 from labkit.world.pick import check_size, pick
-from labkit.world.rank import CONTROL, HELLO, Spec
-
-TICK_S = 0.05  # how often a running world is looked after
-BIRTH_S = 60.0
-MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
+from labkit.world.ranks import TICK_S, Ranks
 
 
 class World:
@@ -74,7 +60,7 @@ class World:
         check: bool = True,
         start: str | None = None,
     ):
-        me = ranks_of_this_process.current()
+        me = current()
         if me is not None and (me.control is not None or me.size > 1):
             raise RuntimeError(
                 f"World({size}) inside a rank: this process is itself a rank of a world. Start "
@@ -90,11 +76,13 @@ class World:
         self._pick = pick(size, backend, device)
         self.backend, self.device = self._pick.backend, self._pick.device
         self._start_with = start
-        self._alive: _Ranks | None = None
+        self._alive: Ranks | None = None
         self._closed = False
         self._busy = threading.RLock()
         self._asked_to_stop = ""  # "closed" or "restarted", by another thread
         self._ranks()
+        if interactive():
+            print(self.picked)
 
     @property
     def picked(self) -> str:
@@ -160,11 +148,11 @@ class World:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _ranks(self) -> "_Ranks":
+    def _ranks(self) -> "Ranks":
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
-            self._alive = _Ranks(self)
+            self._alive = Ranks(self)
         if self._alive.owner != os.getpid():
             raise RuntimeError(
                 f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
@@ -233,150 +221,3 @@ class World:
                 self._stop(kill=True)
             output.close()
         return values
-
-
-class _Ranks:
-    """The living processes of a world, and the sockets to them."""
-
-    def __init__(self, world: World):
-        self.size, self.owner = world.size, os.getpid()
-        self.folder = tempfile.mkdtemp(prefix="labkit-")
-        self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
-        self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
-        self.controls: list[Channel] = []
-        self.outputs: list[socket.socket] = []
-        self.pids: list[int] = []
-        self._cleanup = weakref.finalize(self, _abandon, self.folder, self.owner, self.ends)
-        try:
-            with Interrupts() as interrupts:
-                self.starter: Starter = starter(world._start_with)
-                self._bear(world, interrupts)
-        except BaseException:
-            self.stop(kill=True)
-            raise
-
-    def _bear(self, world: World, interrupts: Interrupts) -> None:
-        sock, address = listener(self.folder)
-        token = secrets.token_bytes(16)
-        specs = [
-            Spec(
-                rank=rank, size=world.size, address=address, token=token, folder=self.folder,
-                backend=world.backend, device=world.device, threads=world.threads,
-                timeout_s=world.timeout_s, link=world.link, seed=world.seed, check=world.check,
-                cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
-            )
-            for rank in range(world.size)
-        ]  # fmt: skip
-        controls: dict[int, Channel] = {}
-        outputs: dict[int, socket.socket] = {}
-        unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
-        with sock:
-            self.pids = self.starter.start(specs)
-            until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
-            while len(controls) + len(outputs) < 2 * world.size or unborn:
-                talking = ready([sock, *unborn], TICK_S)
-                if not talking:  # only now: a rank that has ended may have said why
-                    self._look_after(until_s, interrupts)
-                for end in talking:
-                    if isinstance(end, Channel):
-                        self._hear(unborn.pop(end), end)
-                        continue
-                    caller, _ = sock.accept()
-                    hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
-                    if hello[: len(token)] != token or len(hello) < HELLO.size:
-                        caller.close()
-                        continue
-                    self.ends.append(caller)
-                    _, rank, stream = HELLO.unpack(hello)
-                    if stream == CONTROL:
-                        controls[rank] = Channel(caller)
-                        unborn[controls[rank]] = rank
-                    else:
-                        outputs[rank] = caller
-        self.controls = [controls[rank] for rank in range(world.size)]
-        self.outputs = [outputs[rank] for rank in range(world.size)]
-        self._look_after(until_s, interrupts)
-
-    def _hear(self, rank: int, channel: Channel) -> None:
-        with suppress(EOFError):  # it has died, and is soon known to
-            kind, error = channel.recv()
-            if kind != "ready":
-                text = f"rank {rank} could not start:\n{error.format()}"
-                raise RankError(text, "raised", (rank,))
-
-    def _look_after(self, until_s: float, interrupts: Interrupts) -> None:
-        """Raises what stops the ranks from being born."""
-        ends = self.starter.ends()
-        dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
-        if dead:
-            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
-        if time.monotonic() > until_s:
-            raise RankError(f"the {self.size} ranks did not start in time", "stuck")
-        if interrupts.came:
-            raise KeyboardInterrupt
-
-    def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
-        """Answers of ranks that came within `patience_s`; what they print goes to `output`."""
-        sources: dict[Any, int] = {}
-        for rank in range(self.size):
-            for end in (self.controls[rank], self.outputs[rank]):
-                if end.fileno() >= 0:
-                    sources[end] = rank
-        answers = []
-        for end in ready(list(sources), patience_s):
-            if isinstance(end, socket.socket):
-                self._read(sources[end], output)
-            else:
-                try:
-                    answers.append((sources[end], *end.recv()))
-                except EOFError:
-                    end.close()
-                    answers.append((sources[end], "cut off", None))
-        output.refresh()
-        return answers
-
-    def drain(self, output: RankOutput) -> None:
-        """All that the ranks have printed so far; not more, since a thread of theirs may go on."""
-        for rank, sock in enumerate(self.outputs):
-            left_bytes = MOST_BUFFERED_BYTES
-            while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
-                left_bytes -= self._read(rank, output)
-
-    def _read(self, rank: int, output: RankOutput) -> int:
-        data = self.outputs[rank].recv(1 << 16)
-        if data:
-            output.feed(rank, data)
-        else:
-            self.outputs[rank].close()
-        return len(data)
-
-    def stop(self, kill: bool) -> None:
-        """End the processes, politely first unless `kill`; close and remove all that was theirs."""
-        if os.getpid() != self.owner:
-            return
-        with ignored():
-            if not kill:
-                for channel in self.controls:
-                    with suppress(EOFError):
-                        channel.send(("stop", None))
-            for output in self.outputs:
-                output.close()
-            for channel in self.controls if kill else ():
-                channel.close()
-            if self.pids and (kill or not self.starter.wait(self.pids, 1.0)):
-                self.starter.kill(self.pids)
-            for channel in self.controls:
-                channel.close()
-            if self.pids:
-                self.starter.forget(self.pids)
-            if self.board is not None:
-                self.board.close()
-            self._cleanup()
-
-
-def _abandon(folder: str, owner: int, ends: list[socket.socket]) -> None:
-    """Nobody will talk to these ranks again: they end by themselves when they notice."""
-    for end in ends:
-        end.close()
-    if os.getpid() == owner:  # not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)

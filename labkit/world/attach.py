@@ -1,0 +1,134 @@
+"""This process as a rank, however it came to be one.
+
+inside World.run                 the rank that the world made it
+under torchrun, srun, yours      a rank of the process group that is, or is now, initialised
+alone                            a world of one rank
+on paper                         one rank of as many as you like, of which nothing moves
+"""
+
+import atexit
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm import Comm, Link, here
+from labkit.world.channel import Channel
+
+
+@dataclass
+class Rank:
+    """This process as a rank: what `labkit.attach()` returns.
+
+    `rank`, `size`, `device`, `backend`; `comm` is the door of all ranks; `state` keeps what you
+    put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    state: SimpleNamespace = field(default_factory=SimpleNamespace)
+    control: Channel | None = field(default=None, repr=False)  # to the driver, where there is one
+
+    @property
+    def comm(self) -> Comm:
+        return Comm()
+
+
+_me: Rank | None = None
+
+
+def current() -> Rank | None:
+    """The rank that this process is, if it is one."""
+    return _me
+
+
+def become(rank: Rank) -> Rank:
+    """Make this process `rank`, for good."""
+    global _me
+    _me = rank
+    return rank
+
+
+def attach(
+    backend: str | None = None, timeout_s: float = 600.0, link: Link | None = None, seed: int = 0
+) -> Rank:
+    """Make this process a rank, however it was started, and return it.
+
+    - inside `World.run`: the rank it already is;
+    - with an initialised process group (torchrun, srun, your own launcher): a rank of it;
+    - under torchrun: initialises the group from its environment first;
+    - else: a world of one rank.
+
+    >>> me = labkit.attach()
+    >>> me.comm.all_reduce(x)
+    """
+    if _me is not None:
+        return _me
+    if not dist.is_initialized():
+        _join(backend, timeout_s)
+        torch.manual_seed(seed)
+    if link is not None:
+        here.link = link
+    name = str(dist.get_backend())
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
+    device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
+    if use_gpu:
+        torch.cuda.set_device(device)
+    return become(Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name))
+
+
+def on_paper(rank: int, size: int) -> Rank:
+    """Make this process rank `rank` of a world of `size` of which there is no other rank.
+
+    Every operation through the door is recorded and over at once, so that one process can show
+    what a rank of a thousand would send. The results of collectives are not to be believed.
+    Raises RuntimeError in a process that is a rank already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("on_paper: this process is a rank already; use a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    return become(Rank(rank, size, torch.device("cpu"), "fake"))
+
+
+def _join(backend: str | None, timeout_s: float) -> None:
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() and enough_gpus else "gloo"
+    if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        use_loopback()
+    timeout = timedelta(seconds=timeout_s)
+    if launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group, so that the process can end quietly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def use_loopback(whatever_is_set: bool = False) -> None:
+    """Keep gloo and NCCL off every network but this machine's own, unless the user's environment
+    says otherwise and may."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    for name in names:
+        if name in ("lo", "lo0"):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                if whatever_is_set or variable not in os.environ:
+                    os.environ[variable] = name

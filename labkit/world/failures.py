@@ -79,33 +79,34 @@ class Failures:
         """The one error that tells it, or None when nothing failed."""
         if self._first_s is None:
             return None
-        kind = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
-        if self._stuck and kind == "lost a peer":
-            kind = "stuck"
-        found = self._found.get(kind, {})
-        guilty = tuple(sorted(found)) if kind != "lost a peer" else ()
-        if kind == "server":
-            text = "the server that ranks are forked from has died, and all ranks with it"
-            kind = "died"
-        elif kind == "died":
-            text = "\n".join(f"rank {rank} {self._death(end)}" for rank, end in found.items())
-        elif kind == "cut off":
-            text = f"{ranks_text(guilty)} closed the connection to this process"
-            kind = "died"
-        elif kind == "disagree":  # the last to come saw all of them
-            text, guilty = list(found.values())[-1].message, ()
-        elif kind == "stuck":
-            assert self._stuck
-            text, guilty = self._stuck
-        else:
-            text = _told(found)
-        if kind in ("stuck", "lost a peer") and self._where:
-            text += f"\nWho stood where:\n{self._where}"
+        kind, text, guilty = self._story()
         others = [rank for rank in range(self._world.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
         text += f"\n({stopped} stopped; the next run starts new ranks, what these kept is gone.)"
-        text = cells.with_titles(text)
-        return RankError(text, "stuck" if kind == "lost a peer" else kind, guilty)
+        return RankError(cells.with_titles(text), kind, guilty)
+
+    def _story(self) -> tuple[str, str, tuple[int, ...]]:
+        """The kind of the error, what happened, and the ranks whose fault it is."""
+        cause = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
+        found = self._found.get(cause, {})
+        guilty = tuple(sorted(found))
+        where = f"\nWho stood where:\n{self._where}" if self._where else ""
+        match cause:
+            case "server":
+                text = "the server that ranks are forked from has died, and all ranks with it"
+                return "died", text, ()
+            case "died":
+                deaths = [f"rank {rank} {self._death(end)}" for rank, end in found.items()]
+                return "died", "\n".join(deaths), guilty
+            case "cut off":
+                return "died", f"{ranks_text(guilty)} closed the connection to this process", guilty
+            case "disagree":  # the last to come saw all of them
+                return "disagree", list(found.values())[-1].message, ()
+            case "unpicklable" | "raised":
+                return cause, _told(found), guilty
+        if self._stuck:
+            return "stuck", self._stuck.sentence + where, self._stuck.ranks
+        return "stuck", _told(found) + where, ()  # only the words of those who lost a peer
 
     def _first_sign(self, running: set[int]) -> None:
         if self._first_s is None:

@@ -131,6 +131,8 @@ def run(
             if me.rank != 0:
                 return
         else:
+            if chosen.one_rank and ranks not in (None, 1):
+                raise ValueError(f"{strategy} trains in one process; leave --ranks out")
             with World(1 if chosen.one_rank else ranks or 4) as world:
                 console.print(f"{world.picked}")
                 reports = world.run(train, strategy, task, keep_weights=False)
@@ -139,7 +141,7 @@ def run(
     begin_loss = sum(report.losses[0] for report in reports) / len(reports)
     sent_bytes = sum(report.measured.bus_bytes for report in reports) / len(reports)
     console.print(
-        f"{strategy} on {first.size} ranks, {steps} steps: loss {begin_loss:.4f} -> "
+        f"{strategy} on {first.size} rank{'s' * (first.size > 1)}, {steps} steps: loss {begin_loss:.4f} -> "
         f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
         f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
         f"(predicted {first.predicted.bus_bytes / 1e6:.2f})"

@@ -3,10 +3,12 @@
 Three byte counts stand on every event, and they answer three different questions:
 
     payload_bytes   how large is the tensor the operation is about?   S
-    bus_bytes       what must a rank send, whatever the algorithm?     S x the nccl-tests factor
+    bus_bytes       what must pass a rank's link, whatever the algorithm?  S x nccl-tests factor
     wire_bytes      what did the algorithm used here really send?
 
-Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport.
+Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport. It is
+what each rank must send where all do the same (all-reduce, all-gather, reduce-scatter,
+all-to-all); for operations with a root it is what passes the busiest link, on every rank.
 Source of the factors: nccl-tests, doc/PERFORMANCE.md. For all-gather and reduce-scatter, S is
 the total size: n shards.
 

@@ -1,5 +1,6 @@
 """The commands as a user types them: what they print, write, refuse and exit with."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -82,6 +83,18 @@ def test_wrong_bytes_and_memory_are_told() -> None:
     assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
 
 
+def test_a_nan_is_not_equal_wherever_it_stands() -> None:
+    task = Task(model="tiny", steps=2, rows=2)
+    with World(1) as world:
+        report = world.run(train, "single", task)[0]
+    for name in (next(iter(report.weights)), list(report.weights)[-1]):
+        weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
+        sick = dataclasses.replace(report, weights=weights)
+        assert any("weights differ" in one for one in compare._judge([sick], report, task).problems)
+    sick = dataclasses.replace(report, losses=[report.losses[0], float("nan")])
+    assert any("losses differ" in one for one in compare._judge([sick], report, task).problems)
+
+
 def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
     options = ["labkit", "run", "ddp", *TINY]
     alone = labkit(*options, "--ranks", "2", cwd=tmp_path)
@@ -102,6 +115,7 @@ def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
         (["compare", "--dtype", "int8"], "float64"),
         (["compare", "--text", "nowhere.txt"], "nowhere.txt"),
         (["compare", "--ranks", "100000"], "too many"),
+        (["run", "single", "--ranks", "2"], "single trains in one process"),
         (["bench", "everything"], "world, door, ddp"),
     ],
 )

@@ -192,6 +192,30 @@ def test_a_true_zero_gradient_is_not_taken_for_unused(
         assert not found.any()
 
 
+@names
+def test_a_gradient_that_underflows_in_the_mean_is_not_taken_for_unused(
+    strategy: Callable[[nn.Module], nn.Module],
+) -> None:
+    """fp16: the smallest number below zero, divided by 4 ranks, is -0.0; one rank alone has it."""
+
+    def gradient() -> torch.Tensor | None:
+        module = nn.Linear(2, 1, bias=False).half()
+        other = nn.Linear(2, 1, bias=False).half()
+        model = strategy(nn.ModuleList([module, other]))
+        x = torch.ones(1, 2).half()
+        value = other(x).sum()
+        if Comm().rank == 0:
+            value = value + (module(x) * 0).sum() - module.weight[0, 0] * 6e-8 + module.weight[0, 1]
+        value.backward()
+        del model
+        return module.weight.grad
+
+    with World(4, timeout_s=20) as world:
+        for found in world.run(gradient):
+            assert found is not None
+            assert found.tolist() == [[0.0, 0.25]]
+
+
 def test_frozen_parameters_are_neither_sent_nor_touched(pair: World) -> None:
     def run() -> tuple[int, bool]:
         module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))

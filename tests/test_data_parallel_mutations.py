@@ -120,7 +120,7 @@ def test_a_bucket_that_forgets_what_was_not_used_turns_red(
 
 class _ForgetfulBucket(Bucket):
     def send(self, comm: Comm, meanwhile: bool) -> None:
-        self.handle = comm.all_reduce(self.flat, "mean", async_op=meanwhile)
+        self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
 
 
 def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:

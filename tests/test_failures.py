@@ -3,7 +3,6 @@ which rank, where and why, and in a world whose next run works."""
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -122,9 +121,14 @@ def test_an_exception_of_a_cell_shows_the_line_of_the_cell(world: World) -> None
 
 
 def test_a_cell_that_is_no_python_says_where(world: World) -> None:
-    with pytest.raises(RankError, match="(?s)SyntaxError.*line 2.*for x in"):
+    world.run_cell("kept = 1", "<cell of the test>")
+    with pytest.raises(SyntaxError) as info:
         world.run_cell("x = 1\nfor x in\n", "<cell of the test>")
-    assert_works(world)
+    assert (info.value.lineno, info.value.text) == (2, "for x in\n")
+    with pytest.raises(SyntaxError) as info:
+        world.run_cell("!ls", "<cell of the test>")
+    assert "do not work there" in info.value.__notes__[0]
+    assert world.run_cell("kept", "<cell of the test>") == [1] * world.size, "the ranks live on"
 
 
 def test_causes_contexts_notes_and_groups_are_told(world: World) -> None:
@@ -629,10 +633,8 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World) -> None:
     text = str(error)
     assert error.kind == "stuck" and error.ranks == (1,)
     assert "waited 2 s for rank 1, who never came to it" in text
-    assert (
-        f"rank 1: is in no operation; it is at test_failures.py:{line_of('the line of the nap')}"
-        in text
-    )
+    line = line_of("the line of the nap")
+    assert f"rank 1: is in no operation of a Comm; it is at test_failures.py:{line}" in text
     assert "in nap_instead" in text
     assert "rank 0: waits in barrier" in text and "rank 2: waits in barrier" in text
 
@@ -666,10 +668,11 @@ def test_plain_torch_calls_that_wait_in_vain_end_at_the_timeout(hasty: World) ->
     text = str(error)
     assert error.kind == "stuck" and error.ranks == ()
     assert "Timed out" in text and f"line {line_of('plain')}, in never_arrive" in text
-    assert "rank 1: is in no operation; it is at test_failures.py:" in text
+    assert "rank 1: is in no operation of a Comm; it is at test_failures.py:" in text
     assert "in nap_instead" in text, "it says who stands where"
 
 
+@pytest.mark.slow
 def test_without_the_board_a_wait_in_vain_ends_at_the_timeout() -> None:
     def never_arrive() -> None:
         if Comm().rank == 1:
@@ -718,6 +721,7 @@ def test_ranks_far_apart_in_their_programs_are_no_deadlock(world: World) -> None
     assert world.run(staggered) == [1] * 4
 
 
+@pytest.mark.slow
 def test_an_operation_that_failed_and_was_caught_is_not_waited_for(hasty: World) -> None:
     def survive() -> str:
         comm = Comm()
@@ -866,6 +870,7 @@ def test_a_users_own_handler_of_interrupts_is_left_in_its_place(world: World) ->
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_whole_terminal_is_answered_by_the_driver_alone(
     tmp_path: Path,
 ) -> None:
@@ -998,6 +1003,7 @@ def test_a_killed_driver_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
         assert until(lambda: not running.leftovers())
 
 
+@pytest.mark.slow
 def test_a_driver_killed_with_its_whole_group_leaves_nothing_either(tmp_path: Path) -> None:
     script = """
     world = World(2)
@@ -1011,6 +1017,7 @@ def test_a_driver_killed_with_its_whole_group_leaves_nothing_either(tmp_path: Pa
         assert until(lambda: not running.leftovers())
 
 
+@pytest.mark.slow
 def test_a_killed_driver_of_spawned_ranks_leaves_nothing(tmp_path: Path) -> None:
     script = """
     world = World(2, start="spawn")
@@ -1041,6 +1048,7 @@ def test_a_driver_killed_while_it_starts_a_world_leaves_nothing(tmp_path: Path) 
         assert until(lambda: not running.leftovers())
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_by_an_exception_leaves_nothing(tmp_path: Path) -> None:
     script = """
     with World(2) as world:
@@ -1083,19 +1091,22 @@ def test_a_killed_server_takes_its_ranks_with_it_and_a_new_one_comes(tmp_path: P
         assert running.rest() == "" and not running.leftovers()
 
 
-def test_a_server_that_cannot_start_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_server_or_a_rank_that_cannot_start_says_so(tmp_path: Path) -> None:
     script = """
-    from labkit.world import launch
     sys.executable = "/bin/false"
     try:
         World(2)
     except RuntimeError as error:
         say(error)
+    try:
+        World(2, start="spawn")
+    except RankError as error:
+        say(error)
     """
     with driver(script, tmp_path) as running:
         assert "the server that ranks are forked from ended with status 1" in running.hear()
+        assert "rank 0 ended by itself with status 1" in running.hear()
         assert running.rest() == "" and not running.leftovers()
 
 
@@ -1164,6 +1175,7 @@ def test_a_stopped_rank_does_not_hold_the_driver(world: World) -> None:
         assert error.kind == "stuck" and error.ranks == (1,)
 
 
+@pytest.mark.slow
 def test_a_subprocess_of_the_driver_does_not_keep_ranks_alive(tmp_path: Path) -> None:
     script = """
     import subprocess
@@ -1181,11 +1193,17 @@ def test_a_subprocess_of_the_driver_does_not_keep_ranks_alive(tmp_path: Path) ->
             os.kill(child, signal.SIGKILL)
 
 
-def test_labkit_itself_is_found_by_scripts_of_these_tests() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import labkit; print(labkit.__file__)"],
-        cwd=Path(labkit.__file__).parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert Path(done.stdout.strip()) == Path(labkit.__file__)
+@pytest.mark.slow
+def test_a_driver_whose_output_nobody_reads_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    script = """
+    with World(2) as world:
+        say(*world.run(os.getpid))
+        while True:
+            world.run(lambda: [print("flood") for _ in range(1000)])
+    """
+    with driver(script, tmp_path) as running:
+        pids = running.hear_pids()
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.wait(30) != 0
+        assert gone(pids) and not running.leftovers()

@@ -21,7 +21,18 @@ LAYERS: dict[int, set[str]] = {
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"record", "world"},
-    5: {"replay", "plot", "check", "course", "bench", "compare", "doctor", "cli", "recipes", "training"},
+    5: {
+        "replay",
+        "plot",
+        "check",
+        "course",
+        "bench",
+        "compare",
+        "doctor",
+        "cli",
+        "recipes",
+        "training",
+    },
 }
 
 # Inside a layer the units stand side by side and do not know each other, with these exceptions.

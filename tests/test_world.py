@@ -377,6 +377,7 @@ def test_a_timeout_without_end_is_possible() -> None:
         assert world.run(sum_of_ranks) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_spawned_ranks_are_the_same(tmp_path: Path) -> None:
     with World(2, start="spawn") as world:
         assert world.run(of_this_module, 5) == [15, 16]
@@ -474,6 +475,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         World(2, backend="nccl")
 
 
+@pytest.mark.slow
 def test_a_world_that_needs_more_files_than_allowed_is_refused_and_a_small_one_works(
     tmp_path: Path,
 ) -> None:
@@ -613,6 +615,7 @@ def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -
     assert world2.run(lambda: Comm().rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_to_close_ends_and_leaves_nothing(tmp_path: Path) -> None:
     script = """
     world = World(2)
@@ -625,6 +628,7 @@ def test_a_script_that_forgets_to_close_ends_and_leaves_nothing(tmp_path: Path) 
         assert gone(pids) and not running.leftovers()
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_driver_that_ends_does_not_take_the_world_with_it(tmp_path: Path) -> None:
     script = """
     with World(2) as world:

@@ -108,7 +108,7 @@ def ring_all_reduce(
 def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
     """Binomial tree: in each round, all who have `x` send it to one who has not.
 
-    Cost: log2(n) (alpha + S beta).
+    Cost: ceil(log2 n) (alpha + S beta).
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     sent_bytes, reach = 0, 1
@@ -124,7 +124,7 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """The broadcast tree backwards: leaves send first, `x` on the root ends as the reduction.
-    On the other ranks `x` holds partial sums. Cost: log2(n) (alpha + S beta)."""
+    On the other ranks `x` holds partial sums. Cost: ceil(log2 n) (alpha + S beta)."""
     n, position = wire.size, (wire.rank - root) % wire.size
     incoming = torch.empty_like(x)
     reach = 1 << (n - 1).bit_length()
@@ -184,8 +184,8 @@ def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> Algo
 
 
 def dissemination_barrier(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """Round k: tell the rank 2^k ahead, hear from the rank 2^k behind; after log2(n) rounds
-    everyone has heard, through others, from everyone. Cost: log2(n) alpha."""
+    """Round k: tell the rank 2^k ahead, hear from the rank 2^k behind; after ceil(log2 n) rounds
+    everyone has heard, through others, from everyone. Cost: ceil(log2 n) alpha."""
     heard = torch.empty_like(note)
     sent_bytes, distance = 0, 1
     while distance < wire.size:

@@ -1,4 +1,4 @@
-"""What stands behind the door: who really carries the bytes.
+"""The transports behind the door: who really carries the bytes.
 
     SendReceive   the readable algorithms over a wire: gloo, and any group with a modelled `Link`
     Native        the backend's own collectives: NCCL
@@ -221,7 +221,7 @@ class Native(Back):
 
 
 class Nothing(Back):
-    """For worlds that exist on paper only: every operation is over at once and moves nothing."""
+    """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
 
     def _done(self, *_: Any, **__: Any) -> Work:
         return LaneWork(lambda: 0).run()

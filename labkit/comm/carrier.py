@@ -231,7 +231,7 @@ def describe(x: torch.Tensor) -> str:
 def _in_line(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
     the stride it had, which can be any, and which bytes cannot have.)"""
-    return x.as_strided((x.numel(),), (1,))
+    return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))
 
 
 def _shape(x: torch.Tensor) -> list[int]:

@@ -2,7 +2,7 @@
 
 A `Comm` wraps a process group, whoever started it, and has torch.distributed's operations under
 torch.distributed's names. It adds what a lab needs: an event with its bytes for each operation,
-ranks that compare notes before they hang, any dtype and memory layout on any backend.
+ranks that compare notes before they hang, every dense dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
     comm.all_reduce(x)                             # in place, blocking
@@ -10,7 +10,7 @@ ranks that compare notes before they hang, any dtype and memory layout on any ba
     ...                                            # compute meanwhile; leave x alone
     handle.wait()
 
-Ranks given to a `Comm` (`src`, `dst`, `peer`) count inside its group.
+Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
 """
 
 import pickle
@@ -37,9 +37,13 @@ class Comm:
         group: a `torch.distributed` process group; the default group when None.
 
     `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
-    Operations return None when they block, a `Handle` with `async_op=True`.
+    Operations return None when they block, a `Handle` with `async_op=True`. Tensors are dense, of
+    any dtype and any shape; those that one call takes together share a dtype. Only the `..._tensor`
+    and `..._single` variants want the tensor that they cut into n parts to be contiguous.
 
     Raises RuntimeError where no process group is initialised, ValueError outside the group.
+    Operations raise ValueError for arguments that do not fit each other, CollectiveMismatch when
+    another rank called something else, CommError when the operation fails under way.
     """
 
     def __init__(self, group: Any = None):
@@ -225,21 +229,21 @@ class Comm:
 
     # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
 
-    def send(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
-        """Send `x` to rank `peer`; blocks until `x` may be written to again."""
-        self._send(x, peer, tag, blocking=True).wait()
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send `x` to rank `dst`; blocks until `x` may be written to again."""
+        self._send(x, dst, tag, blocking=True).wait()
 
-    def recv(self, x: torch.Tensor, peer: int, tag: int = 0) -> None:
-        """Fill `x` with the next message from rank `peer`."""
-        self._receive(x, peer, tag, blocking=True).wait()
+    def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
+        """Fill `x` with the next message from rank `src`; as large as it was sent."""
+        self._receive(x, src, tag, blocking=True).wait()
 
-    def isend(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Handle:
         """As `send`, returning a handle at once."""
-        return self._send(x, peer, tag, blocking=False)
+        return self._send(x, dst, tag, blocking=False)
 
-    def irecv(self, x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
+    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Handle:
         """As `recv`, returning a handle at once."""
-        return self._receive(x, peer, tag, blocking=False)
+        return self._receive(x, src, tag, blocking=False)
 
     def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
         self._other(peer, tag)

@@ -121,7 +121,7 @@ class Posted:
 
 
 class Lane:
-    """A thread that runs what it is given, in order: this is what makes an operation
+    """A worker thread that runs what it is given, in order: this is what makes an operation
     asynchronous. (A daemon: a hung operation must not keep a process alive.) It ends when nobody
     has the lane any more."""
 

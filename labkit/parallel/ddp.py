@@ -12,7 +12,8 @@ reverse order, and a bucket leaves as soon as its last gradient is there:
 
 Few large messages pay the latency once, and only the last bucket is not hidden by computation.
 A bucket is one flat tensor, and after backward the gradients *are* views of it: nothing is copied
-back, and a rank holds P of gradients, not 2P.
+back, and a rank then holds P of gradients, not 2P. (During backward, the gradients of the bucket
+that is filling are there beside it.)
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv 2006.15704, sections 3.2 and 4.2.
@@ -74,10 +75,11 @@ class Bucket:
             torch._foreach_copy_([self.view[p] for p in coming], [gradients[p] for p in coming])
         for parameter in coming:
             parameter.grad = self.view[parameter]
+        self.flat.div_(comm.size)
         self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
         for parameter in self._unused:
             self.view[parameter].fill_(UNUSED)
-        self.handle = comm.all_reduce(self.flat, "mean", async_op=meanwhile)
+        self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
@@ -176,7 +178,7 @@ class DDP(nn.Module):
             self._send_next()
         for bucket in self._buckets:
             bucket.receive()
-        self._reset()
+        self._in_backward, self._sent = False, 0
 
     @property
     def _next(self) -> Bucket:

@@ -80,9 +80,10 @@ class NaiveDDP(nn.Module):
             gradient = parameter.grad if used else torch.full_like(parameter, UNUSED)
             assert gradient is not None
             check_dense([gradient])
+            gradient.div_(self.comm.size)
             if used and gradient.numel():
                 mark_used(gradient.as_strided((1,), (1,)))
-            self.comm.all_reduce(gradient, "mean")
+            self.comm.all_reduce(gradient)
             if used or not nobody_used(gradient.reshape(-1)):
                 parameter.grad = gradient
 

@@ -10,8 +10,10 @@ from torch import nn
 from labkit.comm import Comm
 
 # A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
-# sum, and -0.0 + -0.0 is -0.0 while any other sum is not: where the result is -0.0, no rank used
-# the parameter, its gradient stays None, as in a single process. The news travels for free.
+# sum, and a sum is -0.0 only where all its terms are: where the result is -0.0, no rank used the
+# parameter, and its gradient stays None, as in a single process. The news travels for free.
+# Gradients are divided before they are summed: a quotient may underflow to -0.0, `mark_used`
+# mends that, and fp16 sums do not overflow.
 UNUSED = -0.0
 
 

@@ -61,18 +61,31 @@ def attach(
     """Make this process a rank, however it was started, and return it.
 
     - inside `World.run`: the rank it already is;
-    - with an initialised process group (torchrun, srun, your own launcher): a rank of it;
-    - under torchrun: initialises the group from its environment first;
+    - with an initialised process group, whoever made it: a rank of it;
+    - under torchrun: initialises the group from its environment first (RANK, WORLD_SIZE, ...);
     - else: a world of one rank.
+
+    Args:
+        backend, timeout_s, seed: of the group that is initialised here, if one is; NCCL where
+            there is a GPU for each rank, else gloo.
+        link: a modelled wire for this rank.
+
+    Raises ValueError when arguments are given for what is already decided.
 
     >>> me = labkit.attach()
     >>> me.comm.all_reduce(x)
     """
-    if _me is not None:
+    if _me is not None and dist.is_initialized():
+        if link is not None and link != here.link:
+            raise ValueError(f"attach(link={link}): this rank has its link: {here.link}")
         return _me
     if not dist.is_initialized():
         _join(backend, timeout_s)
         torch.manual_seed(seed)
+    elif backend is not None and backend != dist.get_backend():
+        raise ValueError(
+            f"attach(backend={backend!r}): the process group here is {dist.get_backend()!r}"
+        )
     if link is not None:
         here.link = link
     name = str(dist.get_backend())

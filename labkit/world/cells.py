@@ -20,6 +20,16 @@ def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
 
 
+def check(source: str, filename: str) -> None:
+    """Raises SyntaxError for what is not Python, saying so of IPython's own commands."""
+    try:
+        ast.parse(source, filename)
+    except SyntaxError as error:
+        if (error.text or "").lstrip().startswith(("!", "%")):
+            error.add_note("Ranks run plain Python: IPython's ! and % commands do not work there.")
+        raise
+
+
 def remember(source: str, filename: str) -> None:
     """Let tracebacks show the lines of `source`."""
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)

@@ -30,6 +30,9 @@ _LIBRARIES = tuple(
 )
 
 
+_LOOP = str(Path(__file__).with_name("rank.py"))  # where every complete stack of a rank ends
+
+
 class Verdict(NamedTuple):
     """A sentence on what is wrong, and the ranks whose fault it is."""
 
@@ -112,7 +115,7 @@ def who_stands_where(
         elif notes[rank]:
             where = f"waits in {notes[rank][0].sentence()}"
         else:
-            where = f"is in no operation; it {stacks.get(rank, 'is at an unknown line')}"
+            where = f"is in no operation of a Comm; it {stacks.get(rank, 'is at an unknown line')}"
         lines.append(f"  rank {rank}: {where}")
     return "\n".join(lines)
 
@@ -136,7 +139,7 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
                 text = living[rank][1].read_text(errors="replace")[before[rank] :]
             except OSError:  # the whole world is being removed
                 return found
-            if "rank.py" in text or text.endswith("...\n"):  # complete, or as much as it writes
+            if _LOOP in text or text.endswith("...\n"):  # complete, or as much as it writes
                 found[rank] = _innermost(_FRAME.findall(text))
                 del before[rank]
         time.sleep(0.005)
@@ -148,7 +151,7 @@ def _innermost(frames: list[tuple[str, str, str]]) -> str:
     for file, line, name in frames:
         if not file.startswith((*_LIBRARIES, "<string>")):
             return f"is at {Path(file).name}:{line} in {name}"
-    return "has raised an error"
+    return "is inside a library"
 
 
 def _who(missing: list[int]) -> str:

@@ -77,6 +77,13 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             ) from None
         if "," in line:
             self._ensure(None)
+            assert self.world is not None
+            strangers = [number for number in numbers if number not in range(self.world.size)]
+            if strangers:
+                raise UsageError(
+                    f"%%ranks {line}: there is no rank {strangers[0]}; choose among 0 to "
+                    f"{self.world.size - 1}"
+                )
             return numbers
         self._ensure(numbers[0] if numbers else None)
         assert self.world is not None

@@ -72,14 +72,15 @@ def check_size(size: int) -> None:
     if size < 1:
         raise ValueError(f"World({size}): a world has at least 1 rank")
     memory = psutil.virtual_memory()
-    most = max(1, min(MOST_RANKS, int(memory.available / RANK_BYTES)))
-    if size > most:
+    fitting = max(1, int(memory.available / RANK_BYTES))
+    if size > fitting:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
-            f"{RANK_BYTES / 1e6:.0f} MB, {memory.available / 1e9:.0f} GB are free, and "
-            f"{MOST_RANKS} is the most: choose up to {most}. Worlds of thousands are for the "
-            "replay."
+            f"{RANK_BYTES / 1e6:.0f} MB and {memory.available / 1e9:.0f} GB are free: choose up "
+            f"to {min(fitting, MOST_RANKS)}."
         )
+    if size > MOST_RANKS:
+        raise ValueError(f"World({size}): one machine runs up to {MOST_RANKS} ranks here")
     most = _most_by_files()
     if size > most:
         raise ValueError(

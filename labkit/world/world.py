@@ -40,7 +40,7 @@ class World:
         timeout_s: how long a rank waits for another before the run fails.
         link: a modelled wire, to see a slow network on one machine.
         seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
-        check: compare what ranks call, at a few microseconds a call. Off for benchmarks.
+        check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
 
     >>> with World(4) as world:
@@ -119,8 +119,12 @@ class World:
 
     def run_cell(self, source: str, filename: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Run the statements of `source` on `ranks`, in the names that live there; returns the
-        value of its last expression for each. (What `%%ranks` does.)"""
+        value of its last expression for each. (What `%%ranks` does.)
+
+        Raises SyntaxError here, before the ranks see it.
+        """
         cells.remember(source, filename)
+        cells.check(source, filename)
         return self._converse(
             ("cell", (source, filename)), range(self.size) if ranks is None else ranks
         )
@@ -130,6 +134,7 @@ class World:
         self._asked_to_stop = "restarted"
         with self._busy:
             self._stop(kill=True)
+            self._asked_to_stop = ""
             self._ranks()
 
     def close(self) -> None:
@@ -186,7 +191,6 @@ class World:
         self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts
     ) -> dict[int, pickling.Parcel]:
         """Talk with the ranks until all have answered. Whatever ends it sooner ends them."""
-        self._asked_to_stop = ""
         ranks = self._ranks()
         output = RankOutput(self.size)
         failures = Failures(self, ranks, targets)

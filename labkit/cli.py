@@ -140,8 +140,9 @@ def run(
     last_loss = sum(report.losses[-1] for report in reports) / len(reports)
     begin_loss = sum(report.losses[0] for report in reports) / len(reports)
     sent_bytes = sum(report.measured.bus_bytes for report in reports) / len(reports)
+    on = f"{first.size} rank{'s' * (first.size > 1)}"
     console.print(
-        f"{strategy} on {first.size} rank{'s' * (first.size > 1)}, {steps} steps: loss {begin_loss:.4f} -> "
+        f"{strategy} on {on}, {steps} steps: loss {begin_loss:.4f} -> "
         f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
         f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
         f"(predicted {first.predicted.bus_bytes / 1e6:.2f})"

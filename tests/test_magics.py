@@ -124,7 +124,7 @@ def test_a_size_that_is_refused_does_not_cost_the_world_there_is(
 
 
 def test_a_rank_that_is_not_there_is_refused(shell: InteractiveShell) -> None:
-    with pytest.raises(ValueError, match="rank 7 is not in this world; choose 0 to 3"):
+    with pytest.raises(UsageError, match="there is no rank 7; choose among 0 to 3"):
         ranks(shell, "0,7", "rank")
 
 

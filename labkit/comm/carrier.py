@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.backs import Back, Call, Native, Nothing, SendReceive
+from labkit.comm.backs import Back, Call, Gloo, Native, Nothing, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
 from labkit.comm.handle import Handle
 from labkit.comm.surroundings import caller, here
-from labkit.comm.wire import PacedWire, Wire, Work, living
+from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
 
 COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
@@ -216,7 +216,7 @@ class Carrier:
         group = living(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
-        return SendReceive(Wire(group)) if backend == "gloo" else Native(group)
+        return Gloo(group) if backend == "gloo" else Native(group)
 
 
 _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()

@@ -65,17 +65,14 @@ class Bucket:
         self.missing.remove(parameter)
 
     def send(self, comm: Comm, meanwhile: bool) -> None:
-        """Move all gradients to their places here and average them, `meanwhile` or at once. For
-        what this rank has not used it says so (see `replicas.UNUSED`)."""
+        """Move all gradients, divided, to their places here and sum them, `meanwhile` or at once.
+        What this rank has not used it says (see `replicas.UNUSED`)."""
         self._unused = [p for p in self.view if p.grad is None]
-        gradients = {p: p.grad for p in self.view if p.grad is not None}
-        check_dense(gradients.values())
-        coming = [p for p, grad in gradients.items() if grad.data_ptr() != self.view[p].data_ptr()]
-        if coming:
-            torch._foreach_copy_([self.view[p] for p in coming], [gradients[p] for p in coming])
-        for parameter in coming:
-            parameter.grad = self.view[parameter]
-        self.flat.div_(comm.size)
+        for parameter, view in self.view.items():
+            if parameter.grad is not None:
+                check_dense([parameter.grad])
+                torch.div(parameter.grad.detach(), comm.size, out=view)  # maybe in place already
+                parameter.grad = view
         self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
         for parameter in self._unused:
             self.view[parameter].fill_(UNUSED)

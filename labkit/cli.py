@@ -76,7 +76,7 @@ def bench(
     what: Annotated[
         list[str] | None, typer.Argument(help="world, door, ddp; all of them if none.")
     ] = None,
-    turns: Annotated[int, typer.Option(help="Turns of each DDP measurement.", min=3)] = 24,
+    turns: Annotated[int, typer.Option(help="Turns of each DDP measurement.", min=3)] = 40,
 ) -> None:
     """Measure labkit beside its peers, in one run. Close other programs first."""
     from labkit.bench import ddp, door, world

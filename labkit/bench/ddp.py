@@ -84,7 +84,7 @@ def _summary(ranks: int, model: str, seconds: dict[str, list[float]]) -> DdpTime
 
 
 def bench_ddp(
-    ranks: tuple[int, ...] = (2, 4), models: tuple[str, ...] = ("1M", "3.4M"), turns: int = 24
+    ranks: tuple[int, ...] = (2, 4), models: tuple[str, ...] = ("1M", "3.4M"), turns: int = 40
 ) -> list[DdpTimes]:
     """Time them for each number of ranks and each model."""
     found = []

@@ -1,0 +1,68 @@
+"""Worlds on GPUs: NCCL with one for each rank, gloo with several ranks on one."""
+
+import pytest
+import torch
+
+from labkit import DDP, Comm, Single, World, attach
+
+pytestmark = pytest.mark.gpu
+
+
+def test_one_rank_takes_nccl_and_its_gpu() -> None:
+    with World(1) as world:
+        assert (world.backend, world.device) == ("nccl", "cuda")
+
+        def on_gpu() -> tuple[str, torch.Tensor]:
+            x = torch.ones(5, device=attach().device)
+            Comm().all_reduce(x, "mean")
+            return x.device.type, x
+
+        (device, x), *_ = world.run(on_gpu)
+    assert device == "cuda"
+    assert x.device.type == "cpu" and x.tolist() == [1.0] * 5, "it comes back as a CPU tensor"
+
+
+def test_ranks_share_a_gpu_over_gloo_and_stage_through_the_host() -> None:
+    size = torch.cuda.device_count() + 1
+    with World(size) as world:
+        assert (world.backend, world.device) == ("gloo", "cuda")
+        assert "share" in world.picked
+
+        def collectives() -> list[torch.Tensor]:
+            comm, device = Comm(), attach().device
+            total = torch.full((100_003,), float(comm.rank), device=device)
+            handle = comm.all_reduce(total, async_op=True)
+            half = torch.full((7, 3), 1.5, device=device, dtype=torch.bfloat16).t()
+            comm.all_reduce(half)
+            gathered = torch.empty(comm.size, 2, device=device)
+            comm.all_gather_into_tensor(gathered, torch.full((2,), float(comm.rank), device=device))
+            assert handle is not None
+            handle.wait()
+            return [total[:3], half, gathered]
+
+        for total, half, gathered in world.run(collectives):
+            assert total.tolist() == [size * (size - 1) / 2] * 3
+            assert half.unique().tolist() == [1.5 * size]
+            assert gathered[:, 0].tolist() == list(range(size))
+
+
+def test_ddp_on_a_shared_gpu_equals_single() -> None:
+    def train(strategy: type[Single] | type[DDP]) -> torch.Tensor:
+        comm, device = Comm(), attach().device
+        torch.manual_seed(0)
+        module = torch.nn.Linear(7, 3).double().to(device)
+        model = strategy(module, comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).double().to(device)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(rows.chunk(comm.size)[comm.rank]).square().mean().backward()
+            optimizer.step()
+        return module.weight.detach()
+
+    with World(1) as one, World(torch.cuda.device_count() + 1) as world:
+        (oracle,) = one.run(train, Single)
+        if 12 % world.size:
+            pytest.skip("the rows must be even here")
+        for weight in world.run(train, DDP):
+            torch.testing.assert_close(weight, oracle, atol=1e-10, rtol=0)

@@ -47,6 +47,7 @@ def examine() -> Findings:
 
 
 def table(found: Findings) -> Table:
+    """The findings, a group after the other."""
     shown = Table(show_header=False, title="labkit doctor", title_justify="left")
     for group, entries in found.groups.items():
         for i, (name, value) in enumerate(entries):

@@ -59,6 +59,7 @@ def bench_door() -> DoorTimes:
 
 
 def table(found: DoorTimes) -> Table:
+    """What `bench_door` found."""
     shown = Table(title="An all-reduce through the door, nothing behind it", title_justify="left")
     for name in ("", "us a call", "aim"):
         shown.add_column(name, justify="left" if not name else "right")

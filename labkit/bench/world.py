@@ -86,6 +86,7 @@ def bench_world(tries: int = 3) -> WorldTimes:
 
 
 def table(found: WorldTimes) -> Table:
+    """What `bench_world` found, beside `spawn`."""
     shown = Table(title=f"{SIZE} ranks ready for their first all-reduce", title_justify="left")
     for name in ("", "seconds", "aim", "mp.spawn is slower by"):
         shown.add_column(name, justify="left" if not name else "right")

@@ -52,6 +52,7 @@ def loads(parcel: Parcel, name: str) -> Any:
 
 
 def unpack(parcel: Parcel) -> Any:
+    """The value that `dumps` packed."""
     return pickle.loads(parcel.data, buffers=parcel.buffers)
 
 

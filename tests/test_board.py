@@ -1,6 +1,9 @@
 """The board on which ranks compare notes: the ranks are played by one process."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,9 @@ def test_ranks_that_agree_say_nothing(pages: list[Board]) -> None:
         for board in pages:
             board.wait(note(seq))
             board.leave(note(seq))
+    for board in pages:
+        seen = [one for rank in range(3) for one in board.notes(rank)]
+        assert {one.state for one in seen} == {ENDED}, "and nobody is left waiting"
 
 
 def test_the_second_to_come_sees_the_difference_and_names_everybody(pages: list[Board]) -> None:
@@ -169,6 +175,37 @@ def test_with_more_groups_than_marks_nothing_false_is_said(pages: list[Board]) -
     assert all(pages[1].has_begun(0, note(5, group=group)) for group in groups)
     known = [group for group in groups if not pages[1].has_begun(0, note(6, group=group))]
     assert len(known) < len(groups), "marks that two groups share tell nothing"
+
+
+def write_all_day(path: Path, seconds: float) -> None:
+    board, until_s, seq = Board(path, 1, 0), time.monotonic() + seconds, 0
+    while time.monotonic() < until_s:
+        seq += 1
+        one = replace(note(seq, f"all_reduce(sum) float32 [{seq}]"), ranks=(0,))
+        board.enter(one, WAITED_FOR)
+        board.wait(one)
+        board.leave(one)
+    board.close()
+
+
+def test_who_reads_while_a_rank_writes_sees_no_half_of_a_note(tmp_path: Path) -> None:
+    """Times half written once told the driver of a rank that had waited since the clock began."""
+    seconds = 4.0
+    reader = Board.create(tmp_path / "board", 1)
+    began_s = time.monotonic()
+    writer = get_context("spawn").Process(target=write_all_day, args=(tmp_path / "board", seconds))
+    writer.start()
+    looks = highest = 0
+    while writer.is_alive():
+        for seen in reader.notes(0, (WAITED_FOR,)):
+            looks += 1
+            assert seen.since_s >= began_s, "a wait from before the test"
+            assert seen.what == f"all_reduce(sum) float32 [{seen.seq}]"
+            assert reader.has_begun(0, seen), "a rank has begun what it waits for"
+            highest = max(highest, seen.seq)
+    writer.join()
+    reader.close()
+    assert writer.exitcode == 0 and looks > 100 and highest > 1000
 
 
 def test_threads_of_a_rank_do_not_mix_their_notes(pages: list[Board]) -> None:

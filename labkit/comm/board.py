@@ -8,13 +8,16 @@ can tell which rank stands where. Nothing here is communication: no byte is sent
 
 A page has `SLOTS` slots for the latest operations, number k in slot k modulo SLOTS:
 
-    | key 8 | signature 8 | state 1 | since 8 | length 2 | text ... |
+    | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
 and `MARKS` marks, one for each group (or direction of messages): the highest number begun there.
 
-    | stream 4 | number 4 |
+    | number 4 | stream 4 |   (one word)
 
-A writer clears the key first and sets it last; a reader that sees two answers looks again.
+Nothing locks a page, so what can be read at the same time must never be half written. A writer
+of a note clears the key first and sets it last, and a reader who finds another key after reading
+drops the note. State and time change later, each in one store of the processor. (Not by
+`struct.pack_into`, which fills its place with zeros first: a rank that waited since 0.0.)
 With more than `SLOTS` operations in flight the oldest notes make room, but the one that a rank
 waits for is always there: waiting writes it again.
 """
@@ -31,14 +34,12 @@ from pathlib import Path
 
 SLOTS = 64
 SLOT_BYTES = 2048  # room for the ranks of the largest world
-HEAD = struct.Struct("<QQBdH")
-KEY = struct.Struct("<Q")
-MARK = struct.Struct("<II")
+HEAD = struct.Struct("<QdIHB")
+SINCE, STATE = 8, 22  # where they are in it
+MARK_BYTES = 8
 MARKS = 512
 SHARED = 2**32 - 1  # two streams fell on one mark: it tells nothing
-PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK.size
-STATE = struct.Struct("<Bd")
-STATE_AT = 16
+PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
 LONGEST_BYTES = 200  # of the description of an operation, and of its source
 MOST_RANKS = 256  # of a group that are written down
 ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
@@ -85,6 +86,8 @@ class Board:
         self._lock = threading.Lock()
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size * PAGE_BYTES)
+        self._words = memoryview(self._memory).cast("Q")
+        self._times = memoryview(self._memory).cast("d")
 
     @staticmethod
     def create(path: Path, size: int) -> "Board":
@@ -99,8 +102,8 @@ class Board:
         """
         key, signature = note.key, zlib.crc32(note.compares.encode())
         with self._lock:
-            self._write(note, key, signature, state)
             self._mark(note)
+            self._write(note, key, signature, state)
         for other in note.ranks:
             if other != self.rank and other < self.size and self._differs(other, key, signature):
                 time.sleep(0.001)  # it may have been writing
@@ -125,29 +128,34 @@ class Board:
 
     def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
         """What stands on the page of `rank` in one of `states`, oldest first."""
-        found = []
-        for k in range(SLOTS):
-            at = rank * PAGE_BYTES + k * SLOT_BYTES
-            key, _, its_state, since_s, length = HEAD.unpack_from(self._memory, at)
-            if not key or its_state not in states:
-                continue
-            try:
-                text = self._memory[at + HEAD.size : at + HEAD.size + length]
-                group, ranks, seq, what, source, collective = json.loads(text)
-            except ValueError:  # being written just now
-                continue
-            found.append(
-                Note(group, tuple(ranks), seq, what, source, "", collective, its_state, since_s)
-            )
+        first = rank * PAGE_BYTES
+        every = range(first, first + SLOTS * SLOT_BYTES, SLOT_BYTES)
+        found = [note for slot in every if (note := self._read(slot, states))]
         return sorted(found, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
         """Whether `rank` has come as far as `note` in its stream; True where it is not known."""
-        stream, highest = MARK.unpack_from(self._memory, self._mark_at(rank, note.stream))
+        stream, highest = divmod(self._words[self._mark_at(rank, note.stream) // 8], 2**32)
         return stream == SHARED or (stream == note.stream and highest >= note.seq)
 
     def close(self) -> None:
+        self._words.release()
+        self._times.release()
         self._memory.close()
+
+    def _read(self, slot: int, states: Collection[int]) -> Note | None:
+        """The note in this slot; None where none in `states` is, or one is just being written."""
+        key, since_s, _, length, state = HEAD.unpack_from(self._memory, slot)
+        if not key or state not in states:
+            return None
+        text = self._memory[slot + HEAD.size : slot + HEAD.size + length]
+        if self._words[slot // 8] != key:
+            return None
+        try:
+            group, ranks, seq, what, source, collective = json.loads(text)
+        except ValueError:  # the key was cleared and set again while we read
+            return None
+        return Note(group, tuple(ranks), seq, what, source, "", collective, state, since_s)
 
     def _write(self, note: Note, key: int, signature: int, state: int) -> None:
         assert self.rank is not None
@@ -156,28 +164,29 @@ class Board:
         text = _encode(entry).encode()
         assert len(text) <= SLOT_BYTES - HEAD.size, f"no room for {note}"
         slot = self._slot(self.rank, key)
-        KEY.pack_into(self._memory, slot, 0)
-        HEAD.pack_into(self._memory, slot, 0, signature, state, time.monotonic(), len(text))
+        self._words[slot // 8] = 0
+        HEAD.pack_into(self._memory, slot, 0, time.monotonic(), signature, len(text), state)
         self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
-        KEY.pack_into(self._memory, slot, key)
+        self._words[slot // 8] = key
 
     def _holds(self, key: int) -> bool:
         assert self.rank is not None
-        return KEY.unpack_from(self._memory, self._slot(self.rank, key))[0] == key
+        return self._words[self._slot(self.rank, key) // 8] == key
 
     def _set_state(self, key: int, state: int) -> None:
         assert self.rank is not None
-        at = self._slot(self.rank, key) + STATE_AT
-        STATE.pack_into(self._memory, at, state, time.monotonic())
+        slot = self._slot(self.rank, key)
+        self._times[(slot + SINCE) // 8] = time.monotonic()
+        self._memory[slot + STATE] = state
 
     def _mark(self, note: Note) -> None:
         assert self.rank is not None
-        at = self._mark_at(self.rank, note.stream)
-        stream, highest = MARK.unpack_from(self._memory, at)
+        word = self._mark_at(self.rank, note.stream) // 8
+        stream, highest = divmod(self._words[word], 2**32)
         if stream in (0, note.stream):
-            MARK.pack_into(self._memory, at, note.stream, max(highest, note.seq % 2**32))
+            self._words[word] = note.stream << 32 | max(highest, note.seq % 2**32)
         else:
-            MARK.pack_into(self._memory, at, SHARED, 0)
+            self._words[word] = SHARED << 32
 
     @staticmethod
     def _slot(rank: int, key: int) -> int:
@@ -185,10 +194,10 @@ class Board:
 
     @staticmethod
     def _mark_at(rank: int, stream: int) -> int:
-        return rank * PAGE_BYTES + SLOTS * SLOT_BYTES + stream % MARKS * MARK.size
+        return rank * PAGE_BYTES + SLOTS * SLOT_BYTES + stream % MARKS * MARK_BYTES
 
     def _differs(self, rank: int, key: int, signature: int) -> bool:
-        its_key, its_signature, *_ = HEAD.unpack_from(self._memory, self._slot(rank, key))
+        its_key, _, its_signature, *_ = HEAD.unpack_from(self._memory, self._slot(rank, key))
         return its_key == key and its_signature != signature
 
     def _disagreement(self, note: Note) -> str:

@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 class Watch:
     """Looks at the board of a run now and then; `running` says which ranks have not returned."""
 
-    settle_s = 0.25  # a proof must hold this long: a rank may be between two lines
+    settle_s = 0.25  # a verdict must hold this long: a rank may be between two lines
     every_s = 0.04
 
     def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
@@ -61,16 +61,19 @@ class Watch:
         for rank in filter(running, range(self.board.size)):
             if notes := self.board.notes(rank, (WAITED_FOR,)):
                 waits[rank] = notes[0]
+        verdict = self._overdue(waits, now_s) or self._hopeless(waits, running)
+        suspect = (verdict, waits) if verdict else None
+        if suspect != self._suspect:
+            self._suspect, self._suspect_since_s = suspect, now_s
+        return verdict if now_s - self._suspect_since_s > self.settle_s else None
+
+    def _overdue(self, waits: dict[int, Note], now_s: float) -> Verdict | None:
         for rank, note in waits.items():
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
                 sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
                 return Verdict(sentence, tuple(missing))
-        verdict = self._hopeless(waits, running)
-        suspect = (verdict, waits) if verdict else None
-        if suspect != self._suspect:
-            self._suspect, self._suspect_since_s = suspect, now_s
-        return verdict if now_s - self._suspect_since_s > self.settle_s else None
+        return None
 
     def _missing(self, note: Note) -> list[int]:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]

@@ -69,6 +69,8 @@ class CommEvent:
     source: str = ""  # "file.py:12 in train"
     peer: int | None = None  # root of a broadcast, or the other end of a message
     tag: int = 0
+    step: int = 0  # of the training, where somebody counts
+    lane: str = ""  # who carried it: "caller" itself, the "lane" of the group, or the "backend"
     wire_bytes: int = 0  # known when the operation has ended
     issued_s: float = 0.0  # the strategy asked for it
     began_s: float = 0.0  # the transport started on it

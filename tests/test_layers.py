@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
-    1: {"schedules", "events", "clusters"},
+    1: {"schedules", "events", "trace", "clusters"},
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"record", "world"},
@@ -40,6 +40,7 @@ LAYERS: dict[int, set[str]] = {
 # A world switches the recording of its ranks on. Faces may use one another, but the command
 # line is the last: nothing stands on it.
 SIBLINGS: dict[str, set[str]] = {
+    "trace": {"events"},
     "parallel": {"precision", "memory"},
     "world": {"record"},
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},

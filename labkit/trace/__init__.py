@@ -1,0 +1,5 @@
+"""What a run was, as plain data: who computed when, what travelled, what memory held what."""
+
+from labkit.trace.graph import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
+
+__all__ = ["CATEGORIES", "MemoryPoint", "RankTrace", "Span", "Step", "Trace"]

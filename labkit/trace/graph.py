@@ -1,0 +1,197 @@
+"""The recorded run as a graph.
+
+    Trace ── one RankTrace per rank
+              steps    where each training step began and ended
+              spans    computing: forward, backward and optimizer, by module
+              comms    what went through the door (`labkit.events.CommEvent`)
+              memory   bytes by category over time, in the one step recorded in detail
+
+The edges are in the data. On a rank, things happen in the order of their times. A wait belongs to
+the event it waits for. The same collective has the same `group` and `seq` on all its ranks, a
+receive the same ends, tag and `seq` as its send: `Trace.collectives` and `Trace.messages` follow
+them, and a replay needs nothing else.
+
+All times are seconds since the trace's beginning, on one clock for all ranks.
+
+No torch here: a trace is read, replayed and drawn on machines that have none.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from labkit.events import CommEvent
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "communication buffers",
+    "other",
+)
+PHASES = ("forward", "backward", "optimizer", "user")
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of computing on one rank.
+
+    In forward, spans nest as modules do. In backward, the whole is one span of depth 0 and
+    module "", and the modules follow each other at depth 1, each with what is its own only.
+    """
+
+    phase: str  # one of PHASES
+    module: str  # path from the root, "blocks.0.mlp"; "" is the root, or all of backward
+    step: int
+    began_s: float
+    ended_s: float  # 0.0 while it is open: the run ended inside
+    depth: int = 0  # 0 is outermost
+    kind: str = ""  # class of the module or optimizer, "Linear"
+    flops: int | None = None  # counted in a detailed step: this span's own, without its children
+    moved_bytes: int | None = None  # read and written by its operations, likewise
+
+
+@dataclass(slots=True)
+class Step:
+    """One training step: from the end of the last one to the end of its optimizer step."""
+
+    index: int
+    began_s: float
+    ended_s: float  # 0.0 while it is open
+    detail: bool = False  # recorded in detail: has memory and operations, its times mean nothing
+
+
+class MemoryPoint(NamedTuple):
+    """Bytes held by each of CATEGORIES from `when_s` on."""
+
+    when_s: float
+    step: int
+    held_bytes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RankTrace:
+    """What one rank recorded."""
+
+    rank: int  # global
+    size: int  # ranks in the world
+    device: str = "cpu"
+    host: str = ""
+    steps: list[Step] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    comms: list[CommEvent] = field(default_factory=list)
+    memory: list[MemoryPoint] = field(default_factory=list)
+    complete: bool = True  # False: the rank died, or the file was cut off
+
+    def things(self) -> Iterator[Span | CommEvent | Step]:
+        yield from self.steps
+        yield from self.spans
+        yield from self.comms
+
+
+class MessageKey(NamedTuple):
+    group: str
+    source: int  # global ranks
+    target: int
+    tag: int
+    seq: int
+
+
+@dataclass
+class Trace:
+    """A recorded run. `about` is what `run.json` says of it: what, where, versions, seeds.
+    `metrics`: one dict for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}."""
+
+    ranks: dict[int, RankTrace] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the world (of which a damaged trace may miss some)."""
+        return max((one.size for one in self.ranks.values()), default=0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are there and none was cut off."""
+        return len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
+
+    def steps(self, detail: bool | None = None) -> list[int]:
+        """Numbers of the steps; only the detailed or only the timed ones where asked."""
+        every = (step for one in self.ranks.values() for step in one.steps)
+        return sorted({s.index for s in every if detail is None or s.detail == detail})
+
+    def step(self, index: int) -> "Trace":
+        """Step `index` alone, beginning at 0 s. Raises ValueError when it is not there."""
+        if index not in self.steps():
+            raise ValueError(f"no step {index} in this trace; it has {_ranges(self.steps())}")
+        ranks = {}
+        for number, one in self.ranks.items():
+            ranks[number] = replace(
+                one,
+                steps=[x for x in one.steps if x.index == index],
+                spans=[x for x in one.spans if x.step == index],
+                comms=[x for x in one.comms if x.step == index],
+                memory=[x for x in one.memory if x.step == index],
+            )
+        metrics = [x for x in self.metrics if x.get("step") == index]
+        return Trace(ranks, self.about, metrics).from_zero()
+
+    def from_zero(self) -> "Trace":
+        """The same with its earliest time at 0 s; itself is left as it is."""
+        zero_s = min((t for one in self.ranks.values() for t in _begins(one)), default=0.0)
+        ranks = {number: _earlier(one, zero_s) for number, one in self.ranks.items()}
+        return replace(self, ranks=ranks)
+
+    def collectives(self) -> dict[tuple[str, int], dict[int, CommEvent]]:
+        """(group, seq) -> global rank -> its event."""
+        found: dict[tuple[str, int], dict[int, CommEvent]] = {}
+        for one in self.ranks.values():
+            for event in one.comms:
+                if event.op not in ("send", "recv"):
+                    found.setdefault((event.group, event.seq), {})[one.rank] = event
+        return found
+
+    def messages(self) -> dict[MessageKey, dict[str, CommEvent]]:
+        """Each message -> {"send": event, "recv": event}, one of them missing where it is not
+        recorded."""
+        found: dict[MessageKey, dict[str, CommEvent]] = {}
+        for one in self.ranks.values():
+            for event in one.comms:
+                if event.op in ("send", "recv"):
+                    assert event.peer is not None
+                    ends = (one.rank, event.ranks[event.peer])
+                    source, target = ends if event.op == "send" else ends[::-1]
+                    key = MessageKey(event.group, source, target, event.tag, event.seq)
+                    found.setdefault(key, {})[event.op] = event
+        return found
+
+
+def _begins(one: RankTrace) -> Iterable[float]:
+    for thing in one.things():
+        yield thing.issued_s if isinstance(thing, CommEvent) else thing.began_s
+    for point in one.memory[:1]:
+        yield point.when_s
+
+
+def _earlier(one: RankTrace, by_s: float) -> RankTrace:
+    """All times earlier by `by_s`; an end that is 0.0, "not yet", stays so."""
+
+    def moved(thing: Any, begin: str, *others: str) -> Any:
+        times = {name: getattr(thing, name) for name in others}
+        changes = {name: time_s - by_s for name, time_s in times.items() if time_s}
+        return replace(thing, **{begin: getattr(thing, begin) - by_s}, **changes)
+
+    later = ("began_s", "ended_s", "wait_began_s", "wait_ended_s")
+    return replace(
+        one,
+        steps=[moved(x, "began_s", "ended_s") for x in one.steps],
+        spans=[moved(x, "began_s", "ended_s") for x in one.spans],
+        comms=[moved(x, "issued_s", *later) for x in one.comms],
+        memory=[x._replace(when_s=x.when_s - by_s) for x in one.memory],
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -74,17 +74,18 @@ def compare(
 @app.command(epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40")
 def bench(
     what: Annotated[
-        list[str] | None, typer.Argument(help="world, door, ddp; all of them if none.")
+        list[str] | None, typer.Argument(help="world, door, ddp, plot; all of them if none.")
     ] = None,
     turns: Annotated[int, typer.Option(help="Turns of each DDP measurement.", min=3)] = 40,
 ) -> None:
     """Measure labkit beside its peers, in one run. Close other programs first."""
-    from labkit.bench import ddp, door, world
+    from labkit.bench import ddp, door, plot, world
 
     benches = {
         "world": lambda: world.table(world.bench_world()),
         "door": lambda: door.table(door.bench_door()),
         "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
+        "plot": lambda: plot.table(plot.bench_plot()),
     }
     with _told():
         unknown = [name for name in what or () if name not in benches]

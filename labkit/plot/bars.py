@@ -1,11 +1,11 @@
 """One step of a rank as bars in lanes: what a timeline is made of, before it is drawn.
 
-    0 ─┬───────────────────────┬───────────────┬───────────
-       │ depth 0 and 1         │   waiting     │            the lane of computing
-       ├─────────┬─────────────┤               │
-    1 ─┴─depth 2─┴─────────────┴───────────────┴───────────
-          ┌─────────┐  ┌──────┐
-          └─────────┘  └──────┘                              lanes of communication
+0 ─┬───────────────────────┬───────────────┬───────────
+   │ depth 0 and 1         │   waiting     │            the lane of computing
+   ├─────────┬─────────────┤               │
+1 ─┴─depth 2─┴─────────────┴───────────────┴───────────
+      ┌─────────┐  ┌──────┐
+      └─────────┘  └──────┘                              lanes of communication
 """
 
 from collections.abc import Iterator

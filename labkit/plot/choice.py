@@ -18,11 +18,17 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
         )
     steps = trace.steps()
     if step is None:
-        warm = [one for one in trace.steps(detail=False) if one != steps[0]]
-        return (warm or trace.steps(detail=False) or steps or [None])[0]  # type: ignore[list-item]
+        return usual_steps(trace)[0] if steps else None
     if step not in steps:
         raise ValueError(f"no step {step} in this trace; it has {listed(steps)}")
     return step
+
+
+def usual_steps(trace: Trace) -> list[int]:
+    """The timed steps without the run's first; what there is where that leaves none."""
+    every = trace.steps()
+    timed = trace.steps(detail=False)
+    return [step for step in timed if step != every[0]] or timed or every
 
 
 def only_step(trace: Trace, step: int | None) -> Trace:
@@ -37,7 +43,9 @@ def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
     chosen = list(dict.fromkeys(ranks))
     missing = [rank for rank in chosen if rank not in trace.ranks]
     if missing:
-        raise ValueError(f"no rank {missing[0]} in this trace; it has {listed(sorted(trace.ranks))}")
+        raise ValueError(
+            f"no rank {missing[0]} in this trace; it has {listed(sorted(trace.ranks))}"
+        )
     if not chosen:
         raise ValueError("no ranks to draw: name at least one, or leave `ranks` out to draw all")
     return chosen

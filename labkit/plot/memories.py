@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.markers import CARETDOWN
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.plot.choice import choose_ranks, listed
@@ -28,6 +28,7 @@ from labkit.trace.measures import union
 if TYPE_CHECKING:
     from labkit.parallel.footprint import Footprint
 
+SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "user": ""}
 MOST_RANKS = 8  # drawn when none are named
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # the fields of a Footprint
 
@@ -54,29 +55,36 @@ def memory(
     across = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 4
     down = -(-len(chosen) // across)
     if figure is None:
-        figure = Picture(min(1.1 + 2.4 * down, 12.0), layout="constrained")
+        figure = Picture(min(1.0 + 2.4 * down, 12.0))
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     panels = grid.flatten()
     predicted_bytes = _held_bytes(part.about.get("predicted") if predicted is None else predicted)
-    most = max(peak_bytes(part.ranks[rank]) for rank in chosen)
-    scale, unit = byte_unit(max(most, predicted_bytes or 0))
-    for axes, rank in zip(panels, chosen):
-        _draw_rank(axes, part.ranks[rank], scale, unit)
+    most_bytes = max(predicted_bytes or 0, *(peak_bytes(part.ranks[rank]) for rank in chosen))
+    scale, unit = byte_unit(most_bytes)
+    inches = 0.88 * figure.bbox.width / figure.dpi / across  # of a panel
+    for place, (axes, rank) in enumerate(zip(panels, chosen)):
+        _draw_rank(axes, part.ranks[rank], scale, unit, inches)
         if predicted_bytes:
             axes.axhline(predicted_bytes / scale, color=INK, linestyle="--", linewidth=1.2)
-    panels[0].set(xlim=(0, 100), ylim=(0, max(most, predicted_bytes or 0) / scale * 1.25 or 1))
+        if place % across == 0:
+            axes.set_ylabel(unit)
+        if place + across >= len(chosen):  # nothing below it
+            axes.set_xlabel(f"step {part.steps()[0]} in detail: % done", labelpad=2)
+            axes.tick_params(labelbottom=True)
+    panels[0].set(xlim=(0, 100), ylim=(0, most_bytes / scale * 1.25 or 1))
     for axes in panels[len(chosen) :]:
         axes.set_visible(False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel(unit)
-    of = f"ranks {listed(chosen)} of {part.size}" if len(chosen) < part.size else ""
-    index = part.steps()[0]
-    figure.suptitle(
-        "  ·  ".join(x for x in (f"Memory in step {index}", of) if x), x=0.01, ha="left",
-        fontsize=TITLE_PT,
-    )  # fmt: skip
-    figure.supxlabel(f"step {index} in detail: how far it is, in percent", fontsize=SMALL_PT)
-    _legend(figure, part, chosen, predicted_bytes, scale, unit)
+    few = f" of {listed(chosen)} of {part.size} ranks" if len(chosen) < part.size else ""
+    words = [f"Memory by category{few}"]
+    if predicted_bytes:
+        words.append(
+            "dashed: parameters, gradients and optimizer state as predicted, "
+            f"{predicted_bytes / scale:.3g} {unit}"
+        )
+    figure.suptitle("  ·  ".join(words), x=0.01, ha="left", fontsize=TITLE_PT)
+    category_legend(figure, [p.held_bytes for r in chosen for p in part.ranks[r].memory])
     return figure
 
 
@@ -97,7 +105,20 @@ def peak_bytes(one: RankTrace) -> int:
     return max((sum(point.held_bytes) for point in one.memory), default=0)
 
 
-def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str) -> None:
+def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:
+    """Below the figure: the categories of which there is anything."""
+    entries = [
+        Patch(facecolor=colour, label=category)
+        for i, (category, colour) in enumerate(CATEGORIES.items())
+        if any(one[i] for one in held)
+    ]
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=len(entries) or 1,
+        handlelength=1.4, handleheight=0.9, columnspacing=1.5,
+    )  # fmt: skip
+
+
+def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
     axes.set_title(f"rank {one.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
     if not one.memory:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
@@ -112,13 +133,13 @@ def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str) -> None:
     )  # fmt: skip
     totals = held.sum(axis=1)
     at = int(totals.argmax())
-    axes.plot(when[at], totals[at], "v", color=INK, markersize=5, zorder=4)
+    axes.plot(when[at], totals[at], marker=CARETDOWN, color=INK, markersize=6, zorder=4)
     place = "right" if when[at] > 75 else "left" if when[at] < 25 else "center"
     axes.annotate(
-        f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 6), ha=place, va="bottom",
+        f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 7), ha=place, va="bottom",
         textcoords="offset points", fontweight="bold", fontsize=SMALL_PT,
     )  # fmt: skip
-    _draw_phases(axes, one, begin_s, percent_per_s)
+    _draw_phases(axes, one, begin_s, percent_per_s, inches)
 
 
 def _progress(one: RankTrace, step: Step) -> tuple[float, float]:
@@ -127,9 +148,10 @@ def _progress(one: RankTrace, step: Step) -> tuple[float, float]:
     return step.began_s, 100 / ((ended_s - step.began_s) or 1.0)
 
 
-def _draw_phases(axes: Axes, one: RankTrace, begin_s: float, percent_per_s: float) -> None:
-    """A ribbon over the axes."""
-    inches = axes.get_window_extent().width / axes.figure.dpi
+def _draw_phases(
+    axes: Axes, one: RankTrace, begin_s: float, percent_per_s: float, inches: float
+) -> None:
+    """A ribbon over the axes, which are so many inches wide."""
     for phase, colour in PHASES.items():
         spans = [x for x in one.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
@@ -140,9 +162,11 @@ def _draw_phases(axes: Axes, one: RankTrace, begin_s: float, percent_per_s: floa
                     facecolor=colour, edgecolor=PAPER, linewidth=0.7, clip_on=False,
                 )
             )  # fmt: skip
-            if width / 100 * inches > 0.085 * len(phase):
+            room = width / 100 * inches
+            name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room), "")
+            if name:
                 axes.text(
-                    left + width / 2, 1.045, phase, transform=axes.get_xaxis_transform(),
+                    left + width / 2, 1.045, name, transform=axes.get_xaxis_transform(),
                     ha="center", va="center_baseline", fontsize=7.5, color=text_on(colour),
                 )  # fmt: skip
             if left + width < 99.5:
@@ -156,22 +180,3 @@ def _held_bytes(predicted: object) -> float | None:
     if isinstance(predicted, dict):
         return sum(predicted[name] for name in HELD) if all(x in predicted for x in HELD) else None
     return float(sum(getattr(predicted, name) for name in HELD))
-
-
-def _legend(
-    figure: Figure, part: Trace, ranks: list[int], predicted_bytes: float | None,
-    scale: float, unit: str,
-) -> None:  # fmt: skip
-    of = [point.held_bytes for rank in ranks for point in part.ranks[rank].memory]
-    entries: list[Patch | Line2D] = [
-        Patch(facecolor=colour, label=category)
-        for i, (category, colour) in enumerate(CATEGORIES.items())
-        if any(held[i] for held in of)
-    ]
-    if predicted_bytes:
-        label = f"parameters + gradients + optimizer state as predicted: {predicted_bytes / scale:.3g} {unit}"
-        entries.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.2, label=label))
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=4 if predicted_bytes else 6,
-        handlelength=1.4, handleheight=0.9, columnspacing=1.5,
-    )  # fmt: skip

@@ -5,6 +5,8 @@ the colour of what it makes: forward makes activations, backward gradients, the 
 state. What travels is purple, blue, yellow, grey or brown by operation; vermilion is lost time.
 """
 
+from collections.abc import Iterable
+
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
 GREY, BROWN = "#8C8C8C", "#A6761D"
@@ -36,6 +38,7 @@ OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
 WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; what never ended
 COMPUTING, HIDDEN = "#7B8794", PURPLE  # all phases together; computing while something travels
+IDLE = "#E9EBEE"  # neither computing nor waiting
 MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
 
 TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
@@ -76,6 +79,12 @@ SETTINGS = {
 def shade(op: str, number: int) -> str:
     """The colour of the `number`-th operation of its kind."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
+
+
+def in_order(ops: Iterable[str]) -> list[str]:
+    """As they stand in OPERATIONS, then the others by name."""
+    known = list(OPERATIONS)
+    return sorted(set(ops), key=lambda op: (known.index(op) if op in known else len(known), op))
 
 
 def luminance(colour: str) -> float:

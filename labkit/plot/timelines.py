@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from labkit.plot.bars import Bar, RankBars, bars_of, end_of, lane_place
+from labkit.plot.bars import RankBars, bars_of, end_of, lane_place
 from labkit.plot.choice import choose_ranks, choose_step, only_step
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
@@ -22,6 +22,8 @@ from labkit.plot.style import (
     SMALL_PT,
     UNFINISHED,
     WAITING,
+    WIDTH_IN,
+    in_order,
     shade,
     text_on,
 )
@@ -218,13 +220,15 @@ def _legend(figure: Figure, trace: Trace) -> None:
     }
     if ops:
         entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
-    for op in sorted(ops):
+    for op in in_order(ops):
         name = "send, recv" if op in ("send", "recv") else op
         entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
     if _unfinished(trace):
         entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
+    inches = sum(0.5 + 0.075 * len(name) for name in entries)
+    rows = 1 if inches < WIDTH_IN else 2
     figure.legend(
-        list(entries.values()), list(entries), loc="lower center", ncols=min(len(entries), 9) or 1,
+        list(entries.values()), list(entries), loc="lower center", ncols=-(-len(entries) // rows),
         handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip

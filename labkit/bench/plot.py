@@ -34,7 +34,7 @@ class PlotTimes:
 def bench_plot(ranks: int = 8, turns: int = 15) -> PlotTimes:
     """Show another step `turns` times, in each of the two ways, in turns."""
     view = TimelineView(_run(ranks))
-    figure = Figure(view.figure.get_size_inches(), dpi=view.figure.dpi)
+    figure = Figure(tuple(view.figure.get_size_inches()), dpi=view.figure.dpi)
     axes = figure.subplots()
 
     def ours(step: int) -> None:

@@ -133,7 +133,7 @@ def _comm(rank: int, event: CommEvent, place: tuple[float, float], is_open: bool
     if event.op in ("send", "recv") and event.peer is not None:  # the same on both ends
         number += rank + event.ranks[event.peer] + event.tag
     whole = f"{event.op} {event.seq}"
-    names = (f"{whole}: not finished", whole) if is_open else (whole, str(event.seq))
+    names = (whole, str(event.seq))
     return Bar(
         *place, event.began_s * 1e3, event.ended_s * 1e3, shade(event.op, number), names,
         place[1], UNFINISHED if is_open else "", is_open,

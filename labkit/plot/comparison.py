@@ -8,6 +8,7 @@ from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from labkit.parallel.footprint import Footprint
 from labkit.plot.picture import Picture, styled
@@ -62,7 +63,7 @@ def _draw_losses(axes: Axes, results: Sequence[Compared]) -> None:
             alpha=0.9,
         )  # fmt: skip
     axes.set(title="Loss: the lines lie on each other", xlabel="step", ylabel="nats per token")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
 
 

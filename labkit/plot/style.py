@@ -6,6 +6,7 @@ state. What travels is purple, blue, yellow, grey or brown by operation; vermili
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
@@ -45,7 +46,7 @@ TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
 WIDTH_IN, DPI = 10.5, 100  # a laptop shows 1050 pixels
 
 # Whatever style a notebook has set for its own plots, ours stay readable.
-SETTINGS = {
+SETTINGS: Any = {
     "axes.edgecolor": MUTED,
     "axes.facecolor": PAPER,
     "axes.grid": False,

@@ -1,36 +1,27 @@
 """The timeline of a step: per rank a lane of computing, and lanes of communication below it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
 
 from labkit.plot.bars import RankBars, bars_of, end_of, lane_place
 from labkit.plot.choice import choose_ranks, choose_step, only_step
+from labkit.plot.frame import (
+    BOTTOM_IN,
+    TOP_IN,
+    add_legend,
+    group_name,
+    new_axes,
+    title_of,
+    unfinished,
+)
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
-from labkit.plot.style import (
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    PHASES,
-    SMALL_PT,
-    UNFINISHED,
-    WAITING,
-    WIDTH_IN,
-    in_order,
-    shade,
-    text_on,
-)
+from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, text_on
 from labkit.trace import Trace
-from labkit.trace.measures import overlap
 
-LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
@@ -81,8 +72,8 @@ class TimelineView:
         rows = sum(self._of(step)[2][rank].height for rank in chosen)
         axes_in = min(max(1.3, rows * 0.46), 8.0)
         self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
-        self.axes = _new_axes(self.figure)
-        _legend(self.figure, trace)
+        self.axes = new_axes(self.figure)
+        add_legend(self.figure, trace)
         self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
         self.axes.add_collection(self.polygons, autolim=False)
         self.names = Lettering(self.axes, NAME_PT, self.axes.transData, align=0.5, clip=True)
@@ -114,7 +105,7 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self.axes.set_title(_title(part, step, chosen), loc="left")
+        self.axes.set_title(title_of(part, step, chosen), loc="left")
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
@@ -125,7 +116,7 @@ class TimelineView:
         if step not in self._steps:
             part = only_step(self.trace, step)
             end_s = end_of(part)
-            if _unfinished(part):
+            if unfinished(part):
                 end_s *= 1.08  # room for what never ended
             bars = {rank: bars_of(one, end_s) for rank, one in part.ranks.items()}
             self._steps[step] = (part, end_s, bars)
@@ -151,10 +142,10 @@ class TimelineView:
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
         edges = [bar.edge or (PAPER if roomy[i] else bar.colour) for i, bar in enumerate(bars)]
-        self.polygons.set_verts(np.stack([x, y], axis=2))
+        self.polygons.set_verts(np.stack([x, y], axis=2))  # type: ignore[arg-type]
         self.polygons.set_facecolor([bar.colour for bar in bars])
         self.polygons.set_edgecolor(edges)
-        self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, 0.7, 0.2)))
+        self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, 0.7, 0.2)).tolist())
 
     def _write_names(self) -> None:
         """The names of the widest bars, where they fit."""
@@ -187,77 +178,5 @@ class TimelineView:
                 high = (lane_bottom - lane_top) * self._px_per_row > NAME_PX
                 if high and group not in groups[:lane]:
                     y = top + (lane_top + lane_bottom) / 2
-                    labels.append(Name(_group_name(group), -0.007, y, MUTED))
+                    labels.append(Name(group_name(group), -0.007, y, MUTED))
         self.labels.write(labels)
-
-
-def _new_axes(figure: Figure) -> Axes:
-    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
-    place = (
-        LEFT_IN / width_in,
-        BOTTOM_IN / height_in,
-        1 - (LEFT_IN + RIGHT_IN) / width_in,
-        1 - (TOP_IN + BOTTOM_IN) / height_in,
-    )
-    axes = figure.add_axes(place)
-    axes.spines["left"].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.set_yticks([])
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
-    return axes
-
-
-def _legend(figure: Figure, trace: Trace) -> None:
-    """What is somewhere in the trace, so that it stays when another step is shown."""
-    ranks = trace.ranks.values()
-    phases = {x.phase for one in ranks for x in one.spans}
-    ops = {x.op for one in ranks for x in one.comms}
-    entries: dict[str, Patch | tuple[Patch, ...]] = {
-        {"user": "other code"}.get(phase, phase): Patch(facecolor=colour)
-        for phase, colour in PHASES.items()
-        if phase in phases
-    }
-    if ops:
-        entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
-    for op in in_order(ops):
-        name = "send, recv" if op in ("send", "recv") else op
-        entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
-    if _unfinished(trace):
-        entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
-    inches = sum(0.5 + 0.075 * len(name) for name in entries)
-    rows = 1 if inches < WIDTH_IN else 2
-    figure.legend(
-        list(entries.values()), list(entries), loc="lower center", ncols=-(-len(entries) // rows),
-        handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )  # fmt: skip
-
-
-def _unfinished(trace: Trace) -> bool:
-    return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
-
-
-def _title(part: Trace, step: int | None, ranks: Sequence[int]) -> str:
-    shown = Trace({rank: part.ranks[rank] for rank in ranks})
-    last_ms = f"{end_of(part) * 1e3:.3g} ms"
-    of = f"{len(ranks)} of " if len(ranks) < part.size else ""
-    words = [
-        "The whole run" if step is None else f"Step {step}",
-        f"{of}{part.size} rank{'s' * (part.size != 1)}",
-        f"unfinished after {last_ms}" if _unfinished(part) else last_ms,
-    ]
-    if any(x.ended_s for one in shown.ranks.values() for x in one.comms):
-        words.append(f"{overlap(shown):.0%} of communication hidden behind computing")
-    if part.about.get("link"):
-        words.append("paced")
-    return "  ·  ".join(words)
-
-
-def _group_name(group: str) -> str:
-    """ "default" and "3 (ranks 0, 2)", as the door calls them, in words for a narrow margin."""
-    name = group.partition(" of world ")[0]
-    if name == "default":
-        return "all ranks"
-    name = name[name.find("(") + 1 :].removesuffix(")")
-    return name if len(name) <= 16 else name[:14] + " …"

@@ -24,7 +24,7 @@ def view(trace: Trace) -> "View":
     return View(trace)
 
 
-class View(ipywidgets.VBox):  # type: ignore[misc]
+class View(ipywidgets.VBox):
     """Controls over one picture. `picture.value` is the PNG that they have made last.
 
     Where no kernel runs (a page on the web, an exported notebook) the picture is shown as it was
@@ -35,14 +35,14 @@ class View(ipywidgets.VBox):  # type: ignore[misc]
         self._trace = trace
         self._timeline = TimelineView(trace)
         self._memories: dict[tuple[int, ...], bytes] = {}
-        steps = trace.steps()
+        steps: list[Any] = list(trace.steps()) or [("all", None)]
         ranks = choose_ranks(trace)
         self.what = ipywidgets.ToggleButtons(
             options=["timeline", "memory"] if _has_memory(trace) else ["timeline"],
             style={"button_width": "7em"},
         )
         self.step = ipywidgets.SelectionSlider(
-            options=steps or [("all", None)], value=choose_step(trace), description="step",
+            options=steps, value=choose_step(trace), description="step",
             layout={"width": "22em"},
         )  # fmt: skip
         self.zoom = ipywidgets.FloatRangeSlider(

@@ -21,7 +21,7 @@ class Name(NamedTuple):
     colour: str
 
 
-class Lettering:
+class Lettering(PathCollection):
     """Names of `size_pt` points on `axes`, vertically centred on their places.
 
     Args:
@@ -30,33 +30,34 @@ class Lettering:
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):
+        super().__init__([], offset_transform=where, linewidths=0, zorder=3, clip_on=clip)
+        self.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
+        axes.add_collection(self, autolim=False)
         self._size_pt, self._align = size_pt, align
-        self._collection = PathCollection(
-            [], offset_transform=where, linewidths=0, zorder=3, clip_on=clip
-        )
-        self._collection.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
-        axes.add_collection(self._collection, autolim=False)
         self.names: list[Name] = []
 
     def write(self, names: list[Name]) -> None:
         """Show these, and no longer those before."""
         self.names = names
-        self._collection.set_paths([self._outline(name.text) for name in names])
-        self._collection.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
-        self._collection.set_facecolor([name.colour for name in names])
+        self.set_paths([self._outline(name.text) for name in names])
+        self.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
+        self.set_facecolor([name.colour for name in names])
 
     def width_pt(self, text: str) -> float:
         return _extents(text, self._size_pt).width
 
     def boxes(self) -> list[Bbox]:
         """Where each name lies, in pixels of the figure."""
-        points = self._collection.get_transform()
-        places = self._collection.get_offset_transform()
+        points, places = self.get_transform(), self.get_offset_transform()
         found = []
         for name in self.names:
             box = self._outline(name.text).get_extents(points)
             found.append(box.translated(*places.transform((name.x, name.y))))
         return found
+
+    def get_window_extent(self, renderer: object = None) -> Bbox:
+        """Of all of them; what layouts and `bbox_inches="tight"` ask for."""
+        return Bbox.union(self.boxes()) if self.names else Bbox.null()
 
     def _outline(self, text: str) -> Path:
         return _aligned(text, self._size_pt, self._align)

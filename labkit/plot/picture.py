@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from labkit.plot.style import DPI, SETTINGS, WIDTH_IN
 
@@ -25,6 +26,10 @@ class Picture(Figure):
     def __init__(self, height_in: float, **options: Any):
         super().__init__(figsize=(WIDTH_IN, height_in), dpi=DPI, **options)
         FigureCanvasAgg(self)
+
+    def get_tightbbox(self, *args: Any, **kwargs: Any) -> Bbox:
+        """All of it: our margins are part of it, and IPython would cut them off."""
+        return Bbox.from_bounds(0, 0, *self.get_size_inches())
 
     def _repr_png_(self) -> bytes:
         return png(self)

@@ -26,9 +26,11 @@ _HOME = {
     "progress": "labkit.world",
     "RankError": "labkit.world",
     "RankInterrupt": "labkit.world",
+    "read_run": "labkit.trace",
     "Single": "labkit.parallel",
     "Text": "labkit.data",
     "World": "labkit.world",
+    "write_run": "labkit.trace",
 }
 __all__ = list(_HOME)
 

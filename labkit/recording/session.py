@@ -1,8 +1,8 @@
 """`record()`: the same block around a world's runs in a notebook, and inside any one rank.
 
-    notebook    record() ── its spec travels with every world.run ──> a Recorder on each rank
-                         <── the run's folder, which all ranks write, is read at the end
-    one rank    record() ── a Recorder here
+notebook    record() ── its spec travels with every world.run ──> a Recorder on each rank
+                     <── the run's folder, which all ranks write, is read at the end
+one rank    record() ── a Recorder here
 """
 
 import shutil
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.comm import Comm
-from labkit.record.recorder import Recorder
+from labkit.recording.recorder import Recorder
 from labkit.trace import Trace
 from labkit.trace.folder import begin_run, read_run
 
@@ -32,9 +32,12 @@ class Recording:
 
     now: "Recording | None" = None
 
-    def __init__(self, folder: Path | None, detail_step: int | None, about: dict[str, Any]):
+    def __init__(
+        self, folder: Path | None, detail_step: int | None, about: dict[str, Any], here: Recorder
+    ):
         self.kept, self.about, self.detail_step = folder, about, detail_step
         self.folder: Path | None = folder
+        self._here = here
         self._world: object = None
         self._failed = False
 
@@ -46,6 +49,7 @@ class Recording:
         if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
             return None
         if self._world is None:
+            self._here.leave_to_ranks()
             self._world = world
             if self.kept is None:
                 self.folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
@@ -107,8 +111,8 @@ def record(
         if comm is not None:
             comm.barrier()  # the others write into the folder that rank 0 has made
     trace = Trace()
-    Recording.now = recording = Recording(folder, detail_step, about)
     recorder = Recorder(rank, size, folder, detail_step)
+    Recording.now = recording = Recording(folder, detail_step, about, recorder)
     try:
         with recorder:
             yield trace

@@ -17,8 +17,8 @@ from torch import nn
 from labkit.comm import here, listen_with
 from labkit.comm.clock import HostClock, clock_here
 from labkit.events import CommEvent
-from labkit.record.detail import Detail
-from labkit.record.spans import Spans
+from labkit.recording.detail import Detail
+from labkit.recording.spans import Spans
 from labkit.trace import RankTrace, Step
 from labkit.trace.folder import add_metrics
 from labkit.trace.rankfile import RankFile
@@ -79,6 +79,19 @@ class Recorder:
         self._clock.settle(patience_s=5.0)
         self._on.close()
 
+    def leave_to_ranks(self) -> None:
+        """This process only drives a world, whose ranks record themselves.
+
+        Raises RuntimeError when something was recorded here.
+        """
+        if self.begun:
+            raise RuntimeError(
+                "record(): this block has recorded computing of this process itself; give the "
+                "world's run a block of its own"
+            )
+        if self._writer:
+            self._writer.off = True
+
     def _heard(self, event: CommEvent) -> None:
         event.step = self._spans.step
         self.trace.comms.append(event)
@@ -122,6 +135,10 @@ class Recorder:
             if self._detail:
                 self._detail.met(root)
 
+    @property
+    def begun(self) -> bool:
+        return self._count() > 0
+
     def settle(self) -> None:
         self._clock.settle()
 
@@ -148,6 +165,7 @@ class _Writer:
         self._file: RankFile | None = None
         self._written = [0, 0, 0, 0, 0]
         self._stop = threading.Event()
+        self.off = False
 
     def __enter__(self) -> None:
         self._stop.clear()
@@ -158,14 +176,17 @@ class _Writer:
         self._stop.set()
         self._thread.join()
         self._write()
-        assert self._file
-        self._file.mark_end()
+        if self._file:
+            self._file.mark_end()
 
     def _work(self) -> None:
         while not self._stop.wait(FLUSH_S):
-            self._write()
+            if self._recorder.begun:
+                self._write()
 
     def _write(self) -> None:
+        if self.off:
+            return
         recorder, trace = self._recorder, self._recorder.trace
         if self._file is None:
             self._file = RankFile(self._folder, trace.rank, trace.size, trace.device, trace.host)

@@ -206,6 +206,7 @@ def _deal(recorders: list[_Rank]) -> None:
         sent.peer, got.peer = one.trace.rank, 0
         sent.seq = got.seq
         sent.blocking, sent.bus_bytes, sent.wire_bytes = False, nbytes, nbytes
+        sent.lane = "backend"
         sent.issued_s = sent.began_s = issued_s = issued_s + 4e-6
         sent.ended_s = issued_s + LATENCY_S
         got.issued_s = got.began_s = got.wait_began_s = one.now_s

@@ -83,11 +83,15 @@ class RankFile:
         since = [thing for _, thing in self._open.values() if not _is_open(thing)]
         self._write([self._row(thing) for thing in (*since, *things)])
 
+    def mark_end(self) -> None:
+        """Write what has ended since, and an end mark: all is there, unless more is appended."""
+        self.append()
+        self._write([_line(["end", self._count])])
+
     def close(self, complete: bool = True) -> None:
         """Write what has ended since, and the end mark (not so if not `complete`)."""
         if not self._file.closed:
-            self.append()
-            self._write([_line(["end", self._count])] if complete else [])
+            self.mark_end() if complete else self.append()
             self._file.close()
 
     def __enter__(self) -> "RankFile":

@@ -62,6 +62,7 @@ class _Slice:
     args: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
     thread: int = 0
+    around: "_Slice | None" = None  # on the same thread
 
 
 class _Page:
@@ -94,6 +95,7 @@ class _Page:
                 if around and one.end_ns > around[-1].end_ns:
                     crossing.append(one)
                     continue
+                one.around = around[-1] if around else None
                 around.append(one)
                 here.append(one)
                 one.rank, one.thread = self.one.rank, len(self.threads) + 1
@@ -122,7 +124,7 @@ class _Page:
 
     def _waits(self) -> Iterator[_Slice]:
         for event in self.one.comms:
-            if event.wait_began_s or event.wait_ended_s:
+            if event.blocking or event.wait_ended_s:
                 name = f"wait for {event.op} {event.seq}"
                 wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
                 self.waited[id(event)] = wait
@@ -140,13 +142,11 @@ class _Page:
 
     def computing_at(self, when_ns: int) -> _Slice | None:
         """A slice of the first thread that holds this moment, for an arrow to leave from."""
-        i = bisect_right(self._begins, when_ns) - 1
-        while i >= 0:
-            one = self.threads[0][1][i]
-            if when_ns < one.end_ns:
-                return one
-            i -= 1
-        return None
+        i = bisect_right(self._begins, when_ns)
+        one = self.threads[0][1][i - 1] if i else None
+        while one and one.end_ns <= when_ns:
+            one = one.around
+        return one
 
     def events(self) -> Iterator[Event]:
         """All but the arrows."""

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -50,7 +51,9 @@ def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
 
 def _what(trace: Trace) -> Rows:
     about = trace.about
-    rows: Rows = [(key, str(about[key])) for key in ("what", "command", "started_at") if key in about]
+    rows: Rows = [
+        (key, str(about[key])) for key in ("what", "command", "started_at") if key in about
+    ]
     versions = [f"{key} {about[key]}" for key in ("labkit", "python", "torch") if key in about]
     rows += [("versions", ", ".join(versions))] if versions else []
     rows += [("seeds", str(about[key])) for key in ("seed", "seeds") if key in about]
@@ -61,9 +64,11 @@ def _what(trace: Trace) -> Rows:
     steps, detailed = trace.steps(), trace.steps(detail=True)
     told = ", ".join(map(str, detailed))
     rows.append(("steps", f"{len(steps)}" + (f", in detail: step {told}" if detailed else "")))
-    losses = [note["loss"] for note in trace.metrics if "loss" in note]
+    losses = [(x["step"], x["loss"]) for x in trace.metrics if {"step", "loss"} <= x.keys()]
     if losses:
-        rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
+        ends = (min(losses)[0], max(losses)[0])
+        first, last = (fmean(loss for step, loss in losses if step == end) for end in ends)
+        rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
     return rows
 
 
@@ -111,7 +116,7 @@ def _sent(trace: Trace) -> Rows:
             sent_bytes[event.op] += event.bus_bytes
     per = " a step" if steps else ""
     return [
-        (op, f"{sent_bytes[op] / parts / 1e6:.3f} MB{per}, in {calls[op] / parts:.4g} calls")
+        (op, f"{decimal(round(sent_bytes[op] / parts))}{per}, in {calls[op] / parts:.4g} calls")
         for op in sorted(calls, key=lambda op: -sent_bytes[op])
     ]
 
@@ -123,8 +128,8 @@ def _memory(trace: Trace) -> Rows:
         return []
     most, rank = max(points, key=lambda x: (x[0], -x[1]))
     point = next(p for p in trace.ranks[rank].memory if sum(p.held_bytes) == most)
-    rows = [(name, _mb(nbytes)) for name, nbytes in zip(CATEGORIES, point.held_bytes) if nbytes]
-    return [("together", f"{_mb(most)}, on rank {rank} in step {point.step}"), *rows]
+    rows = [(name, decimal(nbytes)) for name, nbytes in zip(CATEGORIES, point.held_bytes) if nbytes]
+    return [("together", f"{decimal(most)}, on rank {rank} in step {point.step}"), *rows]
 
 
 def _timed(trace: Trace) -> Trace:
@@ -144,7 +149,3 @@ def _timed(trace: Trace) -> Trace:
 
 def _ms(time_s: float) -> str:
     return f"{time_s * 1e3:.2f} ms"
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3f} MB"

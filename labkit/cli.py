@@ -1,4 +1,4 @@
-"""The command line: `labkit compare`, `bench`, `doctor`, `run`."""
+"""The command line: `labkit compare`, `bench`, `doctor`, `run`, `view`."""
 
 import os
 from pathlib import Path
@@ -165,6 +165,36 @@ def doctor() -> None:
     if findings.problems:
         raise typer.Exit(1)
     console.print("[green]Nothing is wrong.[/]")
+
+
+@app.command(
+    epilog="Examples:  labkit view runs/mine  ·  labkit view runs/mine --chrome trace.json.gz, "
+    "then open it at ui.perfetto.dev"
+)
+def view(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")],
+    chrome: Annotated[
+        Path | None, typer.Option(help="Write the trace for Perfetto; .gz packs it.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Draw the timeline of this step only.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the pictures on screen.")] = False,
+) -> None:
+    """Tell what a recorded run did, and draw its timeline and memory into its folder."""
+    from labkit import view as viewing
+    from labkit.trace import read_run
+    from labkit.trace.chrome import write_chrome
+
+    with _told():
+        trace = read_run(folder)
+        console.print(viewing.table(trace, str(folder)))
+        for problem in trace.about.get("problems", ()):
+            console.print(f"[red]damaged:[/] {problem}", highlight=False)
+        if chrome:
+            console.print(f"For ui.perfetto.dev: {write_chrome(trace, chrome)}")
+        for picture in viewing.draw(trace, folder, step):
+            console.print(f"The picture: {picture}")
+            if open_:
+                typer.launch(str(picture))
 
 
 @app.callback(invoke_without_command=True)

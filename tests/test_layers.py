@@ -32,6 +32,7 @@ LAYERS: dict[int, set[str]] = {
         "cli",
         "recipes",
         "training",
+        "view",
     },
 }
 

@@ -74,20 +74,22 @@ def compare(
 @app.command(epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40")
 def bench(
     what: Annotated[
-        list[str] | None, typer.Argument(help="world, door, ddp, recording; all of them if none.")
+        list[str] | None,
+        typer.Argument(help="world, door, ddp, recording, plot; all of them if none."),
     ] = None,
     turns: Annotated[
         int, typer.Option(help="Turns of the DDP and recording measurements.", min=3)
     ] = 40,
 ) -> None:
     """Measure labkit beside its peers, in one run. Close other programs first."""
-    from labkit.bench import ddp, door, recording, world
+    from labkit.bench import ddp, door, plot, recording, world
 
     benches = {
         "world": lambda: world.table(world.bench_world()),
         "door": lambda: door.table(door.bench_door()),
         "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
         "recording": lambda: recording.table(recording.bench_recording(turns=turns)),
+        "plot": lambda: plot.table(plot.bench_plot()),
     }
     with _told():
         unknown = [name for name in what or () if name not in benches]

@@ -20,7 +20,7 @@ LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "trace", "clusters"},
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
-    4: {"record", "world"},
+    4: {"recording", "world"},
     5: {
         "replay",
         "plot",
@@ -42,7 +42,7 @@ LAYERS: dict[int, set[str]] = {
 SIBLINGS: dict[str, set[str]] = {
     "trace": {"events"},
     "parallel": {"precision", "memory"},
-    "world": {"record"},
+    "world": {"recording"},
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
 }
 

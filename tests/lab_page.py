@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from browser import WITHIN_S, Browser, BrowserError, Page, stop_tree
+from devtools import WIDTH, WITHIN_S, Browser, BrowserError, Page, stop_tree
 from provoke import ROOT, until
 
 SETTINGS = {
@@ -136,12 +136,9 @@ class Cell:
 
 NOTEBOOK = "[...jupyterapp.shell.widgets('main')].find(widget => widget.sessionContext)"
 DIALOG = "(document.querySelector('.jp-Dialog-content') || {}).innerText"
-READY = f"""(async () => {{
-    await jupyterapp.restored;
+READY = f"""(() => {{
     const panel = {NOTEBOOK};
-    await panel.context.ready;
-    await panel.sessionContext.ready;
-    return panel.sessionContext.session?.kernel?.status === "idle";
+    return panel.context.isReady && panel.sessionContext.session?.kernel?.status === "idle";
 }})()"""
 CELLS = f"""{NOTEBOOK}.content.widgets
     .map((cell, index) => [cell, index])
@@ -155,12 +152,26 @@ CELLS = f"""{NOTEBOOK}.content.widgets
     }}))"""
 
 
-# Scroll to a screen of the notebook, counted from 0, and let it be painted.
+# Scroll to a screen of the notebook, counted from 0, and let it be painted. Below the last cell
+# comes room that is empty.
 _SCROLL = f"""(async () => {{
     const pane = {NOTEBOOK}.content.node.querySelector(".jp-WindowedPanel-outer");
     pane.scrollTop = %d * pane.clientHeight;
     await new Promise(resolve => setTimeout(() => requestAnimationFrame(resolve), 100));
-    return {{last: pane.scrollTop + pane.clientHeight >= pane.scrollHeight - 1}};
+    const cells = pane.querySelectorAll(".jp-Cell");
+    const end = cells[cells.length - 1].getBoundingClientRect().bottom;
+    return {{last: end <= pane.getBoundingClientRect().bottom}};
+}})()"""
+
+# Where the last cell ends, in pixels, or null while cells are being put there.
+_END = f"""(async () => {{
+    const end = () => {{
+        const cells = {NOTEBOOK}.content.node.querySelectorAll(".jp-Cell");
+        return cells[cells.length - 1].getBoundingClientRect().bottom;
+    }};
+    const before = end();
+    await new Promise(resolve => setTimeout(() => requestAnimationFrame(resolve), 300));
+    return before === end() ? before : null;
 }})()"""
 
 
@@ -203,6 +214,7 @@ class LabPage:
         choice = json.dumps({"theme": name})
         self.page.value(f"jupyterapp.commands.execute('apputils:change-theme', {choice})")
         self.page.until(f"document.body.dataset.jpThemeName === {json.dumps(name)}", name)
+        self.page.until("!document.querySelector('#jupyterlab-splash')", f"{name}, with no splash")
 
     def wait_for(
         self, ready: Callable[[list[Cell]], bool], what: str, within_s: float = WITHIN_S
@@ -226,6 +238,12 @@ class LabPage:
             self.page.photograph(folder / f"{Path(self.name).stem}-{number:02d}.png")
             if top["last"]:
                 break
+
+    def show_whole(self) -> None:
+        """Make the window so high that all cells are in it."""
+        self.page.resize(WIDTH, 30_000)
+        end = self.page.until(_END, "the cells stand still")
+        self.page.resize(WIDTH, int(end) + 100)
 
     def close(self) -> None:
         """Close the tab and shut its kernel down."""

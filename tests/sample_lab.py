@@ -46,9 +46,9 @@ world.run(mean_of_ranks, 10.0)
 
 # %%
 # %%ranks 2
-x = torch.ones(3) * (rank + 1)
-comm.all_reduce(x)
-x
+x = torch.ones(3)
+torch.distributed.all_reduce(x)
+x.tolist()
 
 # %% [markdown]
 # One rank makes a mistake, and the lab goes on.
@@ -90,7 +90,6 @@ display(slider, picture)
 # A slider that draws anew into an output.
 
 # %%
-widgets.interact(lambda height: display(bar(height)) or plt.close(), height=(0, 10))
-
+_ = widgets.interact(lambda height: display(bar(height)) or plt.close(), height=(0, 10))
 # %%
 world.close()

@@ -7,19 +7,21 @@ picture of every screen of every lab there.
 
 import json
 import os
+import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from devtools import HEIGHT, WIDTH, Browser, browser, missing
+from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
+from provoke import ROOT, alive
 
 jupytext = pytest.importorskip("jupytext", reason="needs jupytext, to build the sample lab")
 pytest.importorskip("jupyterlab", reason="needs JupyterLab")
 pytest.importorskip("ipywidgets", reason="needs ipywidgets, for sliders")
-
-from browser import Browser, browser, missing  # noqa: E402
-from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook  # noqa: E402
-from provoke import ROOT, alive  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,7 +128,8 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         if name == "sample_lab.ipynb":
             assert sliders == 2
             assert [cell.error for cell in cells if cell.error] == ["RankError"]
-            assert "[10.5, 10.5]" in "".join(cell.text for cell in cells)
+            text = "\n".join(cell.text for cell in cells)
+            assert "[10.5, 10.5]" in text and "rank 1: [2.0, 2.0, 2.0]" in text
         keep_pictures(opened, chrome.pictures)
 
 
@@ -148,6 +151,26 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
         cells = opened.wait_for(lambda cells: all_ran(cells[2:]), "the next cell ran")
         assert cells[2].text == "[0, 10]"
         keep_pictures(opened, chrome.pictures)
+
+
+# ---- a notebook as a picture
+
+
+def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
+    write_notebooks(tmp_path / "notebooks")
+    out = tmp_path / "lab.png"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "tests/browser.py")),
+            *(str(tmp_path / "notebooks/sample_lab.ipynb"), str(out), "--dark"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    width, height = struct.unpack(">II", out.read_bytes()[16:24])  # of PNG's first chunk
+    assert width == WIDTH and height > HEIGHT
 
 
 # ---- what is left

@@ -23,12 +23,17 @@ _HOME = {
     "loss": "labkit.data",
     "MLP": "labkit.models",
     "NaiveDDP": "labkit.parallel",
+    "metric": "labkit.recording",
     "progress": "labkit.world",
     "RankError": "labkit.world",
     "RankInterrupt": "labkit.world",
+    "record": "labkit.recording",
+    "read_run": "labkit.trace",
+    "span": "labkit.recording",
     "Single": "labkit.parallel",
     "Text": "labkit.data",
     "World": "labkit.world",
+    "write_run": "labkit.trace",
 }
 __all__ = list(_HOME)
 

@@ -4,6 +4,16 @@ from labkit.comm.board import Board, CollectiveMismatch
 from labkit.comm.door import Comm
 from labkit.comm.handle import CommError, Handle
 from labkit.comm.link import Link
-from labkit.comm.surroundings import here, listen
+from labkit.comm.surroundings import here, listen, listen_with
 
-__all__ = ["Board", "CollectiveMismatch", "Comm", "CommError", "Handle", "Link", "here", "listen"]
+__all__ = [
+    "Board",
+    "CollectiveMismatch",
+    "Comm",
+    "CommError",
+    "Handle",
+    "Link",
+    "here",
+    "listen",
+    "listen_with",
+]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from labkit.comm import algorithms
 from labkit.comm.algorithms import Algorithm, Chunks, Reduction
+from labkit.comm.surroundings import here
 from labkit.comm.wire import Lane, LaneWork, Posted, Wire, Work, living
 from labkit.events import chunk_sizes
 
@@ -82,7 +83,8 @@ class SendReceive(Back):
 
     def _start(self, call: Call, algorithms_of_it: Callable[[], Sequence[Algorithm]]) -> Work:
         def function() -> int:
-            return algorithms.run(*algorithms_of_it())
+            with here.carrying():
+                return algorithms.run(*algorithms_of_it())
 
         if not call.asynchronous:
             return LaneWork(function).run()

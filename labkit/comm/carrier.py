@@ -4,7 +4,6 @@ moves the bytes of its device.
 """
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -138,8 +137,9 @@ class Carrier:
                 f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) has one "
                 "place for several elements and cannot be written; give x.contiguous()"
             )
-        host = flat.cpu() if by_host else flat
-        copy = _in_line(host.resolve_conj().resolve_neg().contiguous())
+        with here.carrying():
+            host = flat.cpu() if by_host else flat
+            copy = _in_line(host.resolve_conj().resolve_neg().contiguous())
         if finish is not None:
             finish.append(lambda: flat.copy_(copy.view(flat.shape)))
         return copy
@@ -177,8 +177,9 @@ class Carrier:
         board = here.board
         if board:
             board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
-        for listener in here.listeners if event else ():
-            listener.append(event)  # type: ignore[arg-type]
+        if event:
+            for heard in here.listeners:
+                heard(event)
         try:
             work = start()
         except BaseException:
@@ -191,12 +192,14 @@ class Carrier:
         self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
         peer: int | None, tag: int = 0,
     ) -> CommEvent:  # fmt: skip
-        return CommEvent(
+        event = CommEvent(
             op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
             dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
             payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
-            peer=peer, tag=tag, issued_s=time.monotonic(),
+            peer=peer, tag=tag,
         )  # fmt: skip
+        here.clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
+        return event
 
     def _back(self, x: torch.Tensor) -> Back:
         key = (x.device, here.link)

@@ -1,11 +1,10 @@
 """An operation under way."""
 
-import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from labkit.comm.board import Board, Note
-from labkit.comm.wire import Work
+from labkit.comm.surroundings import here
+from labkit.comm.wire import LaneWork, Work
 from labkit.events import CommEvent
 
 
@@ -29,6 +28,9 @@ class Handle:
         self._work: Work | None = work
         self._what, self._finish = what, finish
         self._event, self._board, self._note = event, board, note
+        self._end = None
+        if event is not None and hasattr(work, "get_future"):  # torch's: it does not tell when
+            self._end = here.clock.end_of(work)
 
     def wait(self) -> None:
         """Block until the operation is done (on CUDA: until the current stream waits for it).
@@ -37,7 +39,8 @@ class Handle:
         """
         if self._work is None:
             return
-        wait_began_s = time.monotonic() if self._event else 0.0
+        if self._event and not self._event.blocking:
+            here.clock.mark(self._event, "wait_began_s")
         if self._board and self._note:
             self._board.wait(self._note)
         try:
@@ -52,18 +55,22 @@ class Handle:
         if self._board and self._note:
             self._board.leave(self._note)
         if self._event:
-            self._complete(self._event, wait_began_s, sent_bytes)
+            self._complete(self._event, sent_bytes)
         self._work, self._finish = None, []
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._work is None or self._work.is_completed()
 
-    def _complete(self, event: CommEvent, wait_began_s: float, sent_bytes: object) -> None:
-        event.wait_began_s = event.issued_s if event.blocking else wait_began_s
-        event.wait_ended_s = time.monotonic()
-        event.began_s, event.ended_s = event.issued_s, event.wait_ended_s
-        with suppress(AttributeError):  # torch's own work does not tell
-            event.began_s, event.ended_s = self._work.began_s, self._work.ended_s  # type: ignore[union-attr]
+    def _complete(self, event: CommEvent, sent_bytes: object) -> None:
+        """Fill in what is known now, `ended_s` last: with it the event is complete."""
         counted = isinstance(sent_bytes, int) and not isinstance(sent_bytes, bool)
         event.wire_bytes = int(sent_bytes) if counted else event.bus_bytes  # type: ignore[call-overload]
+        here.clock.mark(event, "wait_ended_s")
+        if isinstance(self._work, LaneWork):
+            event.lane = "caller" if event.blocking else "lane"
+            event.began_s, event.ended_s = self._work.began_s, self._work.ended_s
+        else:
+            event.lane = "backend"
+            here.clock.mark(event, "ended_s", at=self._end)
+            event.ended_s = min(event.ended_s, event.wait_ended_s)

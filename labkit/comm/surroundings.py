@@ -5,23 +5,28 @@ one network card; whoever starts the rank sets them.
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.comm.board import Board
+from labkit.comm.clock import Clock, HostClock
 from labkit.comm.link import Link
 from labkit.events import CommEvent
 
 
 @dataclass
 class Surroundings:
-    """`listeners`: lists that get every event at its issue; its later times are filled in."""
+    """`listeners` get every event at its issue; its later times are filled in. `carrying` is
+    entered by the door, in whichever thread, around what makes memory for the operation; `clock`
+    tells the times of the events."""
 
-    listeners: list[list[CommEvent]] = field(default_factory=list)
+    listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
     link: Link | None = None
+    carrying: Callable[[], AbstractContextManager[None]] = nullcontext
+    clock: Clock = field(default_factory=HostClock)
 
 
 here = Surroundings()
@@ -36,11 +41,18 @@ def listen() -> Iterator[list[CommEvent]]:
     >>> sum(event.bus_bytes for event in events)
     """
     events: list[CommEvent] = []
-    here.listeners.append(events)
-    try:
+    with listen_with(events.append):
         yield events
+
+
+@contextmanager
+def listen_with(heard: Callable[[CommEvent], object]) -> Iterator[None]:
+    """Have `heard` called with every event at its issue."""
+    here.listeners.append(heard)
+    try:
+        yield
     finally:
-        here.listeners[:] = [one for one in here.listeners if one is not events]
+        here.listeners.remove(heard)
 
 
 _COMM = str(Path(__file__).parent) + os.sep

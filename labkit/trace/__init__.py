@@ -1,5 +1,15 @@
 """What a run was, as plain data: who computed when, what travelled, what memory held what."""
 
+from labkit.trace.folder import read_run, write_run
 from labkit.trace.graph import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
 
-__all__ = ["CATEGORIES", "MemoryPoint", "RankTrace", "Span", "Step", "Trace"]
+__all__ = [
+    "CATEGORIES",
+    "MemoryPoint",
+    "RankTrace",
+    "Span",
+    "Step",
+    "Trace",
+    "read_run",
+    "write_run",
+]

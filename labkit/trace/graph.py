@@ -115,7 +115,7 @@ class Trace:
     @property
     def complete(self) -> bool:
         """Whether all ranks are there and none was cut off."""
-        return len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
+        return 0 < len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
 
     def steps(self, detail: bool | None = None) -> list[int]:
         """Numbers of the steps; only the detailed or only the timed ones where asked."""
@@ -141,7 +141,7 @@ class Trace:
     def from_zero(self) -> "Trace":
         """The same with its earliest time at 0 s; itself is left as it is."""
         zero_s = min((t for one in self.ranks.values() for t in _begins(one)), default=0.0)
-        ranks = {number: _earlier(one, zero_s) for number, one in self.ranks.items()}
+        ranks = {number: earlier(one, zero_s) for number, one in self.ranks.items()}
         return replace(self, ranks=ranks)
 
     def collectives(self) -> dict[tuple[str, int], dict[int, CommEvent]]:
@@ -175,7 +175,7 @@ def _begins(one: RankTrace) -> Iterable[float]:
         yield point.when_s
 
 
-def _earlier(one: RankTrace, by_s: float) -> RankTrace:
+def earlier(one: RankTrace, by_s: float) -> RankTrace:
     """All times earlier by `by_s`; an end that is 0.0, "not yet", stays so."""
 
     def moved(thing: Any, begin: str, *others: str) -> Any:

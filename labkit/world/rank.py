@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, here
+from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
 from labkit.world.errors import RemoteError
@@ -154,19 +155,21 @@ def _serve(control: Channel) -> None:
     me = current()
     assert me is not None
     process = os.getpid()
+    recorder = OnRank(me.rank, me.size)
     while True:
-        kind, body = control.recv()
+        kind, body, spec = control.recv()
         if kind == "stop":
             return
         reply: tuple[str, Any]
         try:
-            if kind == "cell":
-                source, filename = body
-                value = cells.run(source, filename, vars(me.state))
-            else:
-                function, args, kwargs = unpack(body)
-                value = function(*args, **kwargs)
-                del function, args, kwargs
+            with recorder.following(spec):
+                if kind == "cell":
+                    source, filename = body
+                    value = cells.run(source, filename, vars(me.state))
+                else:
+                    function, args, kwargs = unpack(body)
+                    value = function(*args, **kwargs)
+                    del function, args, kwargs
             reply = ("value", dumps(value, "the result"))
             del value
         except BaseException as error:

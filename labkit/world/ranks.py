@@ -151,7 +151,7 @@ class Ranks:
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):
-                        channel.send(("stop", None))
+                        channel.send(("stop", None, None))
             for output in self.outputs:
                 output.close()
             for channel in self.controls if kill else ():

@@ -14,10 +14,12 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from labkit.comm import Link
+from labkit.recording import Recording
 from labkit.world import cells, pickling
 from labkit.world.attach import current
 from labkit.world.errors import RankError, RankInterrupt
@@ -187,6 +189,12 @@ class World:
             self._busy.release()
         return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
 
+    def _about(self) -> dict[str, Any]:
+        """What a recorded run writes down of this world."""
+        about = {"world_size": self.size, "backend": self.backend, "device": self.device}
+        link = {"link": asdict(self.link)} if self.link else {}
+        return {**about, "threads": self.threads, "seed": self.seed, **link}
+
     def _listen(
         self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts
     ) -> dict[int, pickling.Parcel]:
@@ -196,10 +204,12 @@ class World:
         failures = Failures(self, ranks, targets)
         values: dict[int, pickling.Parcel] = {}
         unharmed = False
+        recording = Recording.now
         try:
+            spec = recording.spec_for(self, self._about()) if recording else None
             for rank in targets:
                 with suppress(EOFError):  # it has died: `failures` will see
-                    ranks.controls[rank].send(message)
+                    ranks.controls[rank].send((*message, spec))
             while len(values) < len(targets) and not failures.settled():
                 for rank, kind, body in ranks.listen(TICK_S, output):
                     if kind == "value":
@@ -223,5 +233,7 @@ class World:
         finally:
             if not unharmed:
                 self._stop(kill=True)
+                if recording:
+                    recording.failed()
             output.close()
         return values

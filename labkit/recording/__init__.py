@@ -1,0 +1,5 @@
+"""What a run did, recorded while it runs: spans by module, communication, memory by category."""
+
+from labkit.recording.session import OnRank, Recording, Spec, metric, record, span
+
+__all__ = ["OnRank", "Recording", "Spec", "metric", "record", "span"]

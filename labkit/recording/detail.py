@@ -1,0 +1,202 @@
+"""One training step in detail: what holds memory, and what each span computes.
+
+Every operation passes a dispatch mode. It counts floating-point operations (by the formulas of
+torch.utils.flop_counter), bytes read and written, and enters each new piece of memory (a storage,
+which many tensors may see) in a ledger, under what it is for. The ledger hears when it is freed.
+
+    parameters              those of the modules that ran
+    gradients               what a parameter's `.grad` lies in, so a bucket, too
+    optimizer state         what an optimizer keeps
+    activations             made in forward, and not freed yet
+    communication buffers   made inside the door
+    other                   made in backward or by the optimizer; batches; module buffers
+
+All this costs more than the step itself. Such a step is for counting, never for timing.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from labkit.recording.spans import Spans
+from labkit.trace import CATEGORIES, MemoryPoint
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating-point operations of one call, a multiplication and an addition being two; 0 for
+    what is no matrix product, convolution or attention."""
+    match func._overloadpacket:
+        case torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch has none for it
+            return sdpa_flop_count(*(x.shape for x in args[:3]))
+        case torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            return sdpa_backward_flop_count(*(x.shape for x in args[:4]))
+    formula = flop_registry.get(func._overloadpacket)
+    return formula(*args, **kwargs, out_val=out) if formula else 0
+
+
+class Ledger:
+    """Which storages live on this rank, under which category; `changed(bytes by category)` is
+    told after every change."""
+
+    def __init__(self, changed: Callable[[tuple[int, ...]], object]):
+        self._changed = changed
+        self._lock = threading.RLock()  # a storage may be freed while another is entered
+        self._held: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id -> ref, category, bytes
+        self._sums = [0] * len(CATEGORIES)
+
+    def enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
+        """Note the memory of `x`, if it is new; with `move`, also put known memory there."""
+        storage = x.untyped_storage()
+        key = id(storage)
+        with self._lock:
+            if key in self._held and self._held[key][0]() is storage:
+                _, was, nbytes = self._held[key]
+                if not move or was == category:
+                    return
+                self._sums[was] -= nbytes
+            nbytes = storage.nbytes()
+            death = weakref.ref(storage, lambda ref: self._leave(key, ref))
+            self._held[key] = (death, category, nbytes)
+            self._sums[category] += nbytes
+            self._changed(tuple(self._sums))
+
+    def _leave(self, key: int, ref: "weakref.ref[Any]") -> None:
+        with self._lock:
+            if key in self._held and self._held[key][0] is ref:
+                _, category, nbytes = self._held.pop(key)
+                self._sums[category] -= nbytes
+                self._changed(tuple(self._sums))
+
+    def measure_again(self) -> None:
+        """Some strategies free memory by resizing a storage, which no operation tells."""
+        with self._lock:
+            for key, (ref, category, nbytes) in list(self._held.items()):
+                storage = ref()
+                now_bytes = storage.nbytes() if storage is not None else nbytes
+                if now_bytes != nbytes:
+                    self._held[key] = (ref, category, now_bytes)
+                    self._sums[category] += now_bytes - nbytes
+            self._changed(tuple(self._sums))
+
+
+class Detail:
+    """Counts while its mode is on (`with detail:`), into `points` and the spans of `spans`."""
+
+    def __init__(self, spans: Spans, point: Callable[[MemoryPoint], object]):
+        self._spans, self._point = spans, point
+        self._ledger = Ledger(self._changed)
+        self._modules: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._in_door = threading.local()
+        self._mode = _Mode(self)
+        self._thread = threading.get_ident()
+
+    def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Enter what is there already, and count from here on."""
+        for module in modules:
+            self.met(module)
+        for optimizer in optimizers:
+            self.enter_state(optimizer)
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and type(thing).__module__.startswith("torch"):
+                self._enter(thing, OTHER)
+        self._mode.__enter__()
+
+    def end(self) -> None:
+        self._mode.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
+
+    def met(self, root: nn.Module) -> None:
+        """A module whose parameters are to be known as such."""
+        if any(root is one for one in self._modules):
+            return
+        self._modules.append(root)
+        for parameter in root.parameters():
+            self._enter(parameter, PARAMETERS, move=True)
+            if parameter.grad is not None:
+                self._enter(parameter.grad, GRADIENTS, move=True)
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+                self._hooks.append(hook)
+
+    def enter_state(self, optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            for x in state.values():
+                if isinstance(x, torch.Tensor):
+                    self._enter(x, OPTIMIZER, move=True)
+        self._ledger.measure_again()
+
+    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._enter(parameter.grad, GRADIENTS, move=True)
+
+    @contextmanager
+    def inside_the_door(self) -> Iterator[None]:
+        """What is made in this block is for communication; also in the door's own threads."""
+        outer, self._in_door.on = getattr(self._in_door, "on", False), True
+        try:
+            if threading.get_ident() == self._thread:
+                yield
+            else:
+                with _Mode(self):
+                    yield
+        finally:
+            self._in_door.on = outer
+
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note one operation that has run."""
+        in_door = getattr(self._in_door, "on", False)
+        span = self._spans.innermost
+        outs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        for x in ins:
+            self._enter(x, OTHER)
+        for x in outs:
+            self._enter(x, BUFFERS if in_door else self._category_of_new(span))
+        if span is not None and not in_door:
+            span.flops = (span.flops or 0) + flops_of(func, args, kwargs, out)
+            if not _is_view(func):
+                nbytes = sum(x.nbytes for x in ins) + sum(x.nbytes for x in outs)
+                span.moved_bytes = (span.moved_bytes or 0) + nbytes
+
+    def _category_of_new(self, span: Any) -> int:
+        computing = span.phase if span is not None else "forward" if torch.is_grad_enabled() else ""
+        return ACTIVATIONS if computing in ("forward", "user") else OTHER
+
+    def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
+        if x.layout is torch.strided and x.device.type != "meta":
+            self._ledger.enter(x, category, move)
+
+    def _changed(self, held_bytes: tuple[int, ...]) -> None:
+        self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, detail: Detail):
+        super().__init__()
+        self._detail = detail
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._detail.count(func, args, kwargs or {}, out)
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the operation only looks at memory in another way."""
+    return bool(func._schema.returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
+    )

@@ -1,0 +1,180 @@
+"""A run is a folder, which reads back whole or as far as it came.
+
+    run.json         what ran, and where: written first
+    rank0.jsonl ...  what each rank did, one file a rank (labkit/trace/rankfile.py)
+    metrics.jsonl    a line for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}
+
+Ranks of one host share its monotonic clock. Those of other hosts are put beside them by Unix time,
+so between hosts a trace is as exact as their clocks agree: about a millisecond with NTP.
+"""
+
+import json
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from labkit import __version__
+from labkit.trace.graph import Trace, earlier
+from labkit.trace.rankfile import RankFile, ReadRank, read_rank_file
+
+FORMAT = 1
+RUN, METRICS = "run.json", "metrics.jsonl"
+RANK_FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
+
+
+def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bool = False) -> Path:
+    """Make the folder of a run and write its `run.json`; returns the folder.
+
+    Args:
+        about: what ran, as {"what": "ddp", "world_size": 4, "seed": 0}; is added to where it ran
+            (host, platform, versions, command, start), or replaces it.
+        replace: remove the run that is in the folder. No other file is ever removed.
+
+    Raises ValueError when the folder holds a run (and not `replace`) or anything else.
+    """
+    path = Path(path)
+    if path.is_dir() and any(path.iterdir()):
+        _told_from_others(path)
+        if not replace:
+            raise ValueError(f"{path} holds a run already; choose another folder, or replace=True")
+        for file in path.iterdir():
+            if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
+                file.unlink()
+    elif path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; a run needs a folder of its own")
+    path.mkdir(parents=True, exist_ok=True)
+    told = {**_here(), **(about or {}), "format": FORMAT}
+    text = json.dumps(told, indent=2, ensure_ascii=False, default=str)
+    (path / RUN).write_text(text + "\n", encoding="utf-8")
+    (path / METRICS).touch()
+    return path
+
+
+def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
+    """Append notes to the run in the folder `path`. All ranks of one host may."""
+    lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
+    with (Path(path) / METRICS).open("ab") as file:
+        file.write(lines.encode())  # in one piece: ranks do not come between each other
+
+
+def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
+    """Write a trace as a run folder; `read_run` gives it back. Raises as `begin_run`."""
+    about = {key: value for key, value in trace.about.items() if key != "problems"}
+    path = begin_run(path, {"world_size": trace.size, **about}, replace)
+    for one in trace.ranks.values():
+        file = RankFile(path, one.rank, one.size, one.device, one.host, clock=(0.0, 0.0))
+        file.append([*one.steps, *one.spans, *one.comms, *one.memory])
+        file.close(complete=one.complete)
+    add_metrics(path, trace.metrics)
+    return path
+
+
+def read_run(path: str | Path) -> Trace:
+    """The run in the folder `path`: all ranks on one clock, beginning at 0 s.
+
+    A damaged run, or one that is still going on, gives what can be read: its ranks have
+    `complete` False, and `about["problems"]` says what is missing, in sentences.
+
+    Raises FileNotFoundError when there is no such folder, ValueError when it holds no run of
+    labkit or one in a newer format.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run folder {path}")
+    about = _told_from_others(path)
+    if about.pop("format") > FORMAT:
+        raise ValueError(
+            f"{path} was recorded by labkit {about['labkit']} in a newer format; this labkit "
+            f"({__version__}) cannot read it: pip install -U labkit"
+        )
+    read, problems = _read_ranks(path, about.get("world_size"))
+    metrics, more = _read_metrics(path / METRICS)
+    about.pop("problems", None)
+    if problems or more:
+        about["problems"] = problems + more
+    ranks = {one.trace.rank: one.trace for one in _on_one_clock(read)}
+    return Trace(ranks, about, metrics).from_zero()
+
+
+def _told_from_others(path: Path) -> dict[str, Any]:
+    """What `run.json` says. Raises ValueError when the folder holds no run of labkit."""
+    wrong = f"{path} is not a labkit run"
+    try:
+        about = json.loads((path / RUN).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{wrong}: it has no {RUN}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{wrong}: its {RUN} is no JSON ({error})") from None
+    if (
+        not isinstance(about, dict)
+        or not isinstance(about.get("format"), int)
+        or "labkit" not in about
+    ):
+        raise ValueError(f"{wrong}: its {RUN} is of another program")
+    return about
+
+
+def _here() -> dict[str, Any]:
+    try:
+        torch_version = version("torch")  # read, not imported: this module does without
+    except PackageNotFoundError:
+        torch_version = "none"
+    return {
+        "labkit": __version__,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch_version,
+        "command": shlex.join(sys.argv),
+        "started_at": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _read_ranks(path: Path, world_size: object) -> tuple[list[ReadRank], list[str]]:
+    read, problems = [], []
+    names = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
+    for name in sorted(names, key=names.__getitem__):
+        try:
+            read.append(read_rank_file(path / name))
+            problems += read[-1].problems
+        except ValueError as error:
+            problems.append(str(error))
+    size = max((one.trace.size for one in read), default=world_size)
+    absent = set(range(size if isinstance(size, int) else 0)) - set(names.values())
+    problems += [f"rank{rank}.jsonl is missing" for rank in sorted(absent)]
+    if not names:
+        problems = ["no rank has written anything"]
+    return read, problems
+
+
+def _on_one_clock(read: list[ReadRank]) -> list[ReadRank]:
+    """Move the times of each host to the clock of the first rank's."""
+    offset_s: dict[str, float] = {}
+    for one in read:
+        offset_s.setdefault(one.trace.host, one.unix_offset_s)
+    for one in read:
+        later_s = offset_s[one.trace.host] - offset_s[read[0].trace.host]
+        if later_s:
+            one.trace = earlier(one.trace, -later_s)
+    return read
+
+
+def _read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    if not file.exists():
+        return [], [f"{METRICS} is missing"]
+    notes, unreadable = [], []
+    for i, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            note = json.loads(line)
+            if not isinstance(note, dict):
+                raise ValueError("no note")
+            notes.append(note)
+        except (ValueError, RecursionError):
+            unreadable.append(i)
+    return notes, [f"{METRICS}: line {i} cannot be read and is left out" for i in unreadable[:3]]

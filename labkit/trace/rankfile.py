@@ -1,0 +1,230 @@
+"""The event file of one rank: JSON lines that are appended while it runs, and read whole or cut.
+
+    {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
+    ["step",0, 0,81.25,0.0,false]       kind, number, then the columns of its kind
+    ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
+    ["step",0, 0,81.25,81.5,false]      number 0 again, now that it has ended: the later line wins
+    ["end",2]                           the end mark: 2 things were written
+
+All is ASCII and a line is written at once, so a file can be cut off anywhere and is understood up
+to there. Columns stand in the header: those that this labkit does not know are passed over. Times
+are seconds on the machine's monotonic clock; `clock` has one moment on it and in Unix time.
+"""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from labkit.events import CommEvent
+from labkit.trace.graph import MemoryPoint, RankTrace, Span, Step
+
+Thing = Step | Span | CommEvent | MemoryPoint
+
+KINDS: dict[str, Any] = {"step": Step, "span": Span, "comm": CommEvent, "memory": MemoryPoint}
+TYPES: dict[str, dict[str, Any]] = {
+    **{kind: {f.name: f.type for f in fields(KINDS[kind])} for kind in ("step", "span", "comm")},
+    "memory": MemoryPoint.__annotations__,
+}
+KIND_OF = {of: kind for kind, of in KINDS.items()}
+COLUMNS = {kind: list(types) for kind, types in TYPES.items()}
+
+_line = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class RankFile:
+    """Writes `rank<n>.jsonl` in the run folder `path`. For one thread at a time.
+
+    A thing may be given while it is open (its `ended_s` is 0.0): it is written as it stands, and
+    once more by the first `append` or `close` that finds it ended. So whoever ends a thing sets
+    its `ended_s` last.
+
+    `clock`: (monotonic, Unix) seconds of one moment; now if absent.
+    Raises ValueError when the file is there already.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        rank: int,
+        size: int,
+        device: str = "cpu",
+        host: str | None = None,
+        clock: tuple[float, float] | None = None,
+    ):
+        self.path = Path(path) / f"rank{rank}.jsonl"
+        self._open: dict[int, tuple[int, Thing]] = {}  # id -> number, thing
+        self._count = 0
+        monotonic_s, unix_s = clock or (time.monotonic(), time.time())
+        header = {
+            "rank": rank,
+            "size": size,
+            "device": device,
+            "host": platform.node() if host is None else host,
+            "clock": {"monotonic_s": monotonic_s, "unix_s": unix_s},
+            "columns": COLUMNS,
+        }
+        try:
+            self._file = self.path.open("x", encoding="ascii", newline="\n")
+        except FileExistsError:
+            raise ValueError(
+                f"{self.path} is there already: another rank {rank} writes it, or it is of an "
+                "earlier run; begin a new folder, or begin_run(..., replace=True)"
+            ) from None
+        self._write([_line(header)])
+
+    def append(self, things: Iterable[Thing] = ()) -> None:
+        """Write `things`, and those from before that have ended since; then flush."""
+        since = [thing for _, thing in self._open.values() if not _is_open(thing)]
+        self._write([self._row(thing) for thing in (*since, *things)])
+
+    def mark_end(self) -> None:
+        """Write what has ended since, and an end mark: all is there, unless more is appended."""
+        self.append()
+        self._write([_line(["end", self._count])])
+
+    def close(self, complete: bool = True) -> None:
+        """Write what has ended since, and the end mark (not so if not `complete`)."""
+        if not self._file.closed:
+            self.mark_end() if complete else self.append()
+            self._file.close()
+
+    def __enter__(self) -> "RankFile":
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(complete=error is None)
+
+    def _row(self, thing: Thing) -> str:
+        number, _ = self._open.pop(id(thing), (self._count, thing))
+        self._count += number == self._count
+        if _is_open(thing):  # asked before its values are read: it may be ending just now
+            self._open[id(thing)] = (number, thing)
+        kind = KIND_OF[type(thing)]
+        return _line([kind, number, *(_packed(getattr(thing, name)) for name in COLUMNS[kind])])
+
+    def _write(self, lines: list[str]) -> None:
+        self._file.write("".join(line + "\n" for line in lines))
+        self._file.flush()
+
+
+@dataclass
+class ReadRank:
+    """A rank file as it was read: times are as in the file."""
+
+    trace: RankTrace
+    unix_offset_s: float  # Unix time less monotonic time, on that host
+    problems: list[str]  # a sentence for each
+
+
+def read_rank_file(path: Path) -> ReadRank:
+    """What the file holds, as far as it can be read. Raises ValueError when it lacks its header."""
+    lines = path.read_bytes().split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    try:
+        header = json.loads(lines[0])
+        rank, size = (_unpacked(header[name], int) for name in ("rank", "size"))
+        trace = RankTrace(rank, size, str(header["device"]), str(header["host"]))
+        clock, columns = header["clock"], header["columns"]
+        unix_offset_s = float(clock["unix_s"]) - float(clock["monotonic_s"])
+        columns = {str(kind): [str(name) for name in columns[kind]] for kind in columns}
+    except _UNREADABLE:
+        raise ValueError(
+            f"{path.name} breaks off in its first line, nothing of it is read"
+        ) from None
+    if path.name != f"rank{trace.rank}.jsonl":
+        raise ValueError(f"{path.name} is of rank {trace.rank}, so it is not read")
+
+    things: dict[int, Thing | None] = {}
+    ended_after: int | None = None
+    unreadable: list[int] = []
+    for i, line in enumerate(lines[1:], start=2):
+        try:
+            kind, number, *values = json.loads(line)
+            if type(number) is not int:
+                raise ValueError("no number")
+            if kind == "end":
+                ended_after = number
+            else:
+                things[number] = _thing(kind, columns, values)
+        except _UNREADABLE:
+            unreadable.append(i)
+
+    of_kind: dict[type, list[Any]] = {
+        Step: trace.steps, Span: trace.spans, CommEvent: trace.comms, MemoryPoint: trace.memory
+    }  # fmt: skip
+    for number in sorted(things):
+        thing = things[number]
+        if thing is not None:
+            of_kind[type(thing)].append(thing)
+    problems = _problems(path.name, len(lines), unreadable, len(things), ended_after)
+    trace.complete = not problems
+    return ReadRank(trace, unix_offset_s, problems)
+
+
+_UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
+
+
+def _problems(
+    name: str, lines: int, unreadable: list[int], things: int, ended_after: int | None
+) -> list[str]:
+    found = []
+    breaks_off = lines in unreadable
+    if lost := [line for line in unreadable if line != lines]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        found.append(f"{name}: line {lost[0]}{more} cannot be read and is left out")
+    elif ended_after is not None and things < ended_after:
+        found.append(f"{name}: of {ended_after} things that were written, {things} are there")
+    if breaks_off:
+        found.append(f"{name} breaks off in line {lines}: the rank died, or is still running")
+    elif ended_after is None or things > ended_after:
+        found.append(f"{name} has no end mark: the rank died, or is still running")
+    return found
+
+
+def _thing(kind: str, columns: dict[str, list[str]], values: list[Any]) -> Thing | None:
+    """The thing of one line; None for a kind that this labkit does not know."""
+    if kind not in KINDS and kind in columns:
+        return None
+    types = TYPES[kind]
+    known = {
+        name: _unpacked(value, types[name])
+        for name, value in zip(columns[kind], values, strict=True)
+        if name in types
+    }
+    return KINDS[kind](**known)
+
+
+def _is_open(thing: Thing) -> bool:
+    return not isinstance(thing, MemoryPoint) and thing.ended_s == 0.0
+
+
+def _packed(value: Any) -> Any:
+    """Evenly spaced ranks as "first:stop:step": a group of 1024 takes 8 bytes."""
+    if isinstance(value, tuple) and len(value) > 3:
+        step = value[1] - value[0]
+        if step > 0 and value == tuple(range(value[0], value[-1] + 1, step)):
+            return f"{value[0]}:{value[-1] + 1}:{step}"
+    return value
+
+
+def _unpacked(value: Any, wanted: Any) -> Any:
+    """`value` as the `wanted` type of its column. Raises ValueError when it is another."""
+    if wanted == tuple[int, ...]:
+        numbers = range(*map(int, value.split(":"))) if isinstance(value, str) else value
+        if all(type(x) is int for x in numbers):
+            return tuple(numbers)
+    elif wanted is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    elif isinstance(value, wanted):
+        return value
+    raise ValueError(f"{value!r} is not {wanted}")

@@ -309,6 +309,17 @@ def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
     assert_readable(view.figure, view.labels, view.names)
 
 
+def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
+    trace = hung_trace()
+    first = trace.ranks[0].comms[0]
+    groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
+    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    view = TimelineView(trace, ranks=[0])
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
+    assert_readable(view.figure, view.labels, view.names)
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 def test_a_name_fits_in_its_bar(ranks: int):
     view = TimelineView(sample_trace(ranks, 2))
@@ -511,6 +522,21 @@ def test_phases_are_a_ribbon_in_their_colours():
     assert "step 3 in detail" in axes.get_xlabel()
 
 
+def test_each_rank_has_its_own_beginning():
+    trace = small_memory()
+    (one,) = trace.ranks.values()
+    later = small_memory().ranks[0]
+    later.rank = 1
+    later.steps = [replace(x, began_s=9.0, ended_s=19.0) for x in later.steps]
+    later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
+    later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
+    figure = plot.memory(Trace({0: one, 1: later}))
+    left, right = ([(x.get_x(), x.get_width()) for x in axes.patches] for axes in figure.axes[:2])
+    assert left == pytest.approx(right)
+    peaks = [x.xy for axes in figure.axes[:2] for x in axes.texts if "peak" in x.get_text()]
+    assert peaks == [pytest.approx((25, 457))] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
@@ -558,8 +584,17 @@ def test_the_parts_of_a_steps_time_add_up_to_it():
     assert times.waiting_s == pytest.approx(wait_s)
 
 
+def test_the_step_in_detail_does_not_count():
+    trace = sample_trace(2, 2, 1)
+    times = step_times(trace)
+    assert times == step_times(sample_trace(2, 1, None))
+    assert times.alone_s < step_times(trace.step(1)).alone_s / 2
+
+
 def test_compare_draws_what_the_traces_say():
     runs = {"one": sample_trace(1, 3), "ddp": sample_trace(4, 3)}
+    fuller = runs["ddp"].ranks[2]
+    fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
     figure = plot.compare(runs)
     time_axes, sent_axes, held_axes = figure.axes
     for i, trace in enumerate(runs.values()):
@@ -574,7 +609,10 @@ def test_compare_draws_what_the_traces_say():
         assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(
             max(peak_bytes(one) for one in trace.step(1).ranks.values())
         )
+    ends = [0.0, 0.0]
     for container in held_axes.containers:
+        assert [bar.get_x() for bar in container] == pytest.approx(ends)
+        ends = [bar.get_x() + bar.get_width() for bar in container]
         (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
         assert colour == style.CATEGORIES[container.get_label()]
     assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]

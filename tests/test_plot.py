@@ -277,6 +277,15 @@ def test_an_event_only_issued_begins_there_and_is_waited_for():
     assert "all_reduce 4" in wait.names[0]
 
 
+def test_what_is_waited_for_from_the_very_first_moment_shows():
+    trace = hung_trace()
+    for one in trace.ranks.values():
+        one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
+    trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
+    view = TimelineView(trace)
+    assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
+
+
 def test_a_hung_run_says_so_in_words():
     view = TimelineView(hung_trace())
     assert "unfinished after 20 ms" in view.axes.get_title(loc="left")
@@ -307,6 +316,22 @@ def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
     view = TimelineView(trace)
     assert set(ops[:-1]) <= set(words(view.figure))
     assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_name_stands_where_no_wait_lies_over_its_bar():
+    """As in tensor parallelism, where a module waits in the middle of its forward."""
+    span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
+    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "int8", (1,), 1, 1, True)
+    for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
+        times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
+        one.comms.append(replace(event, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: one}))
+    (name,) = [x for x in view.names.names if x.text == "mlp"]
+    assert name.x == pytest.approx(5.5)
+    assert_readable(view.figure, view.labels, view.names)
+    view.redraw(zoom=(0, 0.35))  # up to 3.6 ms
+    assert "mlp" not in [x.text for x in view.names.names]
 
 
 def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
@@ -531,7 +556,10 @@ def test_each_rank_has_its_own_beginning():
     later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
     later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
     figure = plot.memory(Trace({0: one, 1: later}))
-    left, right = ([(x.get_x(), x.get_width()) for x in axes.patches] for axes in figure.axes[:2])
+    left, right = (
+        [side for x in axes.patches for side in (x.get_x(), x.get_width())]
+        for axes in figure.axes[:2]
+    )
     assert left == pytest.approx(right)
     peaks = [x.xy for axes in figure.axes[:2] for x in axes.texts if "peak" in x.get_text()]
     assert peaks == [pytest.approx((25, 457))] * 2

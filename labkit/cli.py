@@ -1,4 +1,4 @@
-"""The command line: `labkit compare`, `bench`, `doctor`, `run`."""
+"""The command line: `labkit compare`, `bench`, `doctor`, `run`, `view`."""
 
 import os
 from pathlib import Path
@@ -74,17 +74,22 @@ def compare(
 @app.command(epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40")
 def bench(
     what: Annotated[
-        list[str] | None, typer.Argument(help="world, door, ddp; all of them if none.")
+        list[str] | None,
+        typer.Argument(help="world, door, ddp, recording, plot; all of them if none."),
     ] = None,
-    turns: Annotated[int, typer.Option(help="Turns of each DDP measurement.", min=3)] = 40,
+    turns: Annotated[
+        int, typer.Option(help="Turns of the DDP and recording measurements.", min=3)
+    ] = 40,
 ) -> None:
     """Measure labkit beside its peers, in one run. Close other programs first."""
-    from labkit.bench import ddp, door, world
+    from labkit.bench import ddp, door, plot, recording, world
 
     benches = {
         "world": lambda: world.table(world.bench_world()),
         "door": lambda: door.table(door.bench_door()),
         "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
+        "recording": lambda: recording.table(recording.bench_recording(turns=turns)),
+        "plot": lambda: plot.table(plot.bench_plot()),
     }
     with _told():
         unknown = [name for name in what or () if name not in benches]
@@ -162,6 +167,36 @@ def doctor() -> None:
     if findings.problems:
         raise typer.Exit(1)
     console.print("[green]Nothing is wrong.[/]")
+
+
+@app.command(
+    epilog="Examples:  labkit view runs/mine  ·  labkit view runs/mine --chrome trace.json.gz, "
+    "then open it at ui.perfetto.dev"
+)
+def view(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")],
+    chrome: Annotated[
+        Path | None, typer.Option(help="Write the trace for Perfetto; .gz packs it.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Draw the timeline of this step only.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the pictures on screen.")] = False,
+) -> None:
+    """Tell what a recorded run did, and draw its timeline and memory into its folder."""
+    from labkit import view as viewing
+    from labkit.trace import read_run
+    from labkit.trace.chrome import write_chrome
+
+    with _told():
+        trace = read_run(folder)
+        console.print(viewing.table(trace, str(folder)))
+        for problem in trace.about.get("problems", ()):
+            console.print(f"[red]damaged:[/] {problem}", highlight=False)
+        if chrome:
+            console.print(f"For ui.perfetto.dev: {write_chrome(trace, chrome)}")
+        for picture in viewing.draw(trace, folder, step):
+            console.print(f"The picture: {picture}")
+            if open_:
+                typer.launch(str(picture))
 
 
 @app.callback(invoke_without_command=True)

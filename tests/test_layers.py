@@ -32,6 +32,7 @@ LAYERS: dict[int, set[str]] = {
         "cli",
         "recipes",
         "training",
+        "view",
     },
 }
 
@@ -191,8 +192,8 @@ GOOD = {
     "comm__ring": "from ..events import Event",
     "parallel__ddp": "import torch\nfrom labkit.comm import Comm\nfrom labkit.precision import x",
     "precision": "import torch",
-    "world__ranks": "import torch.distributed\nfrom labkit import record\nimport labkit.comm.door",
-    "record": "from labkit.events import Event",
+    "world__ranks": "import torch.distributed\nfrom labkit import recording\nimport labkit.comm",
+    "recording": "from labkit.events import Event",
     "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
     "check": "import torch",
     "cli": "def main():\n    from labkit import compare",
@@ -209,28 +210,32 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         # upward
         ("comm__door", "from labkit.world import World", "downward only"),
         ("comm__door", "import labkit.parallel.ddp", "downward only"),
-        ("parallel__ddp", "from labkit import record", "downward only"),
+        ("parallel__ddp", "from labkit import recording", "downward only"),
         ("parallel__zero", "from ..plot import timeline", "downward only"),
         ("parallel__zero", "from .. import plot", "downward only"),
         ("world__ranks", "from labkit.cli import main", "downward only"),
         ("events", "import labkit.comm", "downward only"),
         # upward, out of sight
-        ("parallel__ddp", "def f():\n    from labkit.record import Trace", "downward only"),
+        ("parallel__ddp", "def f():\n    from labkit.recording import Trace", "downward only"),
         ("comm__door", "if TYPE_CHECKING:\n    from labkit.world import World", "downward only"),
-        ("record", "importlib.import_module('labkit.plot')", "downward only"),
-        ("record", "__import__('labkit.plot')", "downward only"),
-        ("record", "try:\n    import labkit.bench\nexcept ImportError:\n    pass", "downward only"),
+        ("recording", "importlib.import_module('labkit.plot')", "downward only"),
+        ("recording", "__import__('labkit.plot')", "downward only"),
+        (
+            "recording",
+            "try:\n    import labkit.bench\nexcept ImportError:\n    pass",
+            "downward only",
+        ),
         # through the lazy names of labkit itself
         ("parallel__ddp", "from labkit import World", "hides which layer"),
         ("comm__door", "import labkit", "hides which layer"),
-        ("record", "from .  import World", "hides which layer"),
+        ("recording", "from .  import World", "hides which layer"),
         # sideways
         ("parallel__ddp", "from labkit.models import GPT", "side by side"),
         ("parallel__ddp", "from labkit.data import text", "side by side"),
         ("models__gpt", "from labkit.parallel import DDP", "side by side"),
         ("data", "from labkit.models import GPT", "side by side"),
         ("precision", "from labkit.parallel import DDP", "side by side"),
-        ("record", "from labkit.world import World", "side by side"),
+        ("recording", "from labkit.world import World", "side by side"),
         ("schedules", "from labkit.events import Event", "side by side"),
         ("doctor", "from labkit.cli import main", "side by side"),
         # torch in layer 1
@@ -244,7 +249,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("models__gpt", "import torch\ntorch.distributed.barrier()", "only labkit.comm"),
         ("models__gpt", "import torch as t\nt.distributed.barrier()", "only labkit.comm"),
         ("bench", "def f():\n    import torch.distributed", "only labkit.comm"),
-        ("record", "from torch._C._distributed_c10d import Store", "only labkit.comm"),
+        ("recording", "from torch._C._distributed_c10d import Store", "only labkit.comm"),
         # nowhere
         ("helpers", "", "labkit.helpers is in no layer: add 'helpers' to LAYERS"),
         ("utils__tools", "", "labkit.utils is in no layer: add 'utils' to LAYERS"),

@@ -7,7 +7,6 @@ thread, and a GPU's are brought to it by measurement: TOLERANCE_S is what that m
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 from labkit.events import CommEvent
 from labkit.trace.graph import CATEGORIES, RankTrace, Span, Step, Trace
@@ -79,8 +78,9 @@ def _spans_nest(one: RankTrace) -> Iterator[str]:
 
 
 def _spans_lie_in_their_step(one: RankTrace) -> Iterator[str]:
+    """But for the users' own: a span of theirs may hold several steps, or none."""
     steps = {step.index: step for step in one.steps}
-    for span in one.spans:
+    for span in (x for x in one.spans if x.phase != "user"):
         step = steps.get(span.step)
         if step is None:
             if one.complete:
@@ -95,26 +95,19 @@ def _spans_lie_in_their_step(one: RankTrace) -> Iterator[str]:
 
 
 def _events_go_forward(one: RankTrace) -> Iterator[str]:
-    order = ("issued_s", "began_s", "ended_s", "wait_ended_s")
-    waits = ("issued_s", "wait_began_s", "wait_ended_s")
     for event in one.comms:
-        for names in (order, waits):
-            # What has not happened yet is 0.0, and so may be what happened first of all.
-            times = [(name, getattr(event, name)) for name in names]
-            happened = [x for x in times if x[1] or x[0] == "issued_s" or _closed(event, x[0])]
-            for (before, before_s), (after, after_s) in pairwise(happened):
-                if _later(before_s, after_s):
-                    yield (
-                        f"rank {one.rank}: {_name(event)} has {after} = {_at(after_s)}, earlier "
-                        f"than {before} = {_at(before_s)}"
-                    )
-
-
-def _closed(event: CommEvent, name: str) -> bool:
-    """Whether the time `name` must be known, since a later one is."""
-    return bool(
-        event.ended_s if name == "began_s" else name == "wait_began_s" and event.wait_ended_s
-    )
+        order: list[tuple[str, str]] = []
+        if event.ended_s:
+            order += [("issued_s", "began_s"), ("began_s", "ended_s")]
+        if event.wait_ended_s:
+            order += [("issued_s", "wait_began_s"), ("wait_began_s", "wait_ended_s")]
+            order += [("ended_s", "wait_ended_s")]
+        for before, after in order:
+            if _later(getattr(event, before), getattr(event, after)):
+                yield (
+                    f"rank {one.rank}: {_name(event)} has {after} = {_at(getattr(event, after))}, "
+                    f"earlier than {before} = {_at(getattr(event, before))}"
+                )
 
 
 def _carriers_do_one_at_a_time(one: RankTrace) -> Iterator[str]:
@@ -157,8 +150,7 @@ def _memory_is_in_order(one: RankTrace) -> Iterator[str]:
 
 def _nothing_is_open(one: RankTrace) -> Iterator[str]:
     for thing in one.things():
-        waits = isinstance(thing, CommEvent) and thing.wait_began_s and not thing.wait_ended_s
-        if not thing.ended_s or waits:
+        if not thing.ended_s:
             yield f"rank {one.rank}: {_name(thing)} never ended, though the rank's record is whole"
 
 
@@ -198,31 +190,26 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """In the group of all ranks, making a subgroup takes a number, too, on all of them."""
+    """But in the group of all ranks making a subgroup takes a number, too."""
     for one in trace.ranks.values():
-        if not one.complete:
-            continue
-        numbers: dict[Any, list[int]] = defaultdict(list)
-        for event in one.comms:
+        numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
+        for event in one.comms if one.complete else ():
             if event.op in ("send", "recv"):
-                peer = f"{'to' if event.op == 'send' else 'from'} rank {_peer(event)}"
-                numbers[f"messages {peer}, tag {event.tag}, group {event.group}"].append(event.seq)
-            elif len(event.ranks) < one.size:
-                numbers[f"collectives of group {event.group}"].append(event.seq)
-        for what, seqs in numbers.items():
-            yield from (
-                f"rank {one.rank}: the {what} go from {last} to {seq}"
-                for last, seq in pairwise(sorted(seqs))
-                if seq != last + 1
-            )
+                assert event.peer is not None
+                way = f"{'to' if event.op == 'send' else 'from'} rank {event.ranks[event.peer]}"
+                what = f"messages {way}, tag {event.tag}, group {event.group}"
+                numbers[what, False].append(event.seq)
+            else:
+                holes = len(event.ranks) == one.size
+                numbers[f"collectives of group {event.group}", holes].append(event.seq)
+        for (what, holes), seqs in numbers.items():
+            for last, seq in pairwise(sorted(seqs)):
+                if seq == last or (seq > last + 1 and not holes):
+                    yield f"rank {one.rank}: the {what} go from number {last} to {seq}"
 
 
 def _recorded_all(trace: Trace, rank: int) -> bool:
     return rank in trace.ranks and trace.ranks[rank].complete
-
-
-def _peer(event: CommEvent) -> int | None:
-    return None if event.peer is None else event.ranks[event.peer]
 
 
 def _later(one_s: float, other_s: float) -> bool:

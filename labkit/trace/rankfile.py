@@ -176,16 +176,17 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recur
 def _problems(
     name: str, lines: int, unreadable: list[int], things: int, ended_after: int | None
 ) -> list[str]:
-    if ended_after is None and unreadable == [lines]:
-        return [f"{name} breaks off in line {lines}: the rank died, or is still running"]
     found = []
-    if unreadable:
-        more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
-        found.append(f"{name}: line {unreadable[0]}{more} cannot be read and is left out")
-    if ended_after is None:
+    breaks_off = lines in unreadable
+    if lost := [line for line in unreadable if line != lines]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        found.append(f"{name}: line {lost[0]}{more} cannot be read and is left out")
+    elif ended_after is not None and things < ended_after:
+        found.append(f"{name}: of {ended_after} things that were written, {things} are there")
+    if breaks_off:
+        found.append(f"{name} breaks off in line {lines}: the rank died, or is still running")
+    elif ended_after is None or things > ended_after:
         found.append(f"{name} has no end mark: the rank died, or is still running")
-    elif things != ended_after:
-        found.append(f"{name}: {things} things can be read of {ended_after} that were written")
     return found
 
 

@@ -19,7 +19,7 @@ from labkit.trace.measures import lanes, waiting
 
 TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
-MOST_LANES = 3  # of communication at full height; more of them share the space of three
+MOST_LANES = 2  # of communication at full height below the first; more of them share this space
 RANK_GAP = 0.4
 
 
@@ -53,8 +53,10 @@ class RankBars:
 
 def lane_place(lane: int, lanes: int) -> tuple[float, float]:
     """Top and bottom of the `lane`-th of so many lanes of communication, from 0."""
-    scale = min(1.0, MOST_LANES / lanes)
-    top = 1 + COMM_GAP + lane * scale * (COMM_HEIGHT + COMM_GAP)
+    if lane == 0:
+        return 1 + COMM_GAP, 1 + COMM_GAP + COMM_HEIGHT
+    scale = min(1.0, MOST_LANES / (lanes - 1))
+    top = 1 + COMM_GAP + (1 + (lane - 1) * scale) * (COMM_HEIGHT + COMM_GAP)
     return top, top + scale * COMM_HEIGHT
 
 

@@ -76,8 +76,9 @@ def memory(
     panels[0].set(xlim=(0, 100), ylim=(0, most_bytes / scale * 1.25 or 1))
     for axes in panels[len(chosen) :]:
         axes.set_visible(False)
-    few = f" of {listed(chosen)} of {part.size} ranks" if len(chosen) < part.size else ""
-    words = [f"Memory by category{few}"]
+    words = ["Memory by category"]
+    if len(chosen) < part.size:
+        words.append(f"rank{'s' * (len(chosen) > 1)} {listed(chosen)} of {part.size}")
     if predicted_bytes:
         words.append(
             "dashed: parameters, gradients and optimizer state as predicted, "

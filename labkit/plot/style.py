@@ -43,7 +43,7 @@ IDLE = "#E9EBEE"  # neither computing nor waiting
 MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
 
 TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
-WIDTH_IN, DPI = 10.5, 100  # a laptop shows 1050 pixels
+WIDTH_IN, DPI = 10.0, 100  # a laptop shows 1000 pixels
 
 # Whatever style a notebook has set for its own plots, ours stay readable.
 SETTINGS: Any = {

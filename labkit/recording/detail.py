@@ -110,7 +110,7 @@ class Detail:
         for optimizer in optimizers:
             self.enter_state(optimizer)
         for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and type(thing).__module__.startswith("torch"):
+            if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
                 self._enter(thing, OTHER)
         self._mode.__enter__()
 

@@ -91,16 +91,20 @@ def _times(one: RankTrace) -> Iterator[float]:
 
 def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
     spans = sorted(one.spans, key=lambda x: (x.began_s, x.depth))
+    roots: dict[str, int] = {}  # how deep the root lies: a strategy's wrapper may be around it
+    for span in spans:
+        if not span.module:
+            roots[span.phase] = max(span.depth, roots.get(span.phase, 0))
     for span, following in zip(spans, [*spans[1:], None]):
         ended_s = span.ended_s or end_s
         parent = (
             following is not None and following.depth > span.depth and following.began_s < ended_s
         )
-        if span.depth == 0 and parent:
+        depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
+        if depth == 0 and parent:
             names: tuple[str, ...] = ()  # its modules are named instead
         else:
             names = _module_names(span)
-        depth = min(span.depth, len(TOPS) - 1)
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(
             TOPS[depth], 1.0, span.began_s * 1e3, ended_s * 1e3, PHASES[span.phase], names,

@@ -121,11 +121,10 @@ def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:
 
 def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
     axes.set_title(f"rank {one.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
-    if not one.memory:
+    if not one.memory or not one.steps:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
         return
-    step = next(x for x in one.steps if x.detail)
-    begin_s, percent_per_s = _progress(one, step)
+    begin_s, percent_per_s = _progress(one, one.steps[0])
     when = [(point.when_s - begin_s) * percent_per_s for point in one.memory]
     held = np.array([point.held_bytes for point in one.memory]) / scale
     axes.stackplot(

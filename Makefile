@@ -22,7 +22,7 @@ HERE := $(if $(PYTHON),$(PYTHON),python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lab test check test-here lint types format hooks clean
+.PHONY: help setup demo lab notebooks test check test-here lint types format hooks clean
 
 help: ## List the targets.
 	@awk 'BEGIN { FS = ":[^#]*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ demo: $(STAMP) ## Train a small GPT with every strategy on four real ranks and c
 
 lab: $(STAMP) ## Open the labs in JupyterLab.
 	$(PY) -m jupyterlab notebooks $(ARGS)
+
+notebooks: $(STAMP) ## Build the labs' editions from notebooks/src (ARGS="00", ARGS=--all).
+	$(PY) -m labkit.course.build $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite (ARGS="..." goes to pytest).
 	$(PY) -m pytest $(ARGS)

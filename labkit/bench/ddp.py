@@ -36,7 +36,7 @@ class DdpTimes:
     high: float
 
 
-def _stepper(wrap: Callable[[nn.Module], nn.Module], model: str) -> Callable[[], None]:
+def stepper(wrap: Callable[[nn.Module], nn.Module], model: str) -> Callable[[], None]:
     """A model, wrapped, with its optimizer: a function that does one step."""
     torch.manual_seed(0)
     wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH))
@@ -56,9 +56,9 @@ def _turns(model: str, turns: int) -> dict[str, list[float]]:
     """On each rank: seconds of a step, one entry a turn, for each of the three."""
     comm = attach().comm
     steppers = {
-        "ours": _stepper(DDP, model),
-        "torch": _stepper(nn.parallel.DistributedDataParallel, model),
-        "floor": _stepper(lambda module: module, model),
+        "ours": stepper(DDP, model),
+        "torch": stepper(nn.parallel.DistributedDataParallel, model),
+        "floor": stepper(lambda module: module, model),
     }
     for step in steppers.values():  # torch rebuilds its buckets after the first step
         for _ in range(3):

@@ -198,7 +198,7 @@ class Carrier:
             payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
             peer=peer, tag=tag,
         )  # fmt: skip
-        here.clock.mark(event, "issued_s", "began_s", "wait_began_s")
+        here.clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
         return event
 
     def _back(self, x: torch.Tensor) -> Back:

@@ -32,9 +32,9 @@ class HostClock(Clock):
     """The CPU does what it is told before it goes on."""
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        now_s = at[0] if at else time.monotonic()
+        time_s = at[0] if at else time.monotonic()
         for field in fields:
-            setattr(thing, field, now_s)
+            setattr(thing, field, time_s)
 
     def end_of(self, work: Any) -> list[float]:
         """A list that will hold the time, once there is one."""
@@ -60,9 +60,9 @@ class StreamClock(Clock):
         self._zero_s = time.monotonic()
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        now_s = time.monotonic()
-        for field in fields:  # until the GPU tells better, so that nothing is "not yet"
-            setattr(thing, field, now_s)
+        time_s = time.monotonic()  # until the GPU tells better: 0.0 would mean "not yet"
+        for field in fields:
+            setattr(thing, field, time_s)
         self._under_way.append((thing, fields, at or self._event_here()))
 
     def end_of(self, work: Any) -> Any:

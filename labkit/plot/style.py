@@ -1,5 +1,114 @@
-"""Colours that colour-blind readers can tell apart (Okabe and Ito, 2008), one for each thing."""
+"""The one place for colours: the same thing has the same colour in every picture.
 
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000"]
+The hues are those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has
+the colour of what it makes: forward makes activations, backward gradients, the optimizer its
+state. What travels is purple, blue, yellow, grey or brown by operation; vermilion is lost time.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
+GREY, BROWN = "#5E6670", "#A6761D"
+
+INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, lines, background
+
+COLOURS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
 DASHES = ["-", "--", ":", "-."]
-MEASURED, PREDICTED = COLOURS[0], "#999999"
+
+PHASES = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "user": "#C9CED6"}
+CATEGORIES = {
+    "parameters": BLUE,
+    "gradients": PHASES["backward"],
+    "optimizer state": PHASES["optimizer"],
+    "activations": PHASES["forward"],
+    "communication buffers": PURPLE,
+    "other": "#D5D8DC",
+}
+
+# Two shades of each, in turn by sequence number: neighbours differ, and all ranks agree.
+OPERATIONS = {
+    "all_reduce": (PURPLE, "#A34F7E"),
+    "all_gather": (BLUE, "#004C77"),
+    "reduce_scatter": (YELLOW, "#BFB419"),
+    "send": (GREY, "#2B323A"),
+    "recv": (GREY, "#2B323A"),
+}
+OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
+
+WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; what never ended
+COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing while something travels
+IDLE = "#C9CED6"  # neither computing nor waiting
+MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
+
+TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
+WIDTH_IN, DPI = 10.0, 100  # a laptop shows 1000 pixels
+
+# Whatever style a notebook has set for its own plots, ours stay readable.
+SETTINGS: Any = {
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": PAPER,
+    "axes.grid": False,
+    "axes.labelcolor": INK,
+    "axes.labelsize": TEXT_PT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlesize": TITLE_PT,
+    "figure.edgecolor": PAPER,
+    "figure.facecolor": PAPER,
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib
+    "font.size": TEXT_PT,
+    "grid.color": FAINT,
+    "hatch.color": VERMILION,
+    "hatch.linewidth": 0.8,
+    "legend.fontsize": TEXT_PT,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "text.color": INK,
+    "text.usetex": False,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": SMALL_PT,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": SMALL_PT,
+}
+
+
+def shade(op: str, number: int) -> str:
+    """The colour of the `number`-th operation of its kind."""
+    return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
+
+
+def in_order(ops: Iterable[str]) -> list[str]:
+    """As they stand in OPERATIONS, then the others by name."""
+    known = list(OPERATIONS)
+    return sorted(set(ops), key=lambda op: (known.index(op) if op in known else len(known), op))
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "#RRGGBB" as WCAG 2.1 defines it, 0 to 1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, 1 to 21; text needs 4.5 (WCAG 2.1, AA)."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def text_on(colour: str) -> str:
+    """Black or white, whichever reads better on it."""
+    return max((BLACK, PAPER), key=lambda text: contrast(text, colour))
+
+
+def byte_unit(most_bytes: float) -> tuple[float, str]:
+    """The unit in which `most_bytes` is a number one can read: (1e6, "MB")."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if most_bytes >= scale:
+            return scale, unit
+    return 1.0, "bytes"

@@ -102,19 +102,24 @@ class Detail:
         self._in_door = threading.local()
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
+        self._counting = False
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter what is there already, and count from here on."""
+        gc.collect()  # what earlier runs have left in circles is not this one's
         for module in modules:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
         for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and type(thing).__module__.startswith("torch"):
+            if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
                 self._enter(thing, OTHER)
+        self._counting = True
+        self._ledger.measure_again()
         self._mode.__enter__()
 
     def end(self) -> None:
+        self._counting = False
         self._mode.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -181,7 +186,8 @@ class Detail:
             self._ledger.enter(x, category, move)
 
     def _changed(self, held_bytes: tuple[int, ...]) -> None:
-        self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
+        if self._counting:
+            self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
 
 
 class _Mode(TorchDispatchMode):

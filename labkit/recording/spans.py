@@ -1,6 +1,7 @@
-"""Spans of forward, backward and optimizer by module, from torch's own hooks.
+"""Spans of forward, backward and optimizer by module, of any model and training loop.
 
-    forward     a hook before and one after every module: spans nest as modules do
+    forward     every call of a module is wrapped (a fifth of the cost of torch's hooks for all
+                modules): spans nest as modules do
     backward    the last node of autograd's graph that a module made in forward is the first to
                 run in its backward: a hook on it says that this module's backward begins, and
                 that of the one before is over. Where a module hands over to its parent, the same.
@@ -9,14 +10,14 @@
 Nothing in a model, a strategy or a training loop knows of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -26,6 +27,13 @@ from labkit.comm.clock import Clock
 from labkit.trace import Span
 
 MARK = "labkit: whose backward begins"
+VIEWS = {
+    f"{name}Backward0"
+    for name in (
+        "Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T",
+        "Transpose", "UnsafeView", "Unsqueeze", "View",
+    )
+}  # fmt: skip
 
 
 class Spans:
@@ -47,25 +55,33 @@ class Spans:
         self._open: list[Span] = []  # outermost first
         self._own: Span | None = None  # the module whose backward runs
         self._names: dict[nn.Module, str] = {}
-        self._forward: Span | None = None  # the outermost one that ended last
+        self._last: Span | None = None  # the outermost forward that ended last
+        self._marked: Callable[[], object] = lambda: None  # the tensor that was marked last
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Spans":
         for handle in (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
         ):
             self._hooks.callback(handle.remove)
-        plain = torch.autograd.backward
-        torch.autograd.backward = partial(self._backward, plain)
-        self._hooks.callback(setattr, torch.autograd, "backward", plain)
+        call, backward, forward = nn.Module.__call__, torch.autograd.backward, self._forward
+
+        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(call, module, args, kwargs)
+
+        self._put(nn.Module, "__call__", recorded_call)
+        self._put(torch.autograd, "backward", partial(self._backward, backward))
         return self
+
+    def _put(self, place: Any, name: str, replacement: Any) -> None:
+        """Until recording ends."""
+        self._hooks.callback(setattr, place, name, getattr(place, name))
+        setattr(place, name, replacement)
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
-        self._open, self._own, self._forward = [], None, None
+        self._open, self._own, self._last = [], None, None
 
     @property
     def innermost(self) -> Span | None:
@@ -76,7 +92,8 @@ class Spans:
         return [*self._open, self._own] if self._own else list(self._open)
 
     def begin(self, phase: str, module: str, kind: str = "") -> Span:
-        span = Span(phase, module, self.step, 0.0, 0.0, len(self.still_open()), kind)
+        depth = len(self._open) + (self._own is not None)
+        span = Span(phase, module, self.step, 0.0, 0.0, depth, kind)
         self._clock.mark(span, "began_s")
         self._open.append(span)
         return span
@@ -92,23 +109,22 @@ class Spans:
 
     # --- forward ---
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _forward(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._open:
             self._met(module)
         if module not in self._names:
             self._name_all(module)
         if self._open:  # where this one's input was made, backward goes back to the parent
-            self._mark(_nodes(inputs), self._open[-1])
-        self.begin("forward", self._names[module], type(module).__name__)
-
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if not self._open:
-            return  # entered before the hooks were there
-        span = self._open[-1]
-        self._mark(_nodes((output,)), span)
-        self.end(span)
-        if not self._open:
-            self._forward = span
+            self._mark(args, self._open[-1])
+        span = self.begin("forward", self._names[module], type(module).__name__)
+        try:
+            output = call(module, *args, **kwargs)
+            self._mark((output,), span)
+            return output
+        finally:
+            self.end(span)
+            if not self._open:
+                self._last = span
 
     def _name_all(self, root: nn.Module) -> None:
         """Names from the root; a wrapper that holds one `module` does not lengthen them."""
@@ -117,18 +133,28 @@ class Spans:
 
     # --- backward ---
 
-    def _mark(self, nodes: Iterable[Any], span: Span) -> None:
-        for node in nodes:
-            if MARK not in node.metadata:
-                node.metadata[MARK] = True
-                node.register_prehook(partial(self._backward_of, span.module, span.kind))
+    def _mark(self, values: Iterable[Any], span: Span) -> None:
+        """When backward comes to what made these tensors, it has come to the module of `span`."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value is self._marked():  # mostly: one module's output is the next one's input
+                    continue
+                self._marked = ref(value)
+                node = _maker(value)
+                if node is not None and MARK not in node.metadata:
+                    node.metadata[MARK] = True
+                    node.register_prehook(partial(self._backward_of, span.module, span.kind))
+            elif isinstance(value, (tuple, list)):
+                self._mark(value, span)
+            elif isinstance(value, dict):
+                self._mark(value.values(), span)
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._forward is not None and self._forward.step == self.step and not self._open:
-            loss = Span("forward", "loss", self.step, self._forward.ended_s, 0.0, 0, "loss")
+        if self._last is not None and self._last.step == self.step and not self._open:
+            loss = Span("forward", "loss", self.step, self._last.ended_s, 0.0, 0, "loss")
             self._clock.mark(loss, "ended_s")
             self._done(loss)
-        self._forward = None
+        self._last = None
         self._end_own()
         whole = self.begin("backward", "")
         try:
@@ -163,13 +189,9 @@ class Spans:
             self._step_ended(optimizer)
 
 
-def _nodes(values: Iterable[Any]) -> Iterator[Any]:
-    """Autograd's nodes that made the tensors among `values`, also inside tuples and dicts."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.grad_fn is not None:
-                yield value.grad_fn
-        elif isinstance(value, (tuple, list)):
-            yield from _nodes(value)
-        elif isinstance(value, dict):
-            yield from _nodes(value.values())
+def _maker(x: torch.Tensor) -> Any:
+    """The node of autograd's graph that computed `x` or what `x` is a view of; None for a leaf."""
+    node = x.grad_fn
+    while node is not None and type(node).__name__ in VIEWS:
+        node = node.next_functions[0][0]
+    return node

@@ -1,0 +1,134 @@
+"""What a check finds wrong: one sentence, what was expected, what was found, a hint.
+
+`fail` says it; `equal` compares rank by rank and says it where something differs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+BOLD_RED, PLAIN = "\x1b[1;31m", "\x1b[0m"
+
+
+class CheckFailed(AssertionError):
+    """A student's answer is not right yet. The text says why; a notebook shows only the text."""
+
+    def __init__(
+        self, sentence: str, expected: str = "", found: str = "", hint: str = "", details: str = ""
+    ):
+        self.sentence, self.details = sentence, details
+        self.expected, self.found, self.hint = expected, found, hint
+        self.exercise = ""  # "00.average", entered by the exercise that failed
+        super().__init__(sentence)
+
+    def __str__(self) -> str:
+        title = f"{self.exercise}: " if self.exercise else ""
+        lines = [title + self.sentence, *self.details.splitlines()]
+        for name in ("expected", "found", "hint"):
+            if text := getattr(self, name):
+                lines.append(f"  {name + ':':<9} {text}")
+        return "\n".join(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        """In a notebook: the message alone, since the student's lines are not in the traceback."""
+        first, *others = str(self).split("\n")
+        return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
+
+
+def fail(
+    sentence: str, *, expected: Any = "", found: Any = "", hint: str = "", details: str = ""
+) -> NoReturn:
+    """Raise CheckFailed. `sentence`: what is wrong, in one sentence, with the rank that it is
+    wrong on; `hint`: where to look, without the answer."""
+    raise CheckFailed(sentence, str(expected), str(found), hint, details)
+
+
+def equal(
+    found: Sequence[Any],
+    expected: Sequence[Any],
+    what: str = "returned",
+    hint: str = "",
+    within: float = 1e-6,
+) -> None:
+    """Compare one value per rank; fail with the first rank whose value differs.
+
+    Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
+    `what` joins rank and value to a sentence: "rank 1 returned 6.0, but 1.5 is right".
+    `within`: the difference allowed, relative and absolute; integers must be equal.
+    """
+    assert len(found) == len(expected), "one value per rank"
+    for rank, (its, right) in enumerate(zip(found, expected)):
+        if its is None and right is not None:
+            fail(
+                f"rank {rank} {what} None.",
+                expected=brief(right),
+                hint="Does the function end with a return?" if what == "returned" else hint,
+            )
+        if problem := difference(its, right, within):
+            fail(
+                f"rank {rank} {what} {problem}.",
+                expected=f"{brief(right)} on rank {rank}",
+                found=brief(its),
+                hint=hint,
+            )
+
+
+def difference(found: Any, right: Any, within: float) -> str:
+    """How `found` differs from what is right; "" where it does not."""
+    if isinstance(right, torch.Tensor):
+        return _tensor_difference(found, right, within)
+    if isinstance(right, (tuple, list)):
+        if not isinstance(found, (tuple, list)):
+            return f"{kind(found)}, but {kind(right)} is right"
+        if len(found) != len(right):
+            return f"{len(found)} values, but {len(right)} are right"
+        for i, (one, other) in enumerate(zip(found, right)):
+            if problem := difference(one, other, within):
+                short = max(len(repr(found)), len(repr(right))) <= 40
+                whole = f"{found!r}, but {right!r} is right"
+                return whole if short else f"{problem} (at place {i})"
+        return ""
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        found = found.item()
+    numbers = isinstance(right, (int, float)) and not isinstance(right, bool)
+    if numbers and not isinstance(found, (int, float)):
+        return f"{kind(found)}, but a number is right"
+    close = not numbers and found == right
+    if numbers:
+        exact = isinstance(right, int) and isinstance(found, int)
+        close = found == right if exact else abs(found - right) <= within * max(1, abs(right))
+    return "" if close else f"{brief(found)}, but {brief(right)} is right"
+
+
+def _tensor_difference(found: Any, right: torch.Tensor, within: float) -> str:
+    if not isinstance(found, torch.Tensor):
+        return f"{kind(found)}, but a tensor of shape {tuple(right.shape)} is right"
+    if found.shape != right.shape:
+        return f"a tensor of shape {tuple(found.shape)}, but {tuple(right.shape)} is right"
+    if found.dtype != right.dtype:
+        return f"a tensor of {found.dtype}, but {right.dtype} is right"
+    wrong = ~torch.isclose(found.double(), right.double(), rtol=within, atol=within, equal_nan=True)
+    if not wrong.any():
+        return ""
+    place = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"a tensor that differs in {int(wrong.sum())} of {wrong.numel()} elements: element "
+        f"{list(place)} is {found[place].item():g}, but {right[place].item():g} is right"
+    )
+
+
+def kind(thing: Any) -> str:
+    """What a value is: "a tensor of shape (2,)", "a list", "None"."""
+    if thing is None:
+        return "None"
+    if isinstance(thing, torch.Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    name = type(thing).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def brief(thing: Any, most: int = 80) -> str:
+    """A value in a line."""
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= most else text[: most - 4] + " ..."

@@ -1,0 +1,109 @@
+"""Checks of lab 00, "Your machine is a cluster"."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from labkit.check.exercise import Score, exercise
+from labkit.check.findings import equal, fail
+from labkit.check.ranks import run
+
+Student = Callable[..., Any]
+
+
+@exercise(points=1)
+def average(student: Student) -> Iterator[str]:
+    """average(comm, value): every rank gets the mean of all values, from one all-reduce."""
+    for size in (2, 4):
+        ran = run(size, lambda comm: student(comm, 10.0 * comm.rank))
+        mean = 10.0 * (size - 1) / 2
+        equal(ran.values, [mean] * size, hint="What does all_reduce do, if you do not say `op`?")
+        for rank, ops in enumerate(ran.ops):
+            if ops != ["all_reduce"]:
+                fail(
+                    f"rank {rank} needs more than one operation for it.",
+                    expected="one all_reduce",
+                    found=", ".join(ops) or "none",
+                    hint="The sum of all values is enough to know their mean.",
+                )
+    yield "the mean on every rank, of 2 and of 4"
+    yield "one all-reduce each"
+
+
+@exercise(points=2)
+def swap(student: Student) -> Iterator[str]:
+    """swap(comm, x): ranks 0 and 1, 2 and 3, ... return each other's tensor, and none waits."""
+    for size in (2, 4):
+        ran = run(size, lambda comm: student(comm, torch.full((1000,), float(comm.rank))))
+        right = [torch.full((1000,), float(rank ^ 1)) for rank in range(size)]
+        equal(ran.values, right, hint="Receive into a tensor of its own, else x is overwritten.")
+        for rank, sent_bytes in enumerate(ran.sent_bytes):
+            if sent_bytes != 4000:
+                fail(
+                    f"rank {rank} sends {sent_bytes:,} bytes.",
+                    expected="4,000 bytes: its own tensor, once",
+                    hint="Only the partner wants it.",
+                )
+    yield "each has the other's tensor, with 1 and with 2 pairs"
+    yield "4,000 bytes sent by each rank, and no hang"
+
+
+@exercise(points=2)
+def my_broadcast(student: Student) -> Iterator[str]:
+    """my_broadcast(comm, x): the x of rank 0 becomes everybody's, by send and recv alone."""
+    for size in (2, 3, 4):
+
+        def play(comm: Any) -> torch.Tensor:
+            x = torch.arange(5.0) + 100 * comm.rank
+            student(comm, x)
+            return x
+
+        ran = run(size, play)
+        for rank, ops in enumerate(ran.ops):
+            if others := [op for op in ops if op not in ("send", "recv")]:
+                fail(
+                    f"rank {rank} calls {others[0]}.",
+                    expected="send and recv alone",
+                    hint="The collective is what you are building.",
+                )
+        hint = "`recv` writes into the tensor that it is given: give it x itself."
+        equal(ran.values, [torch.arange(5.0)] * size, what=f"of {size} now holds", hint=hint)
+        total, least = sum(ran.sent_bytes), 20 * (size - 1)
+        if total != least:
+            fail(
+                f"{size} ranks send {total:,} bytes together, but {least:,} are enough.",
+                expected=f"{size - 1} × 20 bytes, since each rank but the first gets x once",
+                hint="Who sends to a rank that has x already?",
+            )
+    yield "rank 0's numbers everywhere, on 2, 3 and 4 ranks"
+    yield "no byte too many: (n - 1) · S in all"
+
+
+@exercise(points=3)
+def find_max(student: Student) -> Iterator[str | Score]:
+    """find_max(comm, values): every rank returns (rank, index) of the largest of all values."""
+    total = 0
+    for seed in range(3):
+        every = _values(seed)
+        ran = run(4, lambda comm, rows: student(comm, rows[comm.rank].clone()), every)
+        where = int(every.argmax())
+        right = (where // every.shape[1], where % every.shape[1])
+        equal(ran.values, [right] * 4, hint="The answer is (rank, index), two whole numbers.")
+        total = max(total, sum(ran.sent_bytes))
+    whole = 3 * _values(0)[0].nbytes * 4
+    if total >= whole:
+        fail(
+            f"the 4 ranks send {total:,} bytes together: everybody sends all its values.",
+            expected=f"far fewer than {whole:,}",
+            hint="What is the least that a rank must tell about its 1,000 values?",
+        )
+    yield "the place of the largest of 4 × 1,000 values, on every rank, for 3 draws"
+    # Three ranks tell a value (4 bytes) to the fourth; it tells three who has won (1 byte);
+    # the winner tells three the index (2 bytes).
+    yield Score(total, 3 * 4 + 3 * 1 + 3 * 2, "bytes sent by all ranks")
+
+
+def _values(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 1000, generator=generator)  # row r belongs to rank r

@@ -1,0 +1,112 @@
+"""Run a student's function on ranks, and tell what went wrong there in plain words."""
+
+import atexit
+import io
+import re
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.check.findings import CheckFailed
+from labkit.check.peak import PeakMemory
+from labkit.comm import Comm, listen
+from labkit.events import CommEvent
+from labkit.world import RankError, RankInterrupt, World
+
+WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
+LIMIT_S = 10.0  # how long one call may take in all
+
+_worlds: dict[int, World] = {}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a call did; each field has one entry per rank."""
+
+    values: list[Any]  # what it returned
+    events: list[list[CommEvent]]  # what it called on the Comm, in order
+    peak_bytes: list[int]  # the most that the tensors it made held at once
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each rank sends (`bus_bytes`: the same on every transport)."""
+        return [sum(event.bus_bytes for event in its) for its in self.events]
+
+    @property
+    def ops(self) -> list[list[str]]:
+        """Names of the operations: ["send", "recv", "all_reduce"]."""
+        return [[event.op.split("(")[0] for event in its] for its in self.events]
+
+
+def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
+    """Call `play(comm, *args)` on each of `size` ranks; their world stays warm for the next check.
+
+    The ranks compute on the CPU, so that an answer is judged alike on every machine. Raises
+    CheckFailed for an error on a rank, a hang, or ranks that call different collectives.
+    """
+    world = _world(size)
+    too_late = threading.Timer(LIMIT_S, world.restart)
+    too_late.start()
+    try:
+        results = world.run(_one_rank, play, args)
+    except RankInterrupt:
+        raise
+    except RankError as error:
+        raise told(error) from None
+    finally:
+        too_late.cancel()
+        too_late.join()
+    values, events, peaks = zip(*results)
+    return Ran(list(values), list(events), list(peaks))
+
+
+def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
+    comm = Comm()
+    with listen() as events, PeakMemory() as memory:
+        value = play(comm, *args)
+    return value, events, memory.peak_bytes
+
+
+def _world(size: int) -> World:
+    if size not in _worlds:
+        with redirect_stdout(io.StringIO()):  # what it runs on is not news in a check
+            _worlds[size] = World(size, device="cpu", timeout_s=WAIT_S)
+        atexit.register(_worlds[size].close)
+    return _worlds[size]
+
+
+def told(error: RankError) -> CheckFailed:
+    """The failure of a run as a student should read it."""
+    lines = [line for line in str(error).splitlines() if "the next run starts new" not in line]
+    first, rest = lines[0], "\n".join(lines[1:])
+    match error.kind:
+        case "raised" if "NotImplementedError" in first:
+            return CheckFailed(
+                "you left the stub: the body is not written yet.",
+                hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
+            )
+        case "raised":
+            return CheckFailed(f"{first}.", details=_last_lines(rest))
+        case "stuck":
+            hint = "Each receive needs its send, and all ranks must call every collective."
+            return CheckFailed(f"the ranks hang: {first}", details=rest, hint=hint)
+        case "interrupted":
+            return CheckFailed(
+                f"the call did not come back within {LIMIT_S:g} s.",
+                hint="No rank waits for another: look for a loop that does not end.",
+            )
+    return CheckFailed(first, details=rest)
+
+
+def _last_lines(trace: str) -> str:
+    """Of a traceback, the innermost place that is not labkit's or torch's, and its line."""
+    place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
+    lines = trace.splitlines()
+    found = [
+        lines[i : i + 2]
+        for i, line in enumerate(lines)
+        if place.match(line) and not re.search(r"[/\\](labkit|torch)[/\\]", line)
+    ]
+    return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))

@@ -1,0 +1,100 @@
+"""Build the editions of the labs, and say which are out of step with their source."""
+
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from labkit.course.editions import (
+    NOTEBOOKS,
+    Notebook,
+    solved,
+    solved_path,
+    sources,
+    student,
+    student_path,
+)
+
+CELL_LIMIT_S = 60
+
+
+def build(names: list[str], everything: bool = False) -> None:
+    """Write both editions of each lab in `names` ("00"; all when empty), where they are out of
+    step or `everything` is asked for. Raises ValueError for a lab that is not there."""
+    chosen = [source for source in sources() if not names or _is_named(source, names)]
+    if len(chosen) < len(names):
+        known = ", ".join(source.stem for source in sources())
+        raise ValueError(f"no source for all of {', '.join(names)}; there are {known}")
+    for source in chosen:
+        if not everything and out_of_step(source) == []:
+            print(f"{source.stem}: in step")
+            continue
+        write(student(source), student_path(source))
+        began_s = time.monotonic()
+        write(execute(solved(source)), solved_path(source))
+        print(f"{source.stem}: built, ran in {time.monotonic() - began_s:.1f} s")
+
+
+def execute(notebook: Notebook) -> Notebook:
+    """Run all cells in a fresh kernel of this Python; their outputs stand in the notebook."""
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_LIMIT_S,
+        kernel_name="python3",
+        record_timing=False,
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+    )
+    client.execute()
+    notebook.metadata.language_info = {"name": "python"}  # not the versions of who built it
+    return notebook
+
+
+def write(notebook: Notebook, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    nbformat.validate(notebook)
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+
+
+def out_of_step(source: Path) -> list[str]:
+    """The editions of `source` that are not what it says, each with a sentence. Outputs are not
+    compared: they hold times and process numbers."""
+    problems = []
+    for path, fresh in [
+        (student_path(source), student(source)),
+        (solved_path(source), solved(source)),
+    ]:
+        where = path.relative_to(NOTEBOOKS.parent).as_posix()
+        if not path.exists():
+            problems.append(f"{where} is missing: run `make notebooks`")
+        elif _bare(nbformat.read(path, as_version=4)) != _bare(fresh):
+            problems.append(
+                f"{where} is out of step with notebooks/src/{source.name}: change the source, "
+                "then run `make notebooks`"
+            )
+    return problems
+
+
+def _bare(notebook: Notebook) -> list[object]:
+    """All that comes from the source."""
+    cells = [(x.id, x.cell_type, x.source, dict(x.metadata)) for x in notebook.cells]
+    return [dict(notebook.metadata), *cells]
+
+
+def _is_named(source: Path, names: list[str]) -> bool:
+    return any(source.stem == name or source.stem[:2] == name for name in names)
+
+
+def main() -> None:
+    """`python -m labkit.course.build [00 05 ...] [--all]`"""
+    names = [word for word in sys.argv[1:] if word != "--all"]
+    try:
+        build(names, everything="--all" in sys.argv)
+    except ValueError as error:
+        sys.exit(f"labkit: {error}")
+
+
+if __name__ == "__main__":
+    main()

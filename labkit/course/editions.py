@@ -1,0 +1,142 @@
+"""The two editions of a lab, as notebooks in memory, from its one source.
+
+    notebooks/src/00_topic.py  ──>  notebooks/00_topic.ipynb            student: stubs, no outputs
+                               ──>  notebooks/solutions/00_topic.ipynb  solved: executed later
+
+A solution stands between `### BEGIN SOLUTION` and `### END SOLUTION`, as nbgrader writes them. In
+the student edition a stub stands in its place: the cell's metadata `stub="..."`, or a
+`raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
+"answer" is in the solved edition only.
+
+Ids and metadata follow from the source alone, so that building twice gives the same.
+"""
+
+import copy
+import hashlib
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+
+from labkit.check import EXERCISES
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+ANSWER = "answer"  # tag of a cell that a student must not see
+NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+LAYOUT = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's notes on blank lines
+
+Notebook = Any  # nbformat's NotebookNode: a dict whose keys are attributes, too
+
+
+def sources() -> list[Path]:
+    """The sources of all labs, in their order."""
+    return sorted((NOTEBOOKS / "src").glob("[0-9][0-9]_*.py"))
+
+
+def student_path(source: Path) -> Path:
+    return NOTEBOOKS / f"{source.stem}.ipynb"
+
+
+def solved_path(source: Path) -> Path:
+    return NOTEBOOKS / "solutions" / f"{source.stem}.ipynb"
+
+
+def solved(source: Path) -> Notebook:
+    """The solved edition, not executed yet."""
+    notebook = jupytext.read(source, fmt="py:percent")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    lab, ids, grade_ids = source.stem[:2], set[str](), set[str]()
+    for cell in notebook.cells:
+        for name in LAYOUT:
+            cell.metadata.pop(name, None)
+        cell.source = cell.source.strip("\n")
+        cell.id = _unused(hashlib.sha256(cell.source.encode()).hexdigest()[:8], ids)
+        if cell.cell_type == "code" and (grading := _nbgrader(cell.source, lab)):
+            grading["grade_id"] = _unused(grading["grade_id"], grade_ids)
+            cell.metadata["nbgrader"] = grading
+    return notebook
+
+
+def student(source: Path) -> Notebook:
+    """The student edition: stubs where the solutions are, nothing that gives them away."""
+    notebook = copy.deepcopy(solved(source))
+    notebook.cells = [
+        cell for cell in notebook.cells if ANSWER not in cell.metadata.get("tags", [])
+    ]
+    for cell in notebook.cells:
+        stub = cell.metadata.pop("stub", None)
+        if cell.cell_type == "code":
+            cell.source = without_solutions(cell.source, stub)
+    return notebook
+
+
+def without_solutions(text: str, stub: str | None = None) -> str:
+    """`text` with a stub for each solution. Raises ValueError for markers that do not pair."""
+    kept: list[str] = []
+    inside, name = False, "this"
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() == BEGIN and not inside:
+            inside = True
+            indent = line[: len(line) - len(line.lstrip())]
+            lines = stub or f'raise NotImplementedError("your turn: write {name}")'
+            kept += [indent + one for one in lines.splitlines()]
+        elif line.strip() == END and inside:
+            inside = False
+        elif BEGIN in line or END in line:
+            raise ValueError(f"line {number}, {line.strip()!r}: {BEGIN} and {END} must take turns")
+        elif not inside:
+            kept.append(line)
+            if found := re.match(r"\s*(?:def|class) (\w+)", line):
+                name = found[1]
+    if inside:
+        raise ValueError(f"{BEGIN} without {END} in the cell that begins {text.splitlines()[0]!r}")
+    return "\n".join(kept)
+
+
+def checked(text: str) -> str | None:
+    """The exercise that a cell checks: "average" of `check.average(average)`."""
+    found = re.search(r"^check\.(\w+)\(", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def exercises(lab: str) -> dict[str, Any]:
+    """name -> Exercise, of the lab with this number; empty where it has no checks."""
+    if (Path(__file__).parent.parent / "check" / f"lab_{lab}.py").exists():
+        import_module(f"labkit.check.lab_{lab}")
+    prefix = f"{lab}."
+    return {n.removeprefix(prefix): one for n, one in EXERCISES.items() if n.startswith(prefix)}
+
+
+def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
+    """What nbgrader wants to know: cells that a student fills, and cells that give points."""
+    if BEGIN in text:
+        words = re.search(r"^(?:def|class) (\w+)|^(\w+) = ", text, re.MULTILINE)
+        name = "-".join(filter(None, words.groups())) if words else "cell"
+        facts: dict[str, Any] = {"grade": False, "solution": True, "locked": False}
+        return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
+    name = checked(text) or ""
+    if name not in exercises(lab):
+        return None
+    points = exercises(lab)[name].points
+    facts = {"grade": True, "solution": False, "locked": True, "points": points}
+    return facts | {"grade_id": f"{lab}-{name}-check", "schema_version": 3, "task": False}
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, with a number where it is taken. (A cell's id is made from its text: so it keeps it
+    when other cells come and go.)"""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    taken.add(found)
+    return found

@@ -1,0 +1,82 @@
+"""`show`: the library's own code in a notebook, as it runs, never a copy that can grow old."""
+
+import html
+import inspect
+import textwrap
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines of a file, highlighted where that is possible."""
+
+    text: str
+    caption: str  # "labkit/parallel/ddp.py, lines 40 to 62"
+
+    def __repr__(self) -> str:
+        return f"# {self.caption}\n{self.text}"
+
+    def _repr_html_(self) -> str:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        # The colours stand in the lines themselves: a page with many pieces needs no style sheet.
+        style = (
+            "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7; "
+            "font-family: monospace; font-size: 90%"
+        )
+        formatter = HtmlFormatter(noclasses=True, style="friendly", prestyles=style)
+        body = highlight(self.text, PythonLexer(), formatter)
+        return f'<div style="opacity: 0.7">{html.escape(self.caption)}</div>{body}'
+
+
+def show(thing: Any, since: str = "", until: str = "") -> Code:
+    """The source of a function, method, class or module.
+
+    Args:
+        thing: the object itself, or its place as a text: "parallel/ddp.py:DDP.forward".
+        since, until: words of the first line to show, and of the line after the last.
+
+    Raises ValueError when there is no such place, or no line with these words: a lab that shows
+    code which has changed must fail, not show something else.
+    """
+    if isinstance(thing, str):
+        thing = _find(thing)
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    lines, first = inspect.getsourcelines(thing)
+    begin = _line_with(since, lines, 0) if since else 0
+    end = _line_with(until, lines, begin + 1) if until else len(lines)
+    while end > begin + 1 and not lines[end - 1].strip():
+        end -= 1
+    first = max(first, 1) + begin
+    path = Path(inspect.getsourcefile(thing) or "")
+    if path.is_relative_to(PACKAGE.parent):
+        path = path.relative_to(PACKAGE.parent)
+    text = textwrap.dedent("".join(lines[begin:end])).rstrip()
+    return Code(text, f"{path.as_posix()}, lines {first} to {first + end - begin - 1}")
+
+
+def _find(place: str) -> Any:
+    """ "comm/algorithms.py:tree_broadcast" -> that function."""
+    file, _, name = place.partition(":")
+    if not (PACKAGE / file).is_file():
+        raise ValueError(f"show({place!r}): labkit has no file {file!r}")
+    thing: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))
+    for part in filter(None, name.split(".")):
+        if not hasattr(thing, part):
+            raise ValueError(f"show({place!r}): {file} has no {name!r}")
+        thing = getattr(thing, part)
+    return thing
+
+
+def _line_with(words: str, lines: list[str], start: int) -> int:
+    for number in range(start, len(lines)):
+        if words in lines[number]:
+            return number
+    raise ValueError(f"show: no line has {words!r}; the code has changed, change the lab too")

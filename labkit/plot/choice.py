@@ -1,0 +1,58 @@
+"""Which step and which ranks a picture shows, and what it says when they are not there."""
+
+from collections.abc import Iterable, Sequence
+
+from labkit.trace import Trace
+
+
+def choose_step(trace: Trace, step: int | None = None) -> int | None:
+    """`step`, or the first timed one that is not the run's first, which has to warm up.
+
+    None where the run counted no steps: then all of it is shown. Raises ValueError when there is
+    no such step, or nothing at all.
+    """
+    if not any(True for one in trace.ranks.values() for _ in one.things()):
+        raise ValueError(
+            "this trace is empty: nothing was recorded; train some steps inside `with record() as "
+            "trace:` and draw it after that block"
+        )
+    steps = trace.steps()
+    if step is None:
+        return usual_steps(trace)[0] if steps else None
+    if step not in steps:
+        raise ValueError(f"no step {step} in this trace; it has {listed(steps)}")
+    return step
+
+
+def usual_steps(trace: Trace) -> list[int]:
+    """The timed steps without the run's first; what there is where that leaves none."""
+    every = trace.steps()
+    timed = trace.steps(detail=False)
+    return [step for step in timed if step != every[0]] or timed or every
+
+
+def only_step(trace: Trace, step: int | None) -> Trace:
+    """That step alone, or all where no steps were counted; its earliest time is 0 s."""
+    return trace.from_zero() if step is None else trace.step(step)
+
+
+def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
+    """`ranks`, or all of them. Raises ValueError for one that is not in the trace, or for none."""
+    if ranks is None:
+        return sorted(trace.ranks)
+    chosen = list(dict.fromkeys(ranks))
+    missing = [rank for rank in chosen if rank not in trace.ranks]
+    if missing:
+        raise ValueError(
+            f"no rank {missing[0]} in this trace; it has {listed(sorted(trace.ranks))}"
+        )
+    if not chosen:
+        raise ValueError("no ranks to draw: name at least one, or leave `ranks` out to draw all")
+    return chosen
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """`0 to 3` for a row of numbers, `0, 2, 5` for others."""
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers)) or "none"

@@ -1,0 +1,101 @@
+"""What stands around the bars of a timeline: axes, legend, title, names of groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
+
+from labkit.plot.bars import end_of
+from labkit.plot.style import (
+    FAINT,
+    INK,
+    MUTED,
+    PAPER,
+    PHASES,
+    SMALL_PT,
+    UNFINISHED,
+    WAITING,
+    WIDTH_IN,
+    in_order,
+    shade,
+)
+from labkit.trace import Trace
+from labkit.trace.measures import overlap
+
+LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
+
+
+def new_axes(figure: Figure) -> Axes:
+    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    place = (
+        LEFT_IN / width_in,
+        BOTTOM_IN / height_in,
+        1 - (LEFT_IN + RIGHT_IN) / width_in,
+        1 - (TOP_IN + BOTTOM_IN) / height_in,
+    )
+    axes = figure.add_axes(place)
+    axes.spines["left"].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
+    return axes
+
+
+def add_legend(figure: Figure, trace: Trace) -> None:
+    """What is somewhere in the trace, so that it stays when another step is shown."""
+    ranks = trace.ranks.values()
+    phases = {x.phase for one in ranks for x in one.spans}
+    ops = {x.op for one in ranks for x in one.comms}
+    entries: dict[str, Any] = {
+        {"user": "other code"}.get(phase, phase): Patch(facecolor=colour)
+        for phase, colour in PHASES.items()
+        if phase in phases
+    }
+    if ops:
+        entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
+    for op in in_order(ops):
+        name = "send, recv" if op in ("send", "recv") else op
+        entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
+    if unfinished(trace):
+        entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
+    inches = sum(0.5 + 0.075 * len(name) for name in entries)
+    rows = 1 if inches < WIDTH_IN else 2
+    figure.legend(
+        list(entries.values()), list(entries), loc="lower center", ncols=-(-len(entries) // rows),
+        handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip
+
+
+def unfinished(trace: Trace) -> bool:
+    return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
+
+
+def title_of(part: Trace, step: int | None, ranks: Sequence[int]) -> str:
+    shown = Trace({rank: part.ranks[rank] for rank in ranks})
+    last_ms = end_of(part) * 1e3
+    last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
+    of = f"{len(ranks)} of " if len(ranks) < part.size else ""
+    words = [
+        "The whole run" if step is None else f"Step {step}",
+        f"{of}{part.size} rank{'s' * (part.size != 1)}",
+        f"unfinished after {last}" if unfinished(part) else last,
+    ]
+    if any(x.ended_s for one in shown.ranks.values() for x in one.comms):
+        words.append(f"{overlap(shown):.0%} of communication hidden behind computing")
+    if part.about.get("link"):
+        words.append("paced")
+    return "  ·  ".join(words)
+
+
+def group_name(group: str) -> str:
+    """ "default" and "3 (ranks 0, 2)", as the door calls them, in words for a narrow margin."""
+    name = group.partition(" of world ")[0]
+    if name == "default":
+        return "all ranks"
+    name = name[name.find("(") + 1 :].removesuffix(")")
+    return name if len(name) <= 16 else name[:14] + " …"

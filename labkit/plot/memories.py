@@ -1,0 +1,182 @@
+"""What held how many bytes during the step recorded in detail, rank by rank."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.markers import CARETDOWN
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.plot.choice import choose_ranks, listed
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    PAPER,
+    PHASES,
+    SMALL_PT,
+    TITLE_PT,
+    byte_unit,
+    text_on,
+)
+from labkit.trace import RankTrace, Step, Trace
+from labkit.trace.measures import union
+
+if TYPE_CHECKING:
+    from labkit.parallel.footprint import Footprint
+
+SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "user": ""}
+MOST_RANKS = 8  # drawn when none are named
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # the fields of a Footprint
+
+
+@styled
+def memory(
+    trace: Trace,
+    ranks: Iterable[int] | None = None,
+    predicted: "Footprint | float | None" = None,
+    figure: Figure | None = None,
+) -> Figure:
+    """The memory of the step in detail by category, its peak, and what was predicted.
+
+    Args:
+        ranks: global ranks; if None all, or the first eight of more.
+        predicted: bytes of parameters, gradients and optimizer state on a rank, or a Footprint
+            that says so; if None what the run itself noted, if anything.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError when no step was recorded in detail, or for a rank that is not there.
+    """
+    part = detailed_step(trace)
+    chosen = choose_ranks(part, ranks)[: MOST_RANKS if ranks is None else None]
+    across = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 4
+    down = -(-len(chosen) // across)
+    if figure is None:
+        figure = Picture(min(1.0 + 2.4 * down, 12.0))
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    panels = grid.flatten()
+    predicted_bytes = _held_bytes(part.about.get("predicted") if predicted is None else predicted)
+    most_bytes = max(predicted_bytes or 0, *(peak_bytes(part.ranks[rank]) for rank in chosen))
+    scale, unit = byte_unit(most_bytes)
+    inches = 0.88 * figure.bbox.width / figure.dpi / across  # of a panel
+    for place, (axes, rank) in enumerate(zip(panels, chosen)):
+        _draw_rank(axes, part.ranks[rank], scale, unit, inches)
+        if predicted_bytes:
+            axes.axhline(predicted_bytes / scale, color=INK, linestyle="--", linewidth=1.2)
+        if place % across == 0:
+            axes.set_ylabel(unit)
+        if place + across >= len(chosen):  # nothing below it
+            axes.set_xlabel(f"step {part.steps()[0]} in detail: % done", labelpad=2)
+            axes.tick_params(labelbottom=True)
+    panels[0].set(xlim=(0, 100), ylim=(0, most_bytes / scale * 1.25 or 1))
+    for axes in panels[len(chosen) :]:
+        axes.set_visible(False)
+    words = ["Memory by category"]
+    if len(chosen) < part.size:
+        words.append(f"rank{'s' * (len(chosen) > 1)} {listed(chosen)} of {part.size}")
+    if predicted_bytes:
+        words.append(
+            "dashed: parameters, gradients and optimizer state as predicted, "
+            f"{predicted_bytes / scale:.3g} {unit}"
+        )
+    figure.suptitle("  ·  ".join(words), x=0.01, ha="left", fontsize=TITLE_PT)
+    category_legend(figure, [p.held_bytes for r in chosen for p in part.ranks[r].memory])
+    return figure
+
+
+def detailed_step(trace: Trace) -> Trace:
+    """The step that has memory, alone; the first of several. Raises ValueError without one."""
+    for index in trace.steps(detail=True):
+        part = trace.step(index)
+        if any(one.memory for one in part.ranks.values()):
+            return part
+    raise ValueError(
+        "no step of this trace was recorded in detail, and memory is recorded only there; record "
+        "the run again with `record(detail_step=1)`"
+    )
+
+
+def peak_bytes(one: RankTrace) -> int:
+    """The most it held at once; 0 where nothing is known."""
+    return max((sum(point.held_bytes) for point in one.memory), default=0)
+
+
+def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:
+    """Below the figure: the categories of which there is anything."""
+    entries = [
+        Patch(facecolor=colour, label=category)
+        for i, (category, colour) in enumerate(CATEGORIES.items())
+        if any(one[i] for one in held)
+    ]
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=len(entries) or 1,
+        handlelength=1.4, handleheight=0.9, columnspacing=1.5,
+    )  # fmt: skip
+
+
+def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
+    axes.set_title(f"rank {one.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
+    if not one.memory or not one.steps:
+        axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
+        return
+    begin_s, percent_per_s = _progress(one, one.steps[0])
+    when = [(point.when_s - begin_s) * percent_per_s for point in one.memory]
+    held = np.array([point.held_bytes for point in one.memory]) / scale
+    axes.stackplot(
+        [*when, 100.0], np.vstack([held, held[-1:]]).T, colors=list(CATEGORIES.values()),
+        edgecolor=PAPER, linewidth=0.3, step="post",
+    )  # fmt: skip
+    totals = held.sum(axis=1)
+    at = int(totals.argmax())
+    axes.plot(when[at], totals[at], marker=CARETDOWN, color=INK, markersize=6, zorder=4)
+    place = "right" if when[at] > 75 else "left" if when[at] < 25 else "center"
+    axes.annotate(
+        f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 7), ha=place, va="bottom",
+        textcoords="offset points", fontweight="bold", fontsize=SMALL_PT,
+    )  # fmt: skip
+    _draw_phases(axes, one, begin_s, percent_per_s, inches)
+
+
+def _progress(one: RankTrace, step: Step) -> tuple[float, float]:
+    """When the step began, and how many percent of it pass in a second."""
+    ended_s = step.ended_s or max(point.when_s for point in one.memory)
+    return step.began_s, 100 / ((ended_s - step.began_s) or 1.0)
+
+
+def _draw_phases(
+    axes: Axes, one: RankTrace, begin_s: float, percent_per_s: float, inches: float
+) -> None:
+    """A ribbon over the axes, which are so many inches wide."""
+    for phase, colour in PHASES.items():
+        spans = [x for x in one.spans if x.depth == 0 and x.phase == phase and x.ended_s]
+        for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
+            left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s
+            axes.add_patch(
+                Rectangle(
+                    (left, 1.01), width, 0.08, transform=axes.get_xaxis_transform(),
+                    facecolor=colour, edgecolor=PAPER, linewidth=0.7, clip_on=False,
+                )
+            )  # fmt: skip
+            room = width / 100 * inches
+            name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room), "")
+            if name:
+                axes.text(
+                    left + width / 2, 1.045, name, transform=axes.get_xaxis_transform(),
+                    ha="center", va="center_baseline", fontsize=7.5, color=text_on(colour),
+                )  # fmt: skip
+            if left + width < 99.5:
+                axes.axvline(left + width, color=MUTED, linewidth=0.6, linestyle=":", zorder=3)
+
+
+def _held_bytes(predicted: object) -> float | None:
+    """Bytes that stay on a rank: of a Footprint, of a dict with its fields, or as given."""
+    if predicted is None or isinstance(predicted, (int, float)):
+        return predicted
+    if isinstance(predicted, dict):
+        return sum(predicted[name] for name in HELD) if all(x in predicted for x in HELD) else None
+    return float(sum(getattr(predicted, name) for name in HELD))

@@ -1,0 +1,185 @@
+"""The timeline of a step: per rank a lane of computing, and lanes of communication below it."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from labkit.plot.bars import RankBars, bars_of, end_of, lane_place
+from labkit.plot.choice import choose_ranks, choose_step, only_step
+from labkit.plot.frame import (
+    BOTTOM_IN,
+    TOP_IN,
+    add_legend,
+    group_name,
+    new_axes,
+    title_of,
+    unfinished,
+)
+from labkit.plot.lettering import Lettering, Name
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, text_on
+from labkit.trace import Trace
+
+NAME_PT = 7.5
+MOST_NAMES = 300  # the widest bars get theirs
+LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
+EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
+EDGE_PT = 0.7
+ARROW_PX = 12  # the tip of what never ended
+
+
+def timeline(
+    trace: Trace,
+    step: int | None = None,
+    ranks: Iterable[int] | None = None,
+    figure: Figure | None = None,
+    zoom: tuple[float, float] = (0.0, 1.0),
+) -> Figure:
+    """Who computed, communicated and waited when, in one step of a recorded run.
+
+    Args:
+        step: its number; if None the first timed one after the run's first, which warms up.
+        ranks: global ranks, from top to bottom; all if None.
+        figure: draw into this one instead of a new one.
+        zoom: the part of the step to show, from 0 to 1.
+
+    Raises ValueError when the trace is empty or has no such step or rank.
+    """
+    return TimelineView(trace, step, ranks, figure, zoom).figure
+
+
+class TimelineView:
+    """A timeline that can be drawn again with other data, on the same axes.
+
+    All bars are one collection of polygons: that is what makes `redraw` fast enough for sliders.
+    `figure`, `axes` and `polygons` stay the same objects; `bars` are those drawn now.
+    """
+
+    @styled
+    def __init__(
+        self,
+        trace: Trace,
+        step: int | None = None,
+        ranks: Iterable[int] | None = None,
+        figure: Figure | None = None,
+        zoom: tuple[float, float] = (0.0, 1.0),
+    ):
+        self.trace = trace
+        self._steps: dict[int | None, tuple[Trace, float, dict[int, RankBars]]] = {}
+        step = choose_step(trace, step)
+        chosen = choose_ranks(trace, ranks)
+        rows = sum(self._of(step)[2][rank].height for rank in chosen)
+        axes_in = min(max(1.3, rows * 0.46), 8.0)
+        self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
+        self.axes = new_axes(self.figure)
+        add_legend(self.figure, trace)
+        self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
+        self.axes.add_collection(self.polygons, autolim=False)
+        self.names = Lettering(self.axes, NAME_PT, self.axes.transData, align=0.5, clip=True)
+        beside = self.axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
+        self.labels = Lettering(self.axes, SMALL_PT, beside, align=1.0, clip=False)
+        self.redraw(step, chosen, zoom)
+
+    @styled
+    def redraw(
+        self,
+        step: int | None = None,
+        ranks: Iterable[int] | None = None,
+        zoom: tuple[float, float] = (0.0, 1.0),
+    ) -> Figure:
+        """Show that step, those ranks and that part of the step; defaults as in `timeline`."""
+        step = choose_step(self.trace, step)
+        chosen = choose_ranks(self.trace, ranks)
+        if not 0 <= zoom[0] < zoom[1] <= 1:
+            raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
+        part, end_s, of_rank = self._of(step)
+        tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
+        self._show(end_s * 1e3, zoom, tops[-1])
+        self.bars = [
+            bar._replace(top=bar.top + top, bottom=bar.bottom + top, names_to=bar.names_to + top)
+            for rank, top in zip(chosen, tops)
+            for bar in of_rank[rank].bars
+            if bar.end_ms >= self._from_ms and bar.begin_ms <= self._to_ms
+        ]
+        self._draw_bars()
+        self._write_names()
+        self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
+        self.axes.set_title(title_of(part, step, chosen), loc="left")
+        detail = any(x.detail for one in part.ranks.values() for x in one.steps)
+        label = "ms of a step in detail: not its usual speed" if detail else "ms"
+        self.axes.set_xlabel(label, labelpad=2)
+        return self.figure
+
+    def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
+        """A step, its end in seconds, and the bars of each rank; worked out once."""
+        if step not in self._steps:
+            part = only_step(self.trace, step)
+            end_s = end_of(part)
+            if unfinished(part):
+                end_s *= 1.08  # room for what never ended
+            bars = {rank: bars_of(one, end_s) for rank, one in part.ranks.items()}
+            self._steps[step] = (part, end_s, bars)
+        return self._steps[step]
+
+    def _show(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
+        """Set the limits of the axes, and work out what a pixel is."""
+        whole_ms = (end_ms or 1.0) * 1.02
+        self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
+        self.axes.set(xlim=(self._from_ms, self._to_ms), ylim=(rows, -0.1))
+        box = self.axes.get_window_extent()
+        self._px_per_ms = box.width / (self._to_ms - self._from_ms)
+        self._px_per_row = box.height / (rows + 0.1)
+
+    def _draw_bars(self) -> None:
+        """Five corners each: a rectangle, whose right side is an arrow where it never ended."""
+        bars = self.bars
+        top, bottom, begin, end = (np.array([x[i] for x in bars]) for i in range(4))
+        is_open = np.array([x.open for x in bars], dtype=bool)
+        tip = end + is_open * ARROW_PX / self._px_per_ms
+        roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
+        roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that the edge
+        top, bottom = top - rim, bottom + rim  # of one does not make it flatter than its neighbour
+        x = np.stack([begin, end, tip, end, begin], axis=1)
+        y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
+        edges = [bar.edge or (PAPER if roomy[i] else bar.colour) for i, bar in enumerate(bars)]
+        self.polygons.set_verts(np.stack([x, y], axis=2))  # type: ignore[arg-type]
+        self.polygons.set_facecolor([bar.colour for bar in bars])
+        self.polygons.set_edgecolor(edges)
+        self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, EDGE_PT, 0.2)).tolist())
+
+    def _write_names(self) -> None:
+        """The names of the widest bars, where they fit."""
+        names: list[Name] = []
+        px_per_pt = self.figure.dpi / 72
+        for bar in sorted(self.bars, key=lambda x: x.begin_ms - x.end_ms):
+            begin_ms, end_ms = max(bar.begin_ms, self._from_ms), min(bar.end_ms, self._to_ms)
+            room_pt = ((end_ms - begin_ms) * self._px_per_ms - 8) / px_per_pt
+            if len(names) == MOST_NAMES or room_pt < NAME_PT / 2:
+                break
+            fitting = [x for x in bar.names if self.names.width_pt(x) <= room_pt]
+            if fitting and (bar.names_to - bar.top) * self._px_per_row > NAME_PX:
+                middle = (begin_ms + end_ms) / 2, (bar.top + bar.names_to) / 2
+                names.append(Name(fitting[0], *middle, text_on(bar.colour)))
+        self.names.write(names)
+
+    def _label_rows(
+        self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]
+    ) -> None:
+        """Name the ranks, and the groups of their lanes, as far as there is room."""
+        labels = []
+        every = 1  # rank is labelled, or every second, fourth, ...
+        while every < len(tops) - 1 and np.diff(tops[::every]).min() * self._px_per_row < LINE_PX:
+            every *= 2
+        for (rank, whole), top in list(zip(complete.items(), tops))[::every]:
+            labels.append(Name(f"rank {rank}" + " (cut off)" * (not whole), -0.007, top + 0.5, INK))
+            groups = of_rank[rank].groups
+            for lane, group in enumerate(groups):
+                lane_top, lane_bottom = lane_place(lane, len(groups))
+                high = (lane_bottom - lane_top) * self._px_per_row > NAME_PX
+                if high and group not in groups[:lane]:
+                    y = top + (lane_top + lane_bottom) / 2
+                    labels.append(Name(group_name(group), -0.007, y, MUTED))
+        self.labels.write(labels)

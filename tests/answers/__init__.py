@@ -1,0 +1,33 @@
+"""Wrong answers to the exercises of the labs, each with words that its check must say.
+
+tests/answers/lab_00.py:
+
+    @wrong("00.average", "15.0 is right")
+    def forgets_to_divide(comm, value): ...
+
+tests/test_checks.py runs them all. An exercise has at least two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Wrong:
+    exercise: str  # "00.average"
+    says: str  # in the message of the check
+    answer: Callable[..., Any]
+
+
+WRONG: list[Wrong] = []
+
+
+def wrong(exercise: str, says: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a function or class as a wrong answer."""
+
+    def enter(answer: Callable[..., Any]) -> Callable[..., Any]:
+        WRONG.append(Wrong(exercise, says, answer))
+        return answer
+
+    return enter

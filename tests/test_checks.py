@@ -1,0 +1,332 @@
+"""Every check of a lab fails on the stub and on each listed wrong answer, in the words listed,
+and passes on the solution. The framework's own promises are tested below that.
+"""
+
+import ast
+import linecache
+import re
+import sys
+import time
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+
+from answers import WRONG, Wrong
+
+import labkit.check.ranks
+from labkit.check import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
+from labkit.check.exercise import Passed
+from labkit.check.peak import PeakMemory
+from labkit.course.editions import checked, solved, sources, student
+
+ANSWERS = Path(__file__).parent / "answers"
+LABS = {source.stem[:2]: source for source in sources()}
+
+for lab in LABS:
+    import_module(f"labkit.check.lab_{lab}")
+    import_module(f"answers.lab_{lab}")
+
+
+# ---- each exercise of each lab
+
+
+@cache
+def names_of(lab: str, edition: str) -> dict[str, Any]:
+    """The functions and classes of an edition, with its imports and constants, nothing run."""
+    notebook = (student if edition == "student" else solved)(LABS[lab])
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "code" or cell.source.startswith("%%"):
+            continue
+        file = f"<{edition} {lab}, cell {number}>"
+        text = re.sub(r"^[%!].*", "pass", cell.source, flags=re.MULTILINE)
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        tree = ast.parse(text)
+        tree.body = [one for one in tree.body if isinstance(one, kinds) or is_constant(one)]
+        exec(compile(tree, file, "exec"), names)
+    return names
+
+
+def is_constant(statement: ast.stmt) -> bool:
+    """Whether it is like `SIZE = 4`."""
+    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+
+
+def answer(exercise: str, edition: str) -> Any:
+    """What the notebook hands to the check: `average` of `check.average(average)`."""
+    lab, name = exercise.split(".")
+    for cell in solved(LABS[lab]).cells:
+        if cell.cell_type == "code" and checked(cell.source) == name:
+            call = next(n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Call))
+            return eval(ast.unparse(call.args[0]), names_of(lab, edition))
+    raise AssertionError(f"no cell of lab {lab} calls check.{name}(...)")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_stub_is_told_that_it_is_the_stub(name: str):
+    with pytest.raises(CheckFailed, match="you left the stub"):
+        EXERCISES[name](answer(name, "student"))
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_passes(name: str):
+    passed = EXERCISES[name](answer(name, "solved"))
+    assert passed.proven, "a check says what it has proven"
+    assert EXERCISES[name].passed is passed
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.exercise}-{case.answer.__name__}")
+def test_a_wrong_answer_is_told_what_is_wrong(case: Wrong):
+    with pytest.raises(CheckFailed) as caught:
+        EXERCISES[case.exercise](case.answer)
+    assert case.says in str(caught.value)
+    assert "you left the stub" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_has_two_wrong_answers_or_more(name: str):
+    count = sum(case.exercise == name for case in WRONG)
+    assert count >= 2, f"{name} has {count} in {ANSWERS.name}/: add wrong answers that it catches"
+
+
+def test_every_lab_with_checks_has_its_notebook():
+    assert {name.split(".")[0] for name in EXERCISES} <= LABS.keys()
+
+
+def test_the_best_known_score_of_lab_00_can_be_reached():
+    def find_max(comm: Any, values: torch.Tensor) -> tuple[int, int]:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        winner = torch.zeros(1, dtype=torch.uint8)
+        if comm.rank == 0:
+            maxima = [values.max().reshape(1)] + [torch.empty(1) for _ in others]
+            for other in others:
+                comm.recv(maxima[other], other)
+            winner[0] = int(torch.cat(maxima).argmax())
+            for other in others:
+                comm.send(winner, other)
+        else:
+            comm.send(values.max().reshape(1), 0)
+            comm.recv(winner, 0)
+        index = values.argmax().to(torch.int16).reshape(1)
+        if comm.rank == winner:
+            for other in others:
+                comm.send(index, other)
+        else:
+            comm.recv(index, int(winner))
+        return int(winner), int(index)
+
+    score = EXERCISES["00.find_max"](find_max).score
+    assert score is not None and score.value == score.best
+
+
+# ---- what goes wrong on a rank, in words
+
+
+def message(play: Any, size: int = 2) -> str:
+    with pytest.raises(CheckFailed) as caught:
+        run(size, play)
+    return str(caught.value)
+
+
+def test_an_exception_shows_the_students_own_line():
+    def play(comm: Any) -> float:
+        return 1 / comm.rank  # the line
+
+    text = message(play)
+    assert text.startswith("rank 0 raised ZeroDivisionError: float division by zero.") or (
+        text.startswith("rank 0 raised ZeroDivisionError: division by zero.")
+    )
+    assert "1 / comm.rank  # the line" in text and "labkit" not in text
+
+
+def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(labkit.check.ranks, "LIMIT_S", 1.0)
+
+    def play(comm: Any) -> None:
+        while comm.rank == 0:
+            time.sleep(0.1)
+
+    assert "did not come back within 1 s" in message(play)
+    assert run(2, lambda comm: comm.size).values == [2, 2]
+
+
+def test_a_value_that_cannot_travel_is_named():
+    assert "cannot travel between processes" in message(lambda comm: (i for i in "ab"))
+
+
+def test_ranks_are_there_again_after_a_failure():
+    message(lambda comm: comm.barrier() if comm.rank else None)
+    assert run(2, lambda comm: comm.rank).values == [0, 1]
+
+
+def test_a_run_counts_bytes_operations_and_memory():
+    def play(comm: Any) -> None:
+        x = torch.ones(250)  # 1,000 bytes
+        y = x * 2
+        del x
+        y.add_(1)
+        comm.all_reduce(y)
+
+    ran = run(2, play)
+    assert ran.ops == [["all_reduce"]] * 2
+    assert ran.sent_bytes == [1000, 1000]
+    assert ran.peak_bytes == [2000, 2000]
+
+
+def test_measuring_memory_does_not_load_the_compiler():
+    """It would take seconds, on every rank, after every failure."""
+
+    def play(comm: Any) -> bool:
+        torch.ones(3)
+        return "torch._dynamo" in sys.modules
+
+    assert run(2, play).values == [False, False]
+
+
+def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
+    before = torch.zeros(50)
+    with PeakMemory() as memory:
+        before.add_(1)
+        assert memory.peak_bytes == 0, "it was there before"
+        x = torch.zeros(100)
+        x.view(10, 10)[2:4].mul_(3)
+        assert memory.held_bytes == memory.peak_bytes == 400
+        del x
+        assert (memory.held_bytes, memory.peak_bytes) == (0, 400)
+
+
+# ---- comparing values
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "says"),
+    [
+        (None, 1.0, "rank 1 returned None"),
+        (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
+        ("x", 1.5, "a str, but a number is right"),
+        (3, 4, "3, but 4 is right"),
+        (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
+        (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
+        (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
+        (
+            torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
+            "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
+        ),
+        (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
+        (float("nan"), 0.0, "nan, but 0.0 is right"),
+        ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
+        ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
+        ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
+        (7, (7, 0), "an int, but a tuple is right"),
+        ("b", "a", "'b', but 'a' is right"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_told(found: Any, right: Any, says: str):
+    with pytest.raises(CheckFailed) as caught:
+        equal([right, found], [right, right], hint="look there")
+    assert says in str(caught.value) and "rank 1" in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        (1.5 + 1e-9, 1.5),
+        (torch.tensor([1.5]), 1.5),
+        (2, 2.0),
+        ([1, 2], (1, 2)),
+        (None, None),
+        (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
+    ],
+)
+def test_what_is_equal_passes(found: Any, right: Any):
+    equal([found], [right])
+
+
+# ---- how it is shown
+
+
+def passing(student: Any) -> Any:
+    """A check."""
+    student()
+    yield "it ran"
+    yield Score(48, 21, "bytes sent")
+
+
+def test_a_pass_is_a_short_box():
+    passed = Exercise("00.example", 2, passing)(lambda: None)
+    assert repr(passed).splitlines() == [
+        "✓ 00.example passed: 2 points",
+        "  - it ran",
+        "  - your score: 48 bytes sent, the best known: 21",
+    ]
+    assert "<li>it ran</li>" in passed._repr_html_()
+
+
+def test_a_score_below_the_best_known_is_welcome():
+    assert "you have beaten it" in str(Score(20, 21, "bytes sent"))
+    assert "you have beaten it" not in str(Score(21, 21, "bytes sent"))
+
+
+def test_a_failure_is_its_message_alone():
+    def failing(student: Any) -> Any:
+        yield "a beginning"
+        fail("rank 1 sends 8 bytes.", expected="4 bytes", found="8", hint="send it once")
+
+    with pytest.raises(CheckFailed) as caught:
+        Exercise("00.example", 1, failing)(lambda: None)
+    lines = caught.value._render_traceback_()
+    assert "✗ 00.example: rank 1 sends 8 bytes." in lines[0]
+    assert lines[1:] == ["  expected: 4 bytes", "  found:    8", "  hint:     send it once"]
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_call_instead_of_a_function_is_told():
+    with pytest.raises(CheckFailed, match="this is a float; the check runs your function itself"):
+        Exercise("00.example", 1, passing)(3.5)  # type: ignore[arg-type]
+
+
+def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
+    one, two = Exercise("77.one", 1, passing), Exercise("77.two", 3, passing)
+    monkeypatch.setitem(EXERCISES, "77.one", one)
+    monkeypatch.setitem(EXERCISES, "77.two", two)
+    two(lambda: None)
+    text = repr(report("77")).splitlines()
+    assert text[0] == "77.one    0 of 1"
+    assert text[1].startswith("77.two  ✓ 3 of 3   your score: 48")
+    assert text[2] == "in all    3 of 4"
+    with pytest.raises(ValueError, match="no exercise is known"):
+        report("78")
+
+
+# ---- predictions
+
+
+def test_a_prediction_stands_beside_what_was_measured():
+    guess = predict(sent_bytes=4096, messages=2)
+    assert repr(guess) == "predicted: sent (bytes) = 4,096, messages = 2"
+    lines = repr(guess.beside(messages=3, sent_bytes=4096)).splitlines()
+    assert lines[1].split() == ["sent", "(bytes)", "4,096", "4,096", "✓", "equal"]
+    assert lines[2].endswith("✗ measured is 1.5 × the prediction")
+    assert "✗" in repr(predict(x=0).beside(x=1))
+    assert "<td" in guess.beside(messages=3, sent_bytes=4096)._repr_html_()
+
+
+def test_a_prediction_must_be_made():
+    with pytest.raises(CheckFailed, match="sent_bytes is not predicted yet"):
+        predict(sent_bytes=...)  # type: ignore[arg-type]
+    with pytest.raises(CheckFailed, match="sent_bytes is a str, but a number is wanted"):
+        predict(sent_bytes="4 MB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give the same names"):
+        predict(sent_bytes=4).beside(messages=3)
+
+
+def test_a_pass_without_a_score_has_none():
+    assert Passed(Exercise("00.x", 1, passing), ["a"]).score is None

@@ -70,11 +70,11 @@ class Recorder:
         """Ends the step, if there was anything in it; so a run that is turned on again begins
         with a new one."""
         self._end_detail()
+        self.trace.complete = kind is None
         if self._count() > self._in_step:
             if kind is None:
                 self._end_step()
             else:  # all that is open stays so: here it was cut off
-                self.trace.complete = False
                 self.trace.steps.append(self._step)
                 self.trace.spans += self._spans.still_open()
                 self._spans.step += 1

@@ -20,6 +20,11 @@ class PeakMemory(TorchDispatchMode):
         self.held_bytes = self.peak_bytes = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(storage) for storage in _storages((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from typing import Any
 from labkit.check.findings import CheckFailed, kind
 
 Number = int | float
+UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 
 def predict(**numbers: Any) -> "Prediction":
@@ -35,7 +36,7 @@ class Prediction:
     numbers: dict[str, Number]
 
     def __repr__(self) -> str:
-        return "predicted: " + ", ".join(f"{n} = {v:,}" for n, v in self.numbers.items())
+        return "predicted: " + ", ".join(f"{_label(n)} = {v:,}" for n, v in self.numbers.items())
 
     def beside(self, **measured: Number) -> "Comparison":
         """The predictions beside what was measured, under the same names."""
@@ -54,7 +55,7 @@ class Comparison:
     rows: list[tuple[str, Number, Number]]
 
     def _table(self) -> list[tuple[str, str, str, str]]:
-        return [(n.replace("_", " "), f"{p:,}", f"{m:,}", _verdict(p, m)) for n, p, m in self.rows]
+        return [(_label(n), f"{p:,}", f"{m:,}", _verdict(p, m)) for n, p, m in self.rows]
 
     def __repr__(self) -> str:
         table = [("", "predicted", "measured", ""), *self._table()]
@@ -72,6 +73,13 @@ class Comparison:
         head = "".join(f"<th>{text}</th>" for text in ("", "predicted", "measured", ""))
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _label(name: str) -> str:
+    """A name as a person writes it: "sent by all (bytes)" for sent_by_all_bytes."""
+    words, _, unit = name.rpartition("_")
+    label = f"{words} ({unit})" if words and unit in UNITS else name
+    return label.replace("_", " ")
 
 
 def _verdict(predicted: Number, measured: Number) -> str:

@@ -27,7 +27,10 @@ class Code:
         from pygments.lexers import PythonLexer
 
         # The colours stand in the lines themselves: a page with many pieces needs no style sheet.
-        style = "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7"
+        style = (
+            "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7; "
+            "font-family: monospace; font-size: 90%"
+        )
         formatter = HtmlFormatter(noclasses=True, style="friendly", prestyles=style)
         body = highlight(self.text, PythonLexer(), formatter)
         return f'<div style="opacity: 0.7">{html.escape(self.caption)}</div>{body}'

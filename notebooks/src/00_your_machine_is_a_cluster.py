@@ -1,28 +1,292 @@
 # %% [markdown]
 # # Lab 00: Your machine is a cluster
+#
+# You know PyTorch; you have never run it on more than one device. In an hour you will have started
+# several processes, let them talk, seen who waited for whom, hung them on purpose, and built a
+# collective of your own.
+#
+# Every lab has the same eight steps. Run the cells from top to bottom; where a cell says
+# `your turn`, write.
 
 # %%
+import matplotlib.pyplot as plt
+import psutil
 import torch
 
-from labkit import World
+from labkit import Comm, Link, World, listen, plot, record
 from labkit.check import lab_00 as check
 from labkit.check import predict, report
 from labkit.course import show
 
-# %% tags=["nbval-check-output"] stub="guess = predict(sent_bytes=...)"
-### BEGIN SOLUTION
-guess = predict(sent_bytes=3 * 4)
-### END SOLUTION
+# %load_ext labkit
+
+# %% [markdown]
+# ## 1. The question
+#
+# To train a model with Adam in mixed precision you hold 16 bytes for each of its parameters: 2 for
+# the fp16 weight, 2 for its gradient, 12 for the fp32 copies that Adam needs. (Source:
+# Rajbhandari et al., *ZeRO*, 2020, section 3.1.) Activations come on top.
+#
+# What does this machine have?
 
 # %%
-show("comm/algorithms.py:tree_broadcast")
+gpus = range(torch.cuda.device_count())
+memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
+here_gb = (sum(memory) or psutil.virtual_memory().total) / 1e9
+
+rows = {"70 billion parameters": 16 * 70, "7 billion parameters": 16 * 7, "this machine": here_gb}
+fig, axes = plt.subplots(figsize=(8, 1.7))
+bars = axes.barh(list(rows), list(rows.values()), color=["#0072B2", "#0072B2", "#E69F00"])
+axes.bar_label(bars, fmt="{:,.0f} GB", padding=4)
+axes.set(xlim=(0, 1300), xlabel="GB to hold a model while it is trained, without activations")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %%
+print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this one.")
+
+# %% [markdown]
+# So many devices train one model together, and each sees only its own memory. **How do programs
+# work on one thing when none can look into the memory of another?**
+
+# %% [markdown]
+# ## 2. The idea
+#
+# Start the *same program* several times, as processes, and give each a number: its **rank**. Each
+# has its own memory. What one needs from another must travel as a **message**.
+#
+# ```
+#      rank 0            rank 1            rank 2            rank 3
+#   ┌───────────┐     ┌───────────┐     ┌───────────┐     ┌───────────┐
+#   │ x = 0.0   │     │ x = 10.0  │     │ x = 20.0  │     │ x = 30.0  │
+#   └─────┬─────┘     └─────┬─────┘     └─────┬─────┘     └─────┬─────┘
+#         └─────────────────┴────messages─────┴─────────────────┘
+# ```
+#
+# On a cluster the ranks are on many machines; here, all on yours. The program is the same: that is
+# why your machine is a cluster.
+
+# %% [markdown]
+# `%%ranks 4` runs a cell on four ranks. The first one starts them and says what they run on. Each
+# has the names `rank`, `size`, `comm`, `device` and `torch`.
+
+# %%
+# %%ranks 4
+import os
+
+x = torch.tensor([10.0 * rank], device=device)
+f"process {os.getpid()} has x = {x.item()}"
+
+# %% [markdown]
+# Four processes, four different `x`. Ranks keep their variables from cell to cell, as a notebook
+# does.
+#
+# `comm` is each rank's door to the others. An **all-reduce** adds up the tensors of all ranks and
+# gives everyone the sum, in place:
+
+# %% tags=["nbval-check-output"]
+# %%ranks 4
+comm.all_reduce(x)
+x.item()
+
+# %% [markdown]
+# Nobody sent a list of who does what. Every rank ran the same line, and the line means "all
+# together": such an operation is a **collective**. The other kind is **point to point**: one rank
+# sends, one other receives.
+
+# %% tags=["nbval-check-output"]
+# %%ranks 4
+note = torch.zeros(1, device=device)
+if rank == 3:
+    comm.send(torch.tensor([42.0], device=device), dst=0)
+if rank == 0:
+    comm.recv(note, src=3)
+note.item()
+
+# %% [markdown]
+# ### Glossary
+#
+# | English | 中文 | what it is |
+# |---|---|---|
+# | rank | 进程编号（秩） | the number of a process, from 0 |
+# | world size | 进程总数 | how many ranks there are |
+# | process group | 进程组 | ranks that talk together |
+# | point-to-point communication | 点对点通信 | one sends, one other receives |
+# | send, receive | 发送、接收 | its two ends |
+# | collective communication | 集合通信 | an operation that all ranks of a group call |
+# | broadcast | 广播 | the tensor of one rank becomes everybody's |
+# | all-reduce | 全归约 | everybody gets the sum (or mean, maximum, ...) |
+# | backend | 通信后端 | the library that carries the bytes: gloo, NCCL, MPI |
+# | deadlock | 死锁 | ranks wait for each other, and none can go on |
+
+# %% [markdown]
+# ## 3. Predict
+#
+# Rank 0 has a tensor of 1 MiB, and three others want it. Simplest is to send it three times. But
+# once rank 1 has it, rank 1 can send, too:
+#
+# ```
+#   round 1     0 ──> 1
+#   round 2     0 ──> 2     1 ──> 3
+# ```
+#
+# In each round, all who have it send it to one who has not: a **tree**. After k rounds 2ᵏ ranks
+# have it. Let S be the bytes of the tensor and n the ranks. Each rank but the first must receive S
+# bytes once, whatever the algorithm. What follows for the sum over all ranks? And what does rank 0
+# send itself, in the picture?
+
+# %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+S = 2**20  # bytes
+guess = predict(sent_by_all_bytes=3 * S, sent_by_rank_0_bytes=2 * S)
+### END SOLUTION
+guess
+
+# %% [markdown]
+# ## 4. Read it
+#
+# This is how labkit broadcasts: the function itself, not a copy. All ranks run it. `position`
+# counts the ranks from the one that has the tensor; `reach` is how many have it by now.
+
+# %%
+show("comm/algorithms.py:tree_broadcast", since="n, position")
+
+# %% [markdown]
+# - `position < reach`: I have it, so I send it `reach` places further, if somebody is there.
+# - `reach <= position < 2 * reach`: it is my turn to receive, from `reach` places back.
+# - `reach *= 2`: twice as many have it. All others do nothing in this round.
+#
+# `yield` hands over a message that must arrive before the next line runs.
+
+# %% [markdown]
+# ## 5. Run it
+#
+# `%%ranks` is for trying things. In a program you make a `World` and give it a function; you get
+# one value per rank. `listen()` collects what a rank does through its door.
+#
+# (`backend="gloo"`, because there labkit's own tree does the work. NCCL would use one of its own.)
+
+
+# %%
+def by_tree():
+    comm = Comm()
+    x = torch.full((2**18,), float(comm.rank))  # 4 bytes each: 1 MiB
+    with listen() as events:
+        comm.broadcast(x, src=0)
+    assert (x == 0).all()  # what rank 0 had
+    return events[0].wire_bytes
+
+
+world = World(4, backend="gloo")
+
+# %% tags=["nbval-check-output"]
+sent = world.run(by_tree)
+sent
+
+# %% tags=["nbval-check-output"]
+guess.beside(sent_by_all_bytes=sum(sent), sent_by_rank_0_bytes=sent[0])
+
+# %% [markdown]
+# The bytes are equal to the byte. They are also the same as if rank 0 sent three times. So why a
+# tree? **Time.** Inside one machine messages are too fast to see it, so give every rank a wire of
+# 0.1 gigabits per second: real bytes, delivered as late as such a wire would.
+
+
+# %%
+def one_by_one():
+    comm = Comm()
+    x = torch.full((2**18,), float(comm.rank))
+    if comm.rank == 0:
+        for other in range(1, comm.size):
+            comm.send(x, dst=other)
+    else:
+        comm.recv(x, src=0)
+
+
+slow = World(4, backend="gloo", link=Link(gbps=0.1))
+
+# %%
+with record() as trace:
+    slow.run(one_by_one)
+plot.timeline(trace)
+
+# %% [markdown]
+# One row for each rank, time to the right. Rank 3 waits for three messages, one after the other,
+# since they all leave by rank 0's wire. Now the tree:
+
+# %%
+with record() as trace:
+    slow.run(by_tree)
+plot.timeline(trace)
+
+# %% [markdown]
+# Two rounds instead of three. With 1,024 ranks it is 10 rounds instead of 1,023.
+
+# %% [markdown]
+# ## 6. Break it
+#
+# Sooner or later your ranks will stand still. On a cluster you then see nothing at all, for minutes.
+# Here you are told who waits where. Two neighbours swap their numbers:
+
+
+# %%
+def careless_swap():
+    comm = Comm()
+    partner = comm.rank ^ 1  # 0 and 1, 2 and 3
+    mine, theirs = torch.tensor([float(comm.rank)]), torch.empty(1)
+    comm.send(mine, dst=partner)
+    comm.recv(theirs, src=partner)
+    return theirs.item()
+
+
+# %% tags=["raises-exception"]
+pair = World(2, timeout_s=2)
+pair.run(careless_swap)
+
+# %% [markdown]
+# Both send first. A send returns when the other end takes the message, and nobody does: both are
+# still sending. That is a **deadlock**. Worse, some libraries buffer small messages: there the same
+# program runs, until one day the tensors are larger. The MPI standard calls such a program
+# *unsafe*.
+#
+# The second classic: ranks that call different collectives.
+
+
+# %%
+def disagree():
+    comm = Comm()
+    x = torch.ones(3)
+    if comm.rank == 0:
+        comm.broadcast(x)  # "only rank 0 has to send, has it not?"
+    else:
+        comm.all_reduce(x)
+
+
+# %% tags=["raises-exception"]
+pair.run(disagree)
+
+# %% [markdown]
+# Every rank of a group must call the same collectives, in the same order, with the same shapes. An
+# `if rank == 0:` around a collective is the commonest bug in distributed code. Look at the message:
+# each rank, its operation, its line.
+
+# %% [markdown]
+# ## 7. Build it
+#
+# Your functions get `comm`, this rank's door: `comm.rank`, `comm.size`, `comm.send(x, dst)`,
+# `comm.recv(x, src)`, `comm.all_reduce(x)` and the rest. A check runs them on real ranks and tells
+# you what is wrong. Try a wrong answer, too.
+
+# %% [markdown]
+# ### Exercise 1: The average
+#
+# Each rank has a number. Return the mean of all of them, on every rank, with a single all-reduce.
 
 
 # %%
 def average(comm, value):
     ### BEGIN SOLUTION
-    x = torch.tensor(value)
-    comm.all_reduce(x)
+    x = torch.tensor([value])
+    comm.all_reduce(x)  # the sum
     return x.item() / comm.size
     ### END SOLUTION
 
@@ -30,11 +294,17 @@ def average(comm, value):
 # %% tags=["nbval-check-output"]
 check.average(average)
 
+# %% [markdown]
+# ### Exercise 2: Repair the swap
+#
+# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return your partner's. Nobody may hang: who sends
+# first, and who receives first?
+
 
 # %%
 def swap(comm, x):
-    ### BEGIN SOLUTION
     partner = comm.rank ^ 1
+    ### BEGIN SOLUTION
     theirs = torch.empty_like(x)
     if comm.rank < partner:
         comm.send(x, partner)
@@ -49,31 +319,55 @@ def swap(comm, x):
 # %% tags=["nbval-check-output"]
 check.swap(swap)
 
+# %% [markdown]
+# ### Exercise 3: A broadcast of your own
+#
+# The `x` of rank 0 becomes everybody's, in place, for any number of ranks. Use `send` and `recv`
+# alone, and send no byte too many. One by one is enough. Bonus: a tree.
+
 
 # %%
 def my_broadcast(comm, x):
     ### BEGIN SOLUTION
-    if comm.rank == 0:
-        for other in range(1, comm.size):
-            comm.send(x, other)
-    else:
-        comm.recv(x, 0)
+    reach = 1
+    while reach < comm.size:
+        if comm.rank < reach and comm.rank + reach < comm.size:
+            comm.send(x, comm.rank + reach)
+        elif reach <= comm.rank < 2 * reach:
+            comm.recv(x, comm.rank - reach)
+        reach *= 2
     ### END SOLUTION
 
 
 # %% tags=["nbval-check-output"]
 check.my_broadcast(my_broadcast)
 
+# %% [markdown]
+# Your broadcast on the slow wire. One by one it takes three rounds, with a tree two:
+
+# %%
+with record() as trace:
+    slow.run(lambda: my_broadcast(Comm(), torch.ones(2**18)))
+plot.timeline(trace)
+
+# %% [markdown]
+# ### Exercise 4, open: Where is the maximum?
+#
+# Each of 4 ranks has 1,000 values. Return `(rank, index)` of the largest of all, on every rank. The
+# score is the bytes that all ranks send together: fewer is better. A number of `torch.uint8` takes
+# 1 byte, of `torch.int16` 2, of `torch.float32` 4. (A broadcast counts on every rank.)
+
 
 # %%
 def find_max(comm, values):
     ### BEGIN SOLUTION
-    best = values.argmax()
-    mine = torch.tensor([values[best], comm.rank, best])
-    every = [torch.empty(3) for _ in range(comm.size)]
-    comm.all_gather(every, mine)
-    _, rank, index = max(every, key=lambda one: one[0])
-    return int(rank), int(index)
+    mine = values.max().reshape(1)
+    largest = [torch.empty(1) for _ in range(comm.size)]
+    comm.all_gather(largest, mine)
+    winner = int(torch.cat(largest).argmax())
+    index = values.argmax().to(torch.int16).reshape(1)
+    comm.broadcast(index, src=winner)
+    return winner, index.item()
     ### END SOLUTION
 
 
@@ -83,5 +377,32 @@ check.find_max(find_max)
 # %% tags=["nbval-check-output"]
 report("00")
 
-# %%
-World
+# %% [markdown]
+# ## 8. In the wild
+#
+# What you called a world is started by a *launcher* elsewhere. It starts one process per device
+# and tells each its rank, mostly by environment variables.
+#
+# | tool | start 4 ranks | a rank asks |
+# |---|---|---|
+# | torchrun | `torchrun --nproc-per-node 4 train.py` | `dist.get_rank()`, or `RANK`, `WORLD_SIZE` |
+# | DeepSpeed | `deepspeed --num_gpus 4 train.py` | `deepspeed.comm.get_rank()` |
+# | Accelerate | `accelerate launch --num_processes 4 train.py` | `accelerator.process_index` |
+# | MPI | `mpirun -np 4 program` | `MPI_Comm_rank`, `MPI_Comm_size` |
+# | labkit | `World(4)`, or any of these | `Comm().rank`, `Comm().size` |
+
+# %% [markdown]
+# The operations have nearly the same names everywhere, since all follow MPI:
+#
+# | here | torch.distributed | MPI |
+# |---|---|---|
+# | `comm.send`, `comm.recv` | `dist.send`, `dist.recv` | `MPI_Send`, `MPI_Recv` |
+# | `comm.broadcast` | `dist.broadcast` | `MPI_Bcast` |
+# | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
+#
+# What the tools add: machines that are found and watched, ranks that are started again when one
+# dies, logs of a thousand ranks. What they lack: a hang there is silence until a timeout, 10
+# minutes with NCCL in torch.
+
+# %% [markdown]
+# **You can now** start ranks, let them talk in both ways, count what they send, and read a hang.

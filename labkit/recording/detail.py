@@ -100,6 +100,7 @@ class Detail:
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._in_door = threading.local()
+        self._begun = False
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
 
@@ -109,9 +110,13 @@ class Detail:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
+        gc.collect()  # a model of an earlier run, which only its own hooks still hold, is no memory
         for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and type(thing).__module__.startswith("torch"):
+            kind = type(thing)  # isinstance would ask the object, and some answer with a warning
+            if issubclass(kind, torch.Tensor) and kind.__module__.startswith("torch"):
                 self._enter(thing, OTHER)
+        self._begun = True
+        self._ledger.measure_again()  # the first point: all that was there already
         self._mode.__enter__()
 
     def end(self) -> None:
@@ -181,13 +186,19 @@ class Detail:
             self._ledger.enter(x, category, move)
 
     def _changed(self, held_bytes: tuple[int, ...]) -> None:
-        self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
+        if self._begun:
+            self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
 
 
 class _Mode(TorchDispatchMode):
     def __init__(self, detail: Detail):
         super().__init__()
         self._detail = detail
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -1,6 +1,9 @@
 """The command line: `labkit compare`, `bench`, `doctor`, `run`, `view`."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +50,9 @@ def compare(
     lr: Lr = 3e-3,
     seed: Seed = 0,
     text: TextPath = None,
-    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="Folder for the recorded runs and pictures.")] = Path(
+        "runs/compare"
+    ),
 ) -> None:
     """Train a small GPT with each strategy on real ranks, and hold it against one process.
 
@@ -58,11 +63,12 @@ def compare(
 
     with _told():
         task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
-        results = comparing.compare(task, strategies, ranks, every)
+        results = comparing.compare(task, strategies, ranks, every, out=out)
     console.print(comparing.table(results, task))
-    out.mkdir(parents=True, exist_ok=True)
-    comparing.draw(results, out / "compare.png")
-    console.print(f"The picture: {out / 'compare.png'}")
+    with console.status("drawing ..."):
+        pictures = comparing.draw(results, out)
+    console.print(f"The pictures: {', '.join(str(picture) for picture in pictures[:2])}")
+    console.print(f"Each run: labkit view {out / results[-1].strategy}, and so on.")
     problems = [f"{one.strategy}: {problem}" for one in results for problem in one.problems]
     for problem in problems:
         console.print(f"[red]not equal[/] {problem}")
@@ -102,7 +108,8 @@ def bench(
 
 
 @app.command(
-    epilog="Examples:  labkit run ddp --ranks 4  ·  torchrun --nproc-per-node 4 -m labkit run ddp"
+    epilog="Examples:  labkit run ddp --ranks 4  ·  labkit run ddp --record runs/ddp  ·  "
+    "torchrun --nproc-per-node 4 -m labkit run ddp"
 )
 def run(
     strategy: Annotated[str, typer.Argument(help="Name of a strategy, as `ddp`.")],
@@ -119,8 +126,12 @@ def run(
     lr: Lr = 3e-3,
     seed: Seed = 0,
     text: TextPath = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Record the run into this folder, for `labkit view`.")
+    ] = None,
 ) -> None:
     """Train with one strategy, on ranks of its own or on those that torchrun has started."""
+    from labkit import recording
     from labkit.recipes import recipe
     from labkit.training import Task, train
     from labkit.world import World, attach
@@ -128,11 +139,16 @@ def run(
     with _told():
         chosen = recipe(strategy)
         task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
+        recorded: Callable[[], AbstractContextManager[object]] = nullcontext
+        if record is not None:
+            recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if ranks is not None:
                 raise ValueError("--ranks is torchrun's to say: --nproc-per-node")
             me = attach()
-            reports = me.comm.all_gather_object(train(strategy, task, keep_weights=False))
+            with recorded():
+                report = train(strategy, task, keep_weights=False)
+            reports = me.comm.all_gather_object(report)
             if me.rank != 0:
                 return
         else:
@@ -140,7 +156,8 @@ def run(
                 raise ValueError(f"{strategy} trains in one process; leave --ranks out")
             with World(1 if chosen.one_rank else ranks or 4) as world:
                 console.print(f"{world.picked}")
-                reports = world.run(train, strategy, task, keep_weights=False)
+                with recorded():
+                    reports = world.run(train, strategy, task, keep_weights=False)
     first = reports[0]
     last_loss = sum(report.losses[-1] for report in reports) / len(reports)
     begin_loss = sum(report.losses[0] for report in reports) / len(reports)

@@ -5,7 +5,7 @@ other, the bytes sent and the bytes held. What may differ, the time, is only sho
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from labkit.parallel.footprint import Footprint
 from labkit.recipes import RECIPES, recipe
+from labkit.recording import record
+from labkit.trace import Trace
+from labkit.trace.folder import add_about
 from labkit.training import Report, Task, train
 from labkit.world import World
 from labkit.world.pick import check_size
@@ -35,6 +38,7 @@ class Result:
     measured: Footprint  # the mean of the ranks
     step_s: float
     problems: list[str]
+    trace: Trace = field(repr=False)
 
 
 def compare(
@@ -43,29 +47,43 @@ def compare(
     ranks: int = 4,
     every: bool = False,
     on_start: Callable[[str], object] = lambda name: None,
+    out: Path = Path("runs/compare"),
 ) -> list[Result]:
     """Train with each strategy and hold it against `single`, which always runs first.
 
     Args:
         strategies: names of recipes; one per family when None, all with `every`.
         on_start: is told the name of each strategy when its turn comes.
+        out: every strategy's recorded run becomes a folder in this one.
     """
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
     chosen = [recipe(name) for name in names if name != "single"]
     check_size(ranks)
     on_start("single")
     with World(1) as world:
-        oracle = world.run(train, "single", task)[0]
-    results = [_judge([oracle], oracle, task)]
+        (oracle,), trace = _recorded(world, "single", task, out)
+    results = [_judge([oracle], oracle, task, trace)]
     with World(ranks) as world:
         print(f"{world.picked}; they share {psutil.cpu_count()} cores")
         for one in chosen:
             on_start(one.name)
-            results.append(_judge(world.run(train, one.name, task), oracle, task))
+            reports, trace = _recorded(world, one.name, task, out)
+            results.append(_judge(reports, oracle, task, trace))
     return results
 
 
-def _judge(reports: list[Report], oracle: Report, task: Task) -> Result:
+def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
+    """Train, and record; the third step in detail, when all that a strategy keeps is there."""
+    detail_step = min(2, task.steps - 1)
+    with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
+        reports = world.run(train, name, task)
+    predicted = asdict(reports[0].predicted)
+    trace.about["predicted"] = predicted
+    add_about(out / name, predicted=predicted)
+    return reports, trace
+
+
+def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
     """Put the ranks' reports together and look for what must not be."""
     size = len(reports)
     losses = [sum(parts) / size for parts in zip(*(report.losses for report in reports))]
@@ -93,7 +111,7 @@ def _judge(reports: list[Report], oracle: Report, task: Task) -> Result:
             problems.append(f"{name}: measured {has:,.1f}, predicted {should:,.1f}")
     return Result(
         reports[0].strategy, size, losses, difference, predicted, measured,
-        max(report.step_s for report in reports), problems,
+        max(report.step_s for report in reports), problems, trace,
     )  # fmt: skip
 
 
@@ -135,8 +153,13 @@ def table(results: list[Result], task: Task) -> Table:
     return shown
 
 
-def draw(results: list[Result], path: Path) -> None:
-    """Losses and bytes as one picture."""
+def draw(results: list[Result], out: Path) -> list[Path]:
+    """Pictures into `out`: losses and bytes against their prediction, where the time went, and
+    each strategy's own timeline and memory in its run's folder."""
+    from labkit import plot, view
     from labkit.plot.comparison import draw_comparison
 
-    draw_comparison(results, path)
+    draw_comparison(results, out / "compare.png")
+    plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)
+    own = [picture for one in results for picture in view.draw(one.trace, out / one.strategy)]
+    return [out / "compare.png", out / "steps.png", *own]

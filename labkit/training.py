@@ -16,6 +16,7 @@ from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.footprint import Footprint, held
 from labkit.recipes import recipe
+from labkit.recording import metric
 from labkit.world import attach, progress
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -91,6 +92,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
         with listen() as events:
             began_s = time.perf_counter()
             losses.append(one_step(step))
+            metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
         sent_bytes += sum(event.bus_bytes for event in events)
     weights: dict[str, Any] = {}

@@ -191,7 +191,10 @@ def test_measuring_memory_does_not_load_the_compiler():
 
 
 def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
+    before = torch.zeros(50)
     with PeakMemory() as memory:
+        before.add_(1)
+        assert memory.peak_bytes == 0, "it was there before"
         x = torch.zeros(100)
         x.view(10, 10)[2:4].mul_(3)
         assert memory.held_bytes == memory.peak_bytes == 400

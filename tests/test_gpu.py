@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from labkit import DDP, Comm, Single, World, attach
+from labkit import DDP, GPT, MLP, Batch, Comm, Single, World, attach, loss, record
+from labkit.trace import Trace
+from labkit.trace.laws import broken_laws
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +68,56 @@ def test_ddp_on_a_shared_gpu_equals_single() -> None:
             pytest.skip("the rows must be even here")
         for weight in world.run(train, DDP):
             torch.testing.assert_close(weight, oracle, atol=1e-10, rtol=0)
+
+
+def recorded_training() -> Trace:
+    """Four steps of DDP, the last in detail."""
+    me = attach()
+    torch.manual_seed(0)
+    module = GPT.preset("1M", vocab=256, context=64).to(me.device)
+    model = DDP(module, bucket_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 256, (8, 65), device=me.device)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 8 * 64)
+    with record(detail_step=3) as trace:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(model(batch.x), batch).backward()
+            optimizer.step()
+    return trace
+
+
+@pytest.mark.parametrize("ranks", ["one", "shared"])
+def test_a_recorded_run_keeps_the_laws_and_agrees_with_cuda(ranks: str) -> None:
+    size = 1 if ranks == "one" else torch.cuda.device_count() + 1
+    with World(size) as world:
+        for trace in world.run(recorded_training):
+            (one,) = trace.ranks.values()
+            assert one.device.startswith("cuda") and one.complete
+            assert broken_laws(trace) == []
+            computing = [x for x in one.spans if x.phase in ("forward", "backward") and not x.depth]
+            assert all(x.ended_s > x.began_s for x in computing)
+
+
+def test_memory_by_category_is_what_cuda_has_allocated() -> None:
+    """Up to the rounding of the allocator, 512 bytes a tensor, and cuBLAS's workspace."""
+
+    def on_rank() -> tuple[int, int, int]:
+        me = attach()
+        module = MLP([64, 128, 8]).to(me.device)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        x = torch.ones(32, 64, device=me.device)
+        with record(detail_step=1) as trace:
+            for _ in range(2):
+                optimizer.zero_grad()
+                module(x).sum().backward()
+                optimizer.step()
+        torch.cuda.synchronize()
+        last = trace.step(1).ranks[me.rank].memory[-1]
+        tensors = 4 * len(list(module.parameters())) + 8
+        return sum(last.held_bytes), torch.cuda.memory_allocated(), tensors
+
+    with World(1) as world:
+        ((ours, cuda, tensors),) = world.run(on_rank)
+    workspace = 32 * 2**20 + 2**20
+    assert ours <= cuda <= ours + 512 * tensors + workspace, (ours, cuda)

@@ -19,7 +19,7 @@ from labkit.trace.measures import lanes, waiting
 
 TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
-MOST_LANES = 3  # of communication at full height; more of them share the space of three
+MOST_LANES = 2  # of communication at full height below the first; more of them share this space
 RANK_GAP = 0.4
 
 
@@ -53,8 +53,10 @@ class RankBars:
 
 def lane_place(lane: int, lanes: int) -> tuple[float, float]:
     """Top and bottom of the `lane`-th of so many lanes of communication, from 0."""
-    scale = min(1.0, MOST_LANES / lanes)
-    top = 1 + COMM_GAP + lane * scale * (COMM_HEIGHT + COMM_GAP)
+    if lane == 0:
+        return 1 + COMM_GAP, 1 + COMM_GAP + COMM_HEIGHT
+    scale = min(1.0, MOST_LANES / (lanes - 1))
+    top = 1 + COMM_GAP + (1 + (lane - 1) * scale) * (COMM_HEIGHT + COMM_GAP)
     return top, top + scale * COMM_HEIGHT
 
 
@@ -89,16 +91,20 @@ def _times(one: RankTrace) -> Iterator[float]:
 
 def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
     spans = sorted(one.spans, key=lambda x: (x.began_s, x.depth))
+    roots: dict[str, int] = {}  # how deep the root lies: a strategy's wrapper may be around it
+    for span in spans:
+        if not span.module:
+            roots[span.phase] = max(span.depth, roots.get(span.phase, 0))
     for span, following in zip(spans, [*spans[1:], None]):
         ended_s = span.ended_s or end_s
         parent = (
             following is not None and following.depth > span.depth and following.began_s < ended_s
         )
-        if span.depth == 0 and parent:
+        depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
+        if depth == 0 and parent:
             names: tuple[str, ...] = ()  # its modules are named instead
         else:
             names = _module_names(span)
-        depth = min(span.depth, len(TOPS) - 1)
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(
             TOPS[depth], 1.0, span.began_s * 1e3, ended_s * 1e3, PHASES[span.phase], names,

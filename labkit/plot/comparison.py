@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from labkit.parallel.footprint import Footprint
 from labkit.plot.picture import Picture, styled
-from labkit.plot.stacks import Part, name_bars, stack
+from labkit.plot.stacks import Part, legend_below, name_bars, stack
 from labkit.plot.style import CATEGORIES, COLOURS, DASHES, MEASURED, PREDICTED
 
 
@@ -34,8 +34,9 @@ class Compared(Protocol):
 @styled
 def draw_comparison(results: Sequence[Compared], path: Path) -> Figure:
     """Draw `results` and save the picture as `path` (PNG)."""
-    figure = Picture(4.2, layout="constrained")
+    figure = Picture(max(3.6, 1.8 + 0.5 * len(results)), layout="constrained")
     losses, sent, held = figure.subplots(1, 3, width_ratios=[1.2, 1, 1])
+    held.sharey(sent)
     _draw_losses(losses, results)
     _draw_sent(sent, results)
     stack(held, [
@@ -46,11 +47,11 @@ def draw_comparison(results: Sequence[Compared], path: Path) -> Figure:
         Part("optimizer state", [one.measured.optimizer_bytes / 1e6 for one in results],
              CATEGORIES["optimizer state"]),
     ])  # fmt: skip
-    held.set(title="Held by one rank", ylabel="MB")
-    held.legend(ncols=2, loc="upper left", columnspacing=0.8)
+    held.set(title="Held by one rank", xlabel="MB")
     names = [f"{one.strategy}\n{one.ranks} rank{'s' * (one.ranks > 1)}" for one in results]
     for axes in (sent, held):
         name_bars(axes, names)
+    held.tick_params(labelleft=False)
     figure.savefig(path, dpi=120)
     return figure
 
@@ -73,8 +74,8 @@ def _draw_sent(axes: Axes, results: Sequence[Compared]) -> None:
         (0.2, [one.predicted for one in results], "predicted", PREDICTED),
     ]:
         places = [place + offset for place in range(len(results))]
-        heights = [one.bus_bytes / 1e6 for one in footprints]
-        axes.bar(places, heights, 0.38, color=colour, label=label)
+        lengths = [one.bus_bytes / 1e6 for one in footprints]
+        axes.barh(places, lengths, 0.38, color=colour, label=label)
     most = max(one.predicted.bus_bytes for one in results) / 1e6 or 1
-    axes.set(title="Sent by one rank in a step", ylabel="MB", ylim=(0, most * 1.2))
-    axes.legend(ncols=2, loc="upper left")
+    axes.set(title="Sent by one rank in a step", xlabel="MB", xlim=(0, most * 1.05))
+    legend_below(axes)

@@ -77,12 +77,13 @@ def unfinished(trace: Trace) -> bool:
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int]) -> str:
     shown = Trace({rank: part.ranks[rank] for rank in ranks})
-    last_ms = f"{end_of(part) * 1e3:.3g} ms"
+    last_ms = end_of(part) * 1e3
+    last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
     words = [
         "The whole run" if step is None else f"Step {step}",
         f"{of}{part.size} rank{'s' * (part.size != 1)}",
-        f"unfinished after {last_ms}" if unfinished(part) else last_ms,
+        f"unfinished after {last}" if unfinished(part) else last,
     ]
     if any(x.ended_s for one in shown.ranks.values() for x in one.comms):
         words.append(f"{overlap(shown):.0%} of communication hidden behind computing")

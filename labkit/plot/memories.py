@@ -76,8 +76,9 @@ def memory(
     panels[0].set(xlim=(0, 100), ylim=(0, most_bytes / scale * 1.25 or 1))
     for axes in panels[len(chosen) :]:
         axes.set_visible(False)
-    few = f" of {listed(chosen)} of {part.size} ranks" if len(chosen) < part.size else ""
-    words = [f"Memory by category{few}"]
+    words = ["Memory by category"]
+    if len(chosen) < part.size:
+        words.append(f"rank{'s' * (len(chosen) > 1)} {listed(chosen)} of {part.size}")
     if predicted_bytes:
         words.append(
             "dashed: parameters, gradients and optimizer state as predicted, "
@@ -120,11 +121,10 @@ def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:
 
 def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
     axes.set_title(f"rank {one.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
-    if not one.memory:
+    if not one.memory or not one.steps:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
         return
-    step = next(x for x in one.steps if x.detail)
-    begin_s, percent_per_s = _progress(one, step)
+    begin_s, percent_per_s = _progress(one, one.steps[0])
     when = [(point.when_s - begin_s) * percent_per_s for point in one.memory]
     held = np.array([point.held_bytes for point in one.memory]) / scale
     axes.stackplot(

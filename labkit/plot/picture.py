@@ -24,7 +24,8 @@ class Picture(Figure):
     """
 
     def __init__(self, height_in: float, **options: Any):
-        super().__init__(figsize=(WIDTH_IN, height_in), dpi=DPI, **options)
+        whole_pixels = round(height_in * DPI)
+        super().__init__(figsize=(WIDTH_IN, whole_pixels / DPI), dpi=DPI, **options)
         FigureCanvasAgg(self)
 
     def get_tightbbox(self, *args: Any, **kwargs: Any) -> Bbox:

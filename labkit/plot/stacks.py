@@ -1,37 +1,56 @@
-"""Bars of several parts, one for each strategy: shared by the pictures that compare them."""
+"""Bars of several parts, one for each strategy: shared by the pictures that compare them.
+
+They lie, so that the names beside them have room, however many there are.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.transforms import ScaledTranslation
 
 from labkit.plot.style import PAPER
+
+LEGEND_IN = 0.5  # below the axes: under the numbers and the unit
 
 
 class Part(NamedTuple):
     """One part of every bar."""
 
     label: str
-    heights: Sequence[float]
+    lengths: Sequence[float]
     colour: str
     hatch: str = ""
     edge: str = PAPER
 
 
-def stack(axes: Axes, parts: Sequence[Part], room: float = 1.25) -> None:
-    """Draw the parts on each other, with a legend in the room over the highest bar."""
-    base = [0.0] * len(parts[0].heights)
-    most = max(map(sum, zip(*(part.heights for part in parts))))
-    for part in parts:
-        edges = [0.7 if height > 0.005 * most else 0.0 for height in part.heights]
-        axes.bar(
-            range(len(base)), part.heights, 0.6, bottom=base, color=part.colour, label=part.label,
-            hatch=part.hatch, edgecolor=part.edge, linewidth=edges,
+def stack(axes: Axes, parts: Sequence[Part]) -> None:
+    """Draw the parts of each bar after each other, with a legend below."""
+    base = [0.0] * len(parts[0].lengths)
+    most = max(map(sum, zip(*(part.lengths for part in parts))))
+    for place, part in enumerate(parts):
+        edges = [0.7 if length > 0.005 * most else 0.0 for length in part.lengths]
+        axes.barh(
+            range(len(base)), part.lengths, 0.6, left=base, color=part.colour, label=part.label,
+            hatch=part.hatch, edgecolor=part.edge, linewidth=edges, zorder=2 - place / 100,
         )  # fmt: skip
-        base = [low + height for low, height in zip(base, part.heights)]
-    axes.set_ylim(0, most * room or 1)
+        base = [left + length for left, length in zip(base, part.lengths)]
+    axes.set_xlim(0, most * 1.05 or 1)
+    legend_below(axes)
 
 
 def name_bars(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
+    """Beside the bars, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def legend_below(axes: Axes) -> None:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, figure.dpi_scale_trans)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,
+        handlelength=1.4,
+    )  # fmt: skip

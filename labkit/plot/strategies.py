@@ -49,27 +49,23 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
         choose_step(trace)  # says what to do when it is empty
     held = [_held_at_peak(trace) for trace in named.values()]
     if figure is None:
-        figure = Picture(4.6)
+        figure = Picture(2.3 + 0.5 * len(named))
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
-    panels = figure.subplots(1, 2 + any(held), squeeze=False)[0]
+    panels = figure.subplots(1, 2 + any(held), squeeze=False, sharey=True)[0]
     _draw_times(panels[0], [step_times(trace) for trace in named.values()])
     _draw_bytes(panels[1], [sent_bytes(trace) for trace in named.values()])
     if any(held):
         _draw_held(panels[2], held)
-    labels = [
-        f"{name}\n{trace.size} rank{'s' * (trace.size != 1)}" for name, trace in named.items()
-    ]
     for axes in panels:
-        name_bars(axes, labels)
-        handles, words = axes.get_legend_handles_labels()
-        axes.legend(
-            handles[::-1], words[::-1], loc="upper left", bbox_to_anchor=(-0.02, -0.16),
-            borderaxespad=0, handlelength=1.4,
-        )  # fmt: skip
-    if any(trace.about.get("link") for trace in named.values()):
-        figure.suptitle("paced", x=0.99, ha="right")
+        name_bars(axes, [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()])
+        axes.label_outer()
     return figure
+
+
+def _circumstances(trace: Trace) -> str:
+    paced = ", paced" if trace.about.get("link") else ""
+    return f"{trace.size} rank{'s' * (trace.size != 1)}{paced}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def _draw_times(axes: Axes, times: Sequence[StepTimes]) -> None:
         Part("waiting", [x.waiting_s * 1e3 for x in times], WAITING, "////", UNFINISHED),
         Part("neither", [x.neither_s * 1e3 for x in times], IDLE),
     ])  # fmt: skip
-    axes.set(title="Time of a step", ylabel="ms")
+    axes.set(title="Time of a step", xlabel="ms")
 
 
 def _draw_bytes(axes: Axes, sent: Sequence[dict[str, float]]) -> None:
@@ -163,7 +159,7 @@ def _draw_bytes(axes: Axes, sent: Sequence[dict[str, float]]) -> None:
         for op in ops
     ]  # fmt: skip
     stack(axes, parts or [Part("nothing", [0.0] * len(sent), IDLE)])
-    axes.set(title="Sent by one rank in a step", ylabel=unit)
+    axes.set(title="Sent by one rank in a step", xlabel=unit)
 
 
 def _draw_held(axes: Axes, held: Sequence[tuple[int, ...]]) -> None:
@@ -173,4 +169,4 @@ def _draw_held(axes: Axes, held: Sequence[tuple[int, ...]]) -> None:
         for i, (category, colour) in enumerate(CATEGORIES.items())
         if any(one and one[i] for one in held)
     ])  # fmt: skip
-    axes.set(title="Held by one rank at its peak", ylabel=unit)
+    axes.set(title="Held by one rank at its peak", xlabel=unit)

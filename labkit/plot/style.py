@@ -10,7 +10,7 @@ from typing import Any
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
-GREY, BROWN = "#8C8C8C", "#A6761D"
+GREY, BROWN = "#5E6670", "#A6761D"
 
 INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, lines, background
 
@@ -32,18 +32,18 @@ OPERATIONS = {
     "all_reduce": (PURPLE, "#A34F7E"),
     "all_gather": (BLUE, "#004C77"),
     "reduce_scatter": (YELLOW, "#BFB419"),
-    "send": (GREY, "#5E5E5E"),
-    "recv": (GREY, "#5E5E5E"),
+    "send": (GREY, "#2B323A"),
+    "recv": (GREY, "#2B323A"),
 }
 OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
 WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; what never ended
-COMPUTING, HIDDEN = "#7B8794", PURPLE  # all phases together; computing while something travels
-IDLE = "#E9EBEE"  # neither computing nor waiting
+COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing while something travels
+IDLE = "#C9CED6"  # neither computing nor waiting
 MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
 
 TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
-WIDTH_IN, DPI = 10.5, 100  # a laptop shows 1050 pixels
+WIDTH_IN, DPI = 10.0, 100  # a laptop shows 1000 pixels
 
 # Whatever style a notebook has set for its own plots, ours stay readable.
 SETTINGS: Any = {

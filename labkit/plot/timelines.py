@@ -26,6 +26,7 @@ NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
 EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
+EDGE_PT = 0.7
 ARROW_PX = 12  # the tip of what never ended
 
 
@@ -137,15 +138,17 @@ class TimelineView:
         top, bottom, begin, end = (np.array([x[i] for x in bars]) for i in range(4))
         is_open = np.array([x.open for x in bars], dtype=bool)
         tip = end + is_open * ARROW_PX / self._px_per_ms
-        x = np.stack([begin, end, tip, end, begin], axis=1)
-        y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that the edge
+        top, bottom = top - rim, bottom + rim  # of one does not make it flatter than its neighbour
+        x = np.stack([begin, end, tip, end, begin], axis=1)
+        y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [bar.edge or (PAPER if roomy[i] else bar.colour) for i, bar in enumerate(bars)]
         self.polygons.set_verts(np.stack([x, y], axis=2))  # type: ignore[arg-type]
         self.polygons.set_facecolor([bar.colour for bar in bars])
         self.polygons.set_edgecolor(edges)
-        self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, 0.7, 0.2)).tolist())
+        self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, EDGE_PT, 0.2)).tolist())
 
     def _write_names(self) -> None:
         """The names of the widest bars, where they fit."""

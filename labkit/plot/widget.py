@@ -35,15 +35,16 @@ class View(ipywidgets.VBox):
         self._trace = trace
         self._timeline = TimelineView(trace)
         self._memories: dict[tuple[int, ...], bytes] = {}
-        steps: list[Any] = list(trace.steps()) or [("all", None)]
+        first = choose_step(trace)
+        steps: list[Any] = [*trace.steps()] or ["all"]
         ranks = choose_ranks(trace)
         self.what = ipywidgets.ToggleButtons(
             options=["timeline", "memory"] if _has_memory(trace) else ["timeline"],
             style={"button_width": "7em"},
         )
         self.step = ipywidgets.SelectionSlider(
-            options=steps, value=choose_step(trace), description="step",
-            layout={"width": "22em"},
+            options=steps, value="all" if first is None else first,
+            description="step", layout={"width": "22em"},
         )  # fmt: skip
         self.zoom = ipywidgets.FloatRangeSlider(
             value=(0, 100), min=0, max=100, step=0.5, description="zoom, %", readout_format=".0f",
@@ -82,7 +83,8 @@ class View(ipywidgets.VBox):
             begin, end = self.zoom.value
             if end - begin < 0.5:
                 begin, end = (begin, begin + 0.5) if begin < 99.5 else (99.5, 100.0)
-            self._timeline.redraw(self.step.value, chosen, (begin / 100, end / 100))
+            step = None if self.step.value == "all" else self.step.value
+            self._timeline.redraw(step, chosen, (begin / 100, end / 100))
             self.picture.value = png(self._timeline.figure)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:

@@ -100,26 +100,27 @@ class Detail:
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._in_door = threading.local()
-        self._begun = False
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
+        self._counting = False
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter what is there already, and count from here on."""
+        gc.collect()  # what earlier runs have left in circles is not this one's
         for module in modules:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
-        gc.collect()  # a model of an earlier run, which only its own hooks still hold, is no memory
+        gc.collect()  # what an earlier run has left in cycles is garbage, and not held
         for thing in gc.get_objects():
-            kind = type(thing)  # isinstance would ask the object, and some answer with a warning
-            if issubclass(kind, torch.Tensor) and kind.__module__.startswith("torch"):
+            if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
                 self._enter(thing, OTHER)
-        self._begun = True
-        self._ledger.measure_again()  # the first point: all that was there already
+        self._counting = True
+        self._ledger.measure_again()
         self._mode.__enter__()
 
     def end(self) -> None:
+        self._counting = False
         self._mode.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -186,7 +187,7 @@ class Detail:
             self._ledger.enter(x, category, move)
 
     def _changed(self, held_bytes: tuple[int, ...]) -> None:
-        if self._begun:
+        if self._counting:
             self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
 
 
@@ -194,11 +195,6 @@ class _Mode(TorchDispatchMode):
     def __init__(self, detail: Detail):
         super().__init__()
         self._detail = detail
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from labkit.trace.folder import begin_run, read_run
 class Spec:
     """What a rank needs to know to record itself; equal for all runs of one `record()`."""
 
+    number: int  # of the block, in this driver
     folder: str
     detail_step: int | None
 
@@ -31,13 +33,14 @@ class Recording:
     """A `record()` block in this process."""
 
     now: "Recording | None" = None
+    _blocks = count(1)
 
     def __init__(
         self, folder: Path | None, detail_step: int | None, about: dict[str, Any], here: Recorder
     ):
         self.kept, self.about, self.detail_step = folder, about, detail_step
         self.folder: Path | None = folder
-        self._here = here
+        self._here, self._number = here, next(self._blocks)
         self._world: object = None
         self._failed = False
 
@@ -57,7 +60,8 @@ class Recording:
             begin_run(self.folder, {**about, **self.about}, replace=True)
         elif self._world is not world:
             raise RuntimeError("record(): this block has recorded another world; use one for each")
-        return Spec(str(self.folder), self.detail_step)
+        assert self.folder is not None
+        return Spec(self._number, str(self.folder.resolve()), self.detail_step)
 
     def failed(self) -> None:
         """The ranks were stopped in a run: what they wrote is all there will be."""

@@ -56,6 +56,14 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     return path
 
 
+def add_about(path: str | Path, **more: Any) -> None:
+    """Write more into the `run.json` of the run in the folder `path`."""
+    file = Path(path) / RUN
+    told = {**json.loads(file.read_text(encoding="utf-8")), **more}
+    text = json.dumps(told, indent=2, ensure_ascii=False, default=str)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
 def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
     """Append notes to the run in the folder `path`. All ranks of one host may."""
     lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
@@ -95,7 +103,6 @@ def read_run(path: str | Path) -> Trace:
         )
     read, problems = _read_ranks(path, about.get("world_size"))
     metrics, more = _read_metrics(path / METRICS)
-    about.pop("problems", None)
     if problems or more:
         about["problems"] = problems + more
     ranks = {one.trace.rank: one.trace for one in _on_one_clock(read)}

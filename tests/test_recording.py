@@ -1,0 +1,642 @@
+"""record(): what it writes down is what happened, of any model and loop, and nothing is left of
+it afterwards."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import labkit
+from labkit import DDP, GPT, MLP, Batch, Comm, Link, NaiveDDP, RankError, World, loss, record
+from labkit.comm import here
+from labkit.comm.clock import StreamClock
+from labkit.parallel.footprint import held
+from labkit.recording.recorder import Recorder
+from labkit.trace import CATEGORIES, Span, Trace
+from labkit.trace.folder import read_run
+from labkit.trace.laws import broken_laws
+from labkit.trace.measures import with_costs
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = nn.Module.__call__, torch.autograd.backward
+    yield
+    assert (nn.Module.__call__, torch.autograd.backward) == before
+    assert Recorder.now is None and not here.listeners
+
+
+class Loop:
+    """A model, its optimizer, and one step of training."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, model: str = "tiny"):
+        torch.manual_seed(0)
+        self.model = GPT.preset(model, vocab=64, context=16)
+        self.wrapped = wrap(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        tokens = torch.randint(0, 64, (3, 17))
+        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 3 * 16)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss(self.wrapped(self.batch.x), self.batch).backward()
+        self.optimizer.step()
+
+
+def recorded(*steps: Callable[[], object], detail_step: int | None = None) -> Trace:
+    with record(detail_step=detail_step) as trace:
+        for step in steps:
+            step()
+    assert broken_laws(trace) == []
+    return trace
+
+
+def spans_of(trace: Trace, phase: str, step: int = 0) -> list[Span]:
+    (one,) = trace.ranks.values()
+    spans = [x for x in one.spans if x.phase == phase and x.step == step]
+    return sorted(spans, key=lambda span: (span.began_s, span.depth))
+
+
+# --- spans --------------------------------------------------------------------------------------
+
+
+def test_forward_has_every_module_inside_its_parent() -> None:
+    loop = Loop()
+    trace = recorded(loop.step)
+    spans = spans_of(trace, "forward")
+    names = [span.module for span in spans if span.kind != "loss"]
+    assert set(names) == {name for name, _ in loop.model.named_modules()} - {"blocks"}
+    kinds = {name: type(module).__name__ for name, module in loop.model.named_modules()}
+    for span in spans[:-1]:
+        assert span.kind == kinds[span.module]
+        assert span.depth == (span.module.count(".") + 1 if span.module else 0) - (
+            span.module.startswith("blocks")  # a list is never called
+        )
+    assert spans[-1].module == "loss" and spans[-1].depth == 0
+
+
+def test_backward_goes_through_the_modules_in_reverse() -> None:
+    trace = recorded(Loop().step)
+    whole, *modules = spans_of(trace, "backward")
+    assert (whole.depth, whole.module) == (0, "")
+    assert all(span.depth == 1 for span in modules)
+    assert all(x.ended_s <= y.began_s for x, y in pairwise(modules))
+    assert whole.began_s <= modules[0].began_s and modules[-1].ended_s <= whole.ended_s
+    leaves = [x.module for x in modules if x.kind in ("Linear", "LayerNorm", "Embedding")]
+    forward = [x.module for x in spans_of(trace, "forward") if x.module in leaves]
+    assert [x for x in leaves if "attn" not in x] == [x for x in forward[::-1] if "attn" not in x]
+    assert {"head", "blocks.1.mlp.up", "blocks.0.attn.core", "embed.tokens"} <= {
+        x.module for x in modules
+    }
+
+
+class Functional(nn.Module):
+    """Computes between its children, in forward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * 2)
+
+
+def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
+    model = Functional()
+    trace = recorded(lambda: model(torch.ones(2, 8)).sum().backward(), detail_step=0)
+    backward = [x.module for x in spans_of(trace, "backward")[1:]]
+    assert backward == ["second", "", "first"]
+    own = next(x for x in spans_of(trace, "backward")[1:] if x.module == "")
+    assert own.flops == 0 and own.moved_bytes, "the tanh and the product, no matrix"
+
+
+def test_steps_end_with_the_optimizer() -> None:
+    loop = Loop()
+    trace = recorded(*[loop.step] * 3)
+    assert trace.steps() == [0, 1, 2]
+    for step in trace.steps():
+        (span,) = spans_of(trace, "optimizer", step)
+        assert span.kind == "AdamW"
+        one = trace.step(step).ranks[0]
+        assert one.steps[0].ended_s >= max(x.ended_s for x in one.spans)
+
+
+def test_accumulation_is_one_step() -> None:
+    loop = Loop()
+
+    def accumulate() -> None:
+        for _ in range(3):
+            loss(loop.model(loop.batch.x), loop.batch).backward()
+        loop.optimizer.step()
+
+    trace = recorded(accumulate)
+    assert trace.steps() == [0]
+    assert len([x for x in spans_of(trace, "backward") if x.depth == 0]) == 3
+
+
+def test_evaluation_and_a_step_cut_short() -> None:
+    loop = Loop()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            loop.model(loop.batch.x)
+
+    trace = recorded(loop.step, evaluate)
+    assert trace.steps() == [0, 1]
+    assert spans_of(trace, "backward", 1) == []
+
+
+class TwiceAndTied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head.weight = self.body.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        x = self.body(self.body(x))
+        return self.frozen(self.head(x)), {"aux": [x]}
+
+
+def test_modules_used_twice_tied_and_frozen() -> None:
+    model = TwiceAndTied()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def step() -> None:
+        y, aux = model(torch.ones(2, 6))
+        (y.sum() + aux["aux"][0].sum()).backward()
+        optimizer.step()
+
+    trace = recorded(step, step, detail_step=1)
+    forward = [x.module for x in spans_of(trace, "forward")]
+    assert forward == ["", "body", "body", "head", "frozen", "loss"]
+    backward = [x.module for x in spans_of(trace, "backward")[1:]]
+    assert backward == ["frozen", "head", "body", "body"]
+    tied_bytes = 4 * (6 * 6 + 6 + 6)
+    point = trace.step(1).ranks[0].memory[-1]
+    assert point.held_bytes[PARAMETERS] == tied_bytes + 4 * (6 * 6 + 6)
+    assert point.held_bytes[GRADIENTS] == tied_bytes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
+    model = Functional()
+
+    def step() -> None:
+        x = torch.ones(2, 8, requires_grad=True)
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+    trace = recorded(step)
+    outer = spans_of(trace, "backward")[0]
+    again = [x for x in spans_of(trace, "forward") if x.began_s > outer.began_s]
+    assert [x.module for x in again][:2] == ["", "first"]
+    assert all(x.depth > 0 for x in again)
+    assert {"first", "second"} <= {x.module for x in spans_of(trace, "backward")}
+
+
+def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    model = nn.Sequential(nn.Linear(2, 2), Broken())
+    with record() as trace:
+        with pytest.raises(KeyError, match="mine"):
+            model(torch.ones(1, 2))
+        model[0](torch.ones(1, 2))
+    assert broken_laws(trace) == []
+    assert [(x.module, x.depth) for x in spans_of(trace, "forward")] == [
+        ("", 0), ("0", 1), ("1", 1), ("0", 0),
+    ]  # fmt: skip
+
+
+def test_gradients_and_results_are_the_same_as_without() -> None:
+    plain, watched = Loop(), Loop()
+    for _ in range(3):
+        plain.step()
+    recorded(*[watched.step] * 3, detail_step=1)
+    for one, other in zip(plain.model.parameters(), watched.model.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_own_spans_and_metrics() -> None:
+    with record(seed=7) as trace:
+        for k in range(2):
+            with labkit.span("sampling"):
+                pass
+            labkit.metric(loss=1.5 + k)
+    assert [x.module for x in spans_of(trace, "user")] == ["sampling"] * 2
+    assert trace.metrics == [
+        {"step": 0, "rank": 0, "loss": 1.5},
+        {"step": 0, "rank": 0, "loss": 2.5},
+    ]
+    assert trace.about["seed"] == 7
+    with labkit.span("nobody records"):
+        labkit.metric(loss=0.0)
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps count from 0"), record(detail_step=-1):
+        pass
+    with record(), pytest.raises(RuntimeError, match="already"), record():
+        pass
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
+        pass
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match=r"detail_step=1"):
+        with_costs(recorded(Loop().step))
+
+
+# --- what a detailed step counts ------------------------------------------------------------------
+
+
+def test_memory_by_category_is_the_formula_to_the_byte() -> None:
+    loop = Loop()
+    trace = recorded(*[loop.step] * 3, detail_step=2)
+    point = trace.step(2).ranks[0].memory[-1]
+    should = held(loop.model, loop.optimizer)
+    assert point.held_bytes[PARAMETERS] == should.parameter_bytes
+    assert point.held_bytes[GRADIENTS] == should.gradient_bytes
+    assert point.held_bytes[OPTIMIZER] == should.optimizer_bytes
+    assert not trace.step(1).ranks[0].memory, "only the step in detail"
+
+
+def test_the_first_step_in_detail_sees_gradients_and_state_come() -> None:
+    loop = Loop()
+    memory = recorded(loop.step, detail_step=0).ranks[0].memory
+    parameters = held(loop.model, loop.optimizer).parameter_bytes
+    assert max(x.held_bytes[PARAMETERS] for x in memory) == parameters
+    assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0
+    assert memory[-1].held_bytes[OPTIMIZER] == held(loop.model, loop.optimizer).optimizer_bytes
+
+
+MEMORY_TRACKER = """
+import json, sys, torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from labkit import GPT, Batch, loss, record
+
+torch.manual_seed(0)
+model = GPT.preset("1M", vocab=256, context=64)
+optimizer = getattr(torch.optim, sys.argv[2])(model.parameters(), lr=1e-3)
+tokens = torch.randint(0, 256, (4, 65))
+batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 256)
+
+def step():
+    optimizer.zero_grad()
+    loss(model(batch.x), batch).backward()
+    optimizer.step()
+
+if sys.argv[1] == "theirs":
+    step()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, batch.x, batch.y)
+    with tracker:
+        step()
+    print(sum(x["Total"] for x in tracker.get_tracker_snapshot("peak").values()))
+else:
+    with record(detail_step=1) as trace:
+        step()
+        step()
+    print(max(sum(x.held_bytes) for x in trace.step(1).ranks[0].memory))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_the_peak_agrees_with_torchs_tracker(optimizer: str) -> None:
+    """Each in a process of its own, so that neither sees the other's tensors."""
+    peaks = []
+    for who in ("theirs", "ours"):
+        command = [sys.executable, "-W", "ignore", "-c", MEMORY_TRACKER, who, optimizer]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        peaks.append(int(out.split()[-1]))
+    theirs, ours = peaks
+    assert abs(ours / theirs - 1) < 0.05, (ours, theirs)
+
+
+def test_operations_are_those_of_torchs_counter() -> None:
+    loop = Loop()
+    loop.step()
+    with FlopCounterMode(display=False) as counter:
+        loop.step()
+    counted = recorded(loop.step, loop.step, detail_step=1)
+    flops = {}
+    for phase in ("forward", "backward"):
+        for span in spans_of(counted, phase, 1):
+            flops[phase, span.module] = flops.get((phase, span.module), 0) + (span.flops or 0)
+    attention = sum(n for (_, name), n in flops.items() if name.endswith("core"))
+    assert sum(flops.values()) - attention == counter.get_total_flops(), "torch counts no CPU sdpa"
+    rows, length, width, blocks = 3, 16, 12, 2
+    assert flops["forward", "blocks.0.mlp.up"] == 2 * rows * length * width * 4 * width
+    assert flops["backward", "blocks.0.mlp.up"] == 2 * flops["forward", "blocks.0.mlp.up"]
+    core = 2 * 2 * rows * length * length * width  # both matrix products, unmasked
+    assert flops["forward", "blocks.1.attn.core"] == core
+    assert attention == blocks * (core + 5 * core // 2)
+
+
+def test_costs_are_joined_to_the_timed_steps() -> None:
+    loop = Loop()
+    trace = with_costs(recorded(*[loop.step] * 3, detail_step=1))
+    for phase in ("forward", "backward", "optimizer"):
+        timed, detailed = spans_of(trace, phase, 2), spans_of(trace, phase, 1)
+        assert [(x.module, x.flops, x.moved_bytes) for x in timed] == [
+            (x.module, x.flops, x.moved_bytes) for x in detailed
+        ]
+    assert sum(x.flops or 0 for x in spans_of(trace, "forward", 2)) > 0
+
+
+def test_memory_freed_by_resizing_is_seen() -> None:
+    x = torch.ones(1000)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    bytes_of = []
+
+    def step() -> None:
+        bytes_of.append(x.untyped_storage().nbytes())
+        x.untyped_storage().resize_(0)
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        optimizer.step()
+
+    memory = recorded(step, detail_step=0).ranks[0].memory
+    most = max(point.held_bytes[OTHER] for point in memory)
+    assert memory[-1].held_bytes[OTHER] <= most - 4000
+
+
+class FakeGpu:
+    """Stands for torch.cuda: events pass 10 s of GPU time after the one before, when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.enqueued: list[Any] = []
+        self.passed = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                gpu.enqueued.append(self)
+
+            def query(self) -> bool:
+                return gpu.enqueued.index(self) < gpu.passed
+
+            def elapsed_time(self, end: Any) -> float:
+                assert end.query(), "a time is asked for before it is known"
+                return 1e4 * (gpu.enqueued.index(end) - gpu.enqueued.index(self))
+
+        for name, fake in {
+            "Event": Event,
+            "Stream": lambda: None,
+            "synchronize": self.synchronize,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def synchronize(self) -> None:
+        self.passed = len(self.enqueued)
+
+
+def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    clock = StreamClock()
+    spans = [Span("forward", str(k), 0, 0.0, 0.0) for k in range(3)]
+    for span in spans:
+        clock.mark(span, "began_s")
+        clock.mark(span, "ended_s")
+    assert all(0 < x.ended_s - x.began_s < 1 for x in spans), "the host's times, for now"
+    gpu.passed = 4  # the start, the whole first span, and the beginning of the second
+    clock.settle(patience_s=0)
+    assert spans[0].ended_s - spans[0].began_s == pytest.approx(10)
+    assert spans[2].ended_s - spans[2].began_s < 1
+    gpu.synchronize()
+    clock.settle(patience_s=0)
+    assert [x.ended_s - x.began_s for x in spans] == pytest.approx([10, 10, 10])
+    assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def train(wrap: type | None, steps: int = 3, bucket_mb: float | None = None) -> Any:
+    extra = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
+    loop = Loop((lambda m: wrap(m, **extra)) if wrap else (lambda m: m))
+    for _ in range(steps):
+        loop.step()
+    return held(loop.model, loop.optimizer)
+
+
+@pytest.mark.parametrize("wrap", [NaiveDDP, DDP])
+def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
+    with record(detail_step=1) as trace:
+        helds = world.run(train, wrap)
+    assert broken_laws(trace) == [] and trace.complete
+    assert sorted(trace.ranks) == [0, 1, 2] and trace.steps() == [0, 1, 2]
+    assert trace.about["world_size"] == 3 and "problems" not in trace.about
+    predicted = wrap.predict(GPT.preset("tiny", vocab=64, context=16), 3)
+    for rank, one in trace.step(1).ranks.items():
+        point = one.memory[-1].held_bytes
+        assert point[PARAMETERS] == helds[rank].parameter_bytes == predicted.parameter_bytes
+        assert point[GRADIENTS] == helds[rank].gradient_bytes == predicted.gradient_bytes
+        assert point[OPTIMIZER] == helds[rank].optimizer_bytes == predicted.optimizer_bytes
+    sent = sum(e.bus_bytes for one in trace.step(2).ranks.values() for e in one.comms)
+    assert sent == 3 * predicted.bus_bytes
+    roots = {x.kind for x in trace.ranks[0].spans if x.depth == 0 and x.phase == "forward"}
+    assert roots == {wrap.__name__, "loss"}
+    names = {x.module for x in trace.ranks[0].spans if x.phase == "forward"}
+    assert "blocks.0.mlp.up" in names and not any(name.startswith("module") for name in names)
+
+
+def test_memory_of_the_door_is_its_own_category() -> None:
+    def reduce(x: torch.Tensor, handles: list[Any]) -> None:
+        comm = Comm()
+        comm.all_reduce(x.t())  # not contiguous: staged
+        handles.append(comm.all_reduce(torch.ones(30_000), op="max", async_op=True))
+        for handle in handles:
+            handle.wait()
+
+    def on_rank() -> Trace:
+        x = torch.ones(100, 200)
+        with record(detail_step=0) as trace:
+            reduce(x, [])
+        return trace
+
+    with World(2) as world:
+        for trace in world.run(on_rank):
+            (one,) = trace.ranks.values()
+            buffers = [point.held_bytes[BUFFERS] for point in one.memory]
+            assert max(buffers) >= 100 * 200 * 4, "the contiguous copy"
+            assert any(0 < n < 80_000 * 2 for n in buffers) and buffers[-1] == 0
+
+
+def test_overlap_shows_on_a_paced_link() -> None:
+    """A bucket's all-reduce is under way while backward goes on; without overlap, none is."""
+
+    def hidden(overlap: bool) -> bool:
+        with World(2, link=Link(gbps=0.5, latency_us=50)) as world, record() as trace:
+            world.run(_overlapping, overlap)
+        assert trace.about["link"]["gbps"] == 0.5
+        one = trace.step(1).ranks[0]
+        (whole,) = [x for x in one.spans if x.phase == "backward" and x.depth == 0]
+        last = max(x.began_s for x in one.spans if x.phase == "backward")
+        assert len(one.comms) > 3 and whole.ended_s
+        return any(event.issued_s < last for event in one.comms)
+
+    assert hidden(True) and not hidden(False)
+
+
+def _overlapping(overlap: bool) -> None:
+    loop = Loop(lambda m: DDP(m, bucket_mb=0.005, overlap=overlap))
+    for _ in range(2):
+        loop.step()
+
+
+def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> None:
+    with record(tmp_path / "run", note="twice") as trace:
+        world.run(train, None, 2)
+        world.run(lambda: Comm().all_reduce(torch.ones(3)))
+        world.run(train, None, 1)
+    assert broken_laws(trace) == []
+    assert trace.steps() == [0, 1, 2, 3]
+    assert [len(trace.step(k).ranks[1].comms) for k in trace.steps()] == [0, 0, 1, 0]
+    again = read_run(tmp_path / "run")
+    assert again == trace and again.about["note"] == "twice"
+    with pytest.raises(ValueError, match="holds a run already"), record(tmp_path / "run"):
+        pass
+    with record(tmp_path / "run", replace=True) as trace:
+        world.run(train, None, 1)
+    assert trace.steps() == [0]
+
+
+def test_cells_are_recorded_too(world: World) -> None:
+    with record() as trace:
+        world.run_cell("comm.all_reduce(torch.ones(2))", "cell")
+    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
+
+
+def test_one_block_tells_of_one_thing(world: World) -> None:
+    with record(), World(2) as other:
+        world.run(train, None, 1)
+        with pytest.raises(RuntimeError, match="another world"):
+            other.run(train, None, 1)
+    loop = Loop()
+    with record():
+        loop.step()
+        with pytest.raises(RuntimeError, match="a block of its own"):
+            world.run(train, None, 1)
+
+
+def test_outside_the_block_nothing_is_recorded(world: World) -> None:
+    with record() as trace:
+        world.run(train, None, 1)
+    steps = trace.steps()
+    world.run(train, None, 1)
+    assert trace.steps() == steps
+    assert world.run(lambda: (Recorder.now is None, len(here.listeners))) == [(True, 0)] * 3
+
+
+def _one_never_comes() -> None:
+    comm = Comm()
+    comm.all_reduce(torch.ones(4))
+    if comm.rank:
+        comm.all_reduce(torch.ones(5))
+    else:
+        torch.ones(1).sum()
+        import time
+
+        time.sleep(60)
+
+
+def test_a_hang_leaves_its_story(tmp_path: Path) -> None:
+    with World(3, timeout_s=1.5) as world:
+        with pytest.raises(RankError), record(tmp_path / "run") as trace:
+            world.run(_one_never_comes)
+        assert not trace.complete and trace.about["problems"]
+        for rank in (1, 2):
+            done, hung = trace.ranks[rank].comms
+            assert done.ended_s and not hung.ended_s and hung.shape == (5,)
+        assert len(trace.ranks[0].comms) == 1
+        with record() as after:
+            world.run(train, None, 1)
+        assert after.complete and broken_laws(after) == []
+
+
+def test_a_rank_that_dies_leaves_what_it_has_written(world: World, tmp_path: Path) -> None:
+    def die() -> None:
+        import time
+
+        loop = Loop()
+        for _ in range(3):
+            loop.step()
+        time.sleep(0.8)  # the recorder writes every half second
+        if Comm().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Comm().barrier()
+
+    with pytest.raises(RankError, match="rank 1"), record(tmp_path / "run") as trace:
+        world.run(die)
+    assert trace.steps()[:3] == [0, 1, 2]
+    assert not trace.ranks[1].complete and len(trace.ranks[1].spans) > 100
+
+
+def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
+    def on_rank() -> Trace:
+        with record() as trace:
+            train(DDP, 2)
+        return trace
+
+    for rank, trace in enumerate(world.run(on_rank)):
+        assert list(trace.ranks) == [rank] and trace.size == 3
+        assert trace.steps() == [0, 1] and broken_laws(trace) == []
+
+    folder = str(tmp_path / "run")
+
+    def into_a_folder() -> None:
+        with record(folder):
+            train(DDP, 2)
+
+    world.run(into_a_folder)
+    trace = read_run(folder)
+    assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
+
+
+def test_user_modules_of_every_kind() -> None:
+    """Outputs of other kinds, a model called through a method of a child, an RNN."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4, batch_first=True)
+            self.mlp = MLP([4, 4])
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            y, (h, c) = self.rnn(x)
+            return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
+
+    model = Many()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 3, 4))["y"].sum().backward()
+        optimizer.step()
+
+    trace = recorded(step, step, detail_step=1)
+    assert {"rnn", "mlp.layers.0"} <= {x.module for x in spans_of(trace, "backward", 1)}

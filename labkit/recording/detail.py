@@ -196,6 +196,11 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._detail = detail
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._detail.count(func, args, kwargs or {}, out)

@@ -111,6 +111,7 @@ class Detail:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
+        gc.collect()  # what an earlier run has left in cycles is garbage, and not held
         for thing in gc.get_objects():
             if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
                 self._enter(thing, OTHER)

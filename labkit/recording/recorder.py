@@ -102,12 +102,12 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
-        self._clock.mark(self._step, "began_s")
         self._in_step = self._count()
         if self._step.detail:
             self._detail = Detail(self._spans, self.trace.memory.append)
             here.carrying = self._detail.inside_the_door
-            self._detail.begin(self._roots, self._optimizers)
+            self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
+        self._clock.mark(self._step, "began_s")
 
     def _step_ended(self, optimizer: Any) -> None:
         self._optimizers.add(optimizer)

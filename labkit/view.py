@@ -99,8 +99,8 @@ def _times(trace: Trace) -> Rows:
 
 
 def _phase_s(one: RankTrace, phase: str) -> float:
-    """Seconds of its outermost spans, less the waits inside them."""
-    spans = [x for x in one.spans if x.phase == phase and x.depth == 0 and x.ended_s]
+    """Seconds in its spans, less the waits inside them."""
+    spans = [x for x in one.spans if x.phase == phase and x.ended_s]
     return length_s(without(union((x.began_s, x.ended_s) for x in spans), waiting(one)))
 
 

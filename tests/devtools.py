@@ -21,8 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-from provoke import alive, until
+from provoke import stop_tree, until
 
 try:
     import websocket  # from websocket-client, which jupyter_server brings
@@ -83,7 +82,6 @@ class Browser:
                     "--disable-background-networking",
                     "--disable-component-update",
                     "--disable-extensions",
-                    f"--window-size={WIDTH},{HEIGHT}",
                     f"--user-data-dir={folder / 'profile'}",
                     "--remote-debugging-port=0",  # it chooses one, and writes it down
                     "about:blank",
@@ -108,10 +106,10 @@ class Browser:
         log = (self.folder / "browser.log").read_text()
         raise BrowserError(f"the browser did not start within {WITHIN_S} s; it said:\n{log}")
 
-    def open(self, url: str, width: int = WIDTH, height: int = HEIGHT) -> "Page":
+    def open(self, url: str) -> "Page":
         """A page of its own for `url`."""
         page = Page(self, self._ask("PUT", "new?about:blank"))
-        page.resize(width, height)
+        page.resize(WIDTH, HEIGHT)
         page.call("Emulation.setFocusEmulationEnabled", enabled=True)
         page.call("Page.navigate", url=url)
         return page
@@ -166,7 +164,7 @@ class Page:
         kind, params = event.get("method"), event.get("params", {})
         if kind == "Page.javascriptDialogOpening":  # it would block the page
             self._send("Page.handleJavaScriptDialog", {"accept": True})
-        elif kind == "Runtime.consoleAPICalled":
+        elif kind == "Runtime.consoleAPICalled" and params["type"] != "debug":
             words = [str(arg.get("value", arg.get("description", ""))) for arg in params["args"]]
             self.console.append(f"{params['type']}: {' '.join(words)}")
         elif kind == "Runtime.exceptionThrown":
@@ -273,31 +271,6 @@ def _element(selector: str) -> str:
 
 def _story(details: dict[str, Any]) -> str:
     return str(details.get("exception", {}).get("description", details["text"]))
-
-
-def stop_tree(process: subprocess.Popen[Any], within_s: float = WITHIN_S) -> list[str]:
-    """Ask a process to end; returns the command lines of those in its tree that had not ended
-    `within_s` later, and had to be killed."""
-    if process.poll() is not None:
-        return []
-    parent = psutil.Process(process.pid)
-    family = [(parent, "")] + [(one, _command(one)) for one in parent.children(recursive=True)]
-    process.terminate()
-    until(lambda: process.poll() is not None, within_s)
-    until(lambda: not any(alive(one.pid) for one, _ in family), within_s)
-    left = [(one, command) for one, command in family if one.is_running() and alive(one.pid)]
-    for one, _ in left:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
-    process.wait()
-    return [f"{one.pid}: {command}" for one, command in left]
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return "gone"
 
 
 @contextmanager

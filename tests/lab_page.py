@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from devtools import WIDTH, WITHIN_S, Browser, BrowserError, Page, stop_tree
-from provoke import ROOT, until
+from devtools import WIDTH, WITHIN_S, Browser, BrowserError, Page
+from provoke import ROOT, stop_tree, until
 
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},

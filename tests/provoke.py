@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,31 @@ def alive(pid: int) -> bool:
 
 def gone(pids: list[int], within_s: float = 20.0) -> bool:
     return bool(until(lambda: not any(map(alive, pids)), within_s))
+
+
+def stop_tree(process: subprocess.Popen[Any], within_s: float = 60.0) -> list[str]:
+    """Ask a process to end; returns the command lines of those in its tree that had not ended
+    `within_s` later, and had to be killed."""
+    if process.poll() is not None:
+        return []
+    parent = psutil.Process(process.pid)
+    family = [(parent, "")] + [(one, _command(one)) for one in parent.children(recursive=True)]
+    process.terminate()
+    until(lambda: process.poll() is not None, within_s)
+    until(lambda: not any(alive(one.pid) for one, _ in family), within_s)
+    left = [(one, command) for one, command in family if one.is_running() and alive(one.pid)]
+    for one, _ in left:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    return [f"{one.pid}: {command}" for one, command in left]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "gone"
 
 
 def servers(process: psutil.Process | None = None) -> list[psutil.Process]:

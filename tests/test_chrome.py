@@ -158,6 +158,10 @@ def test_arrows_join_what_belongs_together() -> None:
         else:
             assert there.startswith("wait for ")
             assert begin["pid"] == end["pid"]
+            op, seq = there.split()[-2:]
+            comms = trace.ranks[end["pid"] - 1].comms
+            waited = [x for x in comms if (x.op, x.seq) == (op, int(seq))]
+            assert ns(begin["ts"]) in {round(x.issued_s * 1e9) for x in waited}
 
 
 def test_what_never_ended_is_drawn_to_the_end() -> None:
@@ -185,6 +189,21 @@ def test_spans_that_cross_stand_on_threads_of_their_own() -> None:
     assert faults(page) == []
     threads = [e["args"]["name"] for e in page["traceEvents"] if e["name"] == "thread_name"]
     assert threads == ["computing", "computing", "waiting", "group default"]
+
+
+def test_spans_may_come_as_they_ended_and_not_as_they_began() -> None:
+    trace = sample_trace(2)
+    expected = to_chrome(trace)
+    trace.ranks[1].spans.sort(key=lambda x: x.ended_s)
+    page = to_chrome(trace)
+    assert faults(page) == []
+    assert len(page["traceEvents"]) == len(expected["traceEvents"])
+
+
+def test_what_ran_is_told_in_words() -> None:
+    assert to_chrome(Trace(about={"a": Path("b"), "seeds": [1]}))["otherData"] == {
+        "a": "b", "seeds": "[1]"
+    }  # fmt: skip
 
 
 def test_clocks_that_disagree_make_no_arrow_back_in_time() -> None:

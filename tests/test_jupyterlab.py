@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from devtools import HEIGHT, WIDTH, Browser, browser, missing
+from devtools import HEIGHT, WIDTH, Browser, Page, browser, missing
 from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
 from provoke import ROOT, alive
 
@@ -89,28 +89,29 @@ def keep_pictures(opened: LabPage, folder: Path) -> None:
 # ---- every lab
 
 
-# A slider, with the picture of the same cell's output.
-SLIDERS = """[...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
+# The sliders with a picture in the same output. They are remembered: a picture may be away for a
+# moment while it is drawn anew.
+SLIDERS = """window.sliders = [...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
     handle => handle.closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img"))"""
 PICTURE = """(async () => {
-    const picture = %s[%d].closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img");
-    if (!picture.complete || !picture.naturalWidth) return null;  // it is being changed
+    const picture = sliders[%d].closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img");
+    if (!picture?.complete || !picture.naturalWidth) return null;  // it is being changed
     const bytes = await (await fetch(picture.src)).arrayBuffer();
     const digest = await crypto.subtle.digest("SHA-256", bytes);
-    return [...new Uint8Array(digest)].map(byte => byte.toString(16)).join(" ");
+    return [...new Uint8Array(digest)].join(" ");
 })()"""
 
 
-def move_slider(opened: LabPage, index: int) -> None:
+def move_slider(page: Page, index: int) -> None:
     """Move the slider `index` by a key; its picture becomes another one."""
-    page, picture = opened.page, PICTURE % (SLIDERS, index)
-    before = page.until(picture, f"the picture of slider {index}")
-    value = page.value(f"{SLIDERS}[{index}].ariaValueNow")
-    page.click(f"({SLIDERS}[{index}])", f"slider {index}")
+    before = page.until(PICTURE % index, f"the picture of slider {index}")
+    value = page.value(f"sliders[{index}].ariaValueNow")
+    page.click(f"(sliders[{index}])", f"slider {index}")
     page.press("ArrowRight")
-    if page.value(f"{SLIDERS}[{index}].ariaValueNow") == value:  # it was at its end
+    if page.value(f"sliders[{index}].ariaValueNow") == value:  # it was at its end
         page.press("ArrowLeft")
-    page.until(f"{picture}.then(now => now && now !== {json.dumps(before)})", "another picture")
+    other = f"{PICTURE % index}.then(now => now && now !== {json.dumps(before)})"
+    page.until(other, f"another picture, after slider {index} was moved from {value}")
 
 
 @pytest.mark.parametrize("name", ["sample_lab.ipynb", *(lab.name for lab in LABS)])
@@ -122,9 +123,9 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         opened.run_all()
         cells = opened.wait_for(all_ran_or_one_failed, "every cell ran", LAB_WITHIN_S)
         assert [cell.source + "\n" + cell.text for cell in cells if cell.failed] == []
-        sliders = opened.page.value(f"{SLIDERS}.length")
+        sliders = opened.page.value(f"({SLIDERS}).length")
         for index in range(sliders):
-            move_slider(opened, index)
+            move_slider(opened.page, index)
         if name == "sample_lab.ipynb":
             assert sliders == 2
             assert [cell.error for cell in cells if cell.error] == ["RankError"]

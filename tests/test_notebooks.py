@@ -233,6 +233,13 @@ def test_cells_keep_their_ids_when_others_come(lab: Path):
     assert len(ids) == len(set(ids)), "two cells with the same text have ids of their own"
 
 
+def test_blank_lines_between_cells_change_nothing(lab: Path):
+    """ruff puts two before a function, and that is not the lab's affair."""
+    before = nbformat.writes(solved(lab))
+    lab.write_text(LAB.replace("\n\n# %%", "\n\n\n# %%"))
+    assert nbformat.writes(solved(lab)) == before
+
+
 def test_cells_carry_what_nbgrader_wants(lab: Path, monkeypatch: pytest.MonkeyPatch):
     from labkit.check import Exercise
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import labkit
 from labkit import DDP, GPT, MLP, Batch, Comm, Link, NaiveDDP, RankError, World, loss, record
 from labkit.comm import here
+from labkit.comm.clock import StreamClock
 from labkit.parallel.footprint import held
 from labkit.recording.recorder import Recorder
 from labkit.trace import CATEGORIES, Span, Trace
@@ -236,6 +238,15 @@ def test_gradients_and_results_are_the_same_as_without() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), record(tmp_path / "run") as trace:
+        Loop().step()
+        raise KeyError("mine")
+    assert not trace.complete and spans_of(trace, "optimizer")
+    again = read_run(tmp_path / "run")
+    assert not again.complete and len(again.ranks[0].spans) == len(trace.ranks[0].spans)
+
+
 def test_own_spans_and_metrics() -> None:
     with record(seed=7) as trace:
         for k in range(2):
@@ -377,6 +388,58 @@ def test_memory_freed_by_resizing_is_seen() -> None:
     memory = recorded(step, detail_step=0).ranks[0].memory
     most = max(point.held_bytes[OTHER] for point in memory)
     assert memory[-1].held_bytes[OTHER] <= most - 4000
+
+
+class FakeGpu:
+    """Stands for torch.cuda: events pass 10 s of GPU time after the one before, when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.enqueued: list[Any] = []
+        self.passed = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                gpu.enqueued.append(self)
+
+            def query(self) -> bool:
+                return gpu.enqueued.index(self) < gpu.passed
+
+            def elapsed_time(self, end: Any) -> float:
+                assert end.query(), "a time is asked for before it is known"
+                return 1e4 * (gpu.enqueued.index(end) - gpu.enqueued.index(self))
+
+        for name, fake in {
+            "Event": Event,
+            "Stream": lambda: None,
+            "synchronize": self.synchronize,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def synchronize(self) -> None:
+        self.passed = len(self.enqueued)
+
+
+def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    clock = StreamClock()
+    spans = [Span("forward", str(k), 0, 0.0, 0.0) for k in range(3)]
+    for span in spans:
+        clock.mark(span, "began_s")
+        clock.mark(span, "ended_s")
+    assert all(0 < x.ended_s - x.began_s < 1 for x in spans), "the host's times, for now"
+    gpu.passed = 4  # the start, the whole first span, and the beginning of the second
+    assert not clock.settle(patience_s=0)
+    assert spans[0].ended_s - spans[0].began_s == pytest.approx(10)
+    assert spans[2].ended_s - spans[2].began_s < 1
+    gpu.synchronize()
+    assert clock.settle(patience_s=0)
+    assert [x.ended_s - x.began_s for x in spans] == pytest.approx([10, 10, 10])
+    assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ esac
 """
 
 
-TARGETS_IN_VENV = {"demo", "lab", "test", "check", "lint", "types", "format", "hooks"}
+TARGETS_IN_VENV = {"demo", "lab", "notebooks", "test", "check", "lint", "types", "format", "hooks"}
 
 
 class Workplace:

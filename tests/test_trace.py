@@ -265,6 +265,7 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
         b'["step",1,0,1.0]', b'["step",1,0,"1.0",2.0,false]', b'["step",1,0,NaN,2.0,false]',
         b'["step","1",0,1.0,2.0,false]', b'["what",1,2]', b'[["step"],1,2]', b'["end",null]',
         b'["memory",1,1.0,0,[1,"2"]]', b'["memory",1,1.0,0,"0:x:1"]', b"",
+        b'["span",1,"forward","x",0,1.0,2.0]', b'["step",1,0,1.0,2.0,false,0]',
     ],
 )  # fmt: skip
 def test_a_spoilt_line_is_left_out_and_told(line: bytes, tmp_path: Path) -> None:
@@ -396,6 +397,11 @@ def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="file"):
             function(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_hosts_of_a_trace_stay_beside_each_other(tmp_path: Path) -> None:
+    trace = hosts_run(tmp_path / "run", [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2)])
+    assert read_run(write_run(trace, tmp_path / "again")).ranks == trace.ranks
 
 
 def test_writing_leaves_the_trace_as_it_was(tmp_path: Path) -> None:

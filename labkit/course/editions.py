@@ -31,6 +31,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 
+LAYOUT = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's notes on blank lines
+
 Notebook = Any  # nbformat's NotebookNode: a dict whose keys are attributes, too
 
 
@@ -54,6 +56,9 @@ def solved(source: Path) -> Notebook:
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     lab, ids, grade_ids = source.stem[:2], set[str](), set[str]()
     for cell in notebook.cells:
+        for name in LAYOUT:
+            cell.metadata.pop(name, None)
+        cell.source = cell.source.strip("\n")
         cell.id = _unused(hashlib.sha256(cell.source.encode()).hexdigest()[:8], ids)
         if cell.cell_type == "code" and (grading := _nbgrader(cell.source, lab)):
             grading["grade_id"] = _unused(grading["grade_id"], grade_ids)

@@ -103,7 +103,6 @@ def read_run(path: str | Path) -> Trace:
         )
     read, problems = _read_ranks(path, about.get("world_size"))
     metrics, more = _read_metrics(path / METRICS)
-    about.pop("problems", None)
     if problems or more:
         about["problems"] = problems + more
     ranks = {one.trace.rank: one.trace for one in _on_one_clock(read)}

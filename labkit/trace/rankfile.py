@@ -161,8 +161,7 @@ def read_rank_file(path: Path) -> ReadRank:
     of_kind: dict[type, list[Any]] = {
         Step: trace.steps, Span: trace.spans, CommEvent: trace.comms, MemoryPoint: trace.memory
     }  # fmt: skip
-    for number in sorted(things):
-        thing = things[number]
+    for thing in things.values():
         if thing is not None:
             of_kind[type(thing)].append(thing)
     problems = _problems(path.name, len(lines), unreadable, len(things), ended_after)

@@ -139,8 +139,11 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """Without the steps whose times mean nothing."""
-    steps = set(trace.steps()) - set(trace.steps(detail=True))
+    """The usual steps: without those whose times mean nothing, those that never ended and, where
+    others are left, the first, which has to warm up."""
+    unfinished = {x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s}
+    steps = set(trace.steps(detail=False)) - unfinished
+    steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()
     ranks = {
         rank: replace(
             one,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from labkit.comm.backs import Back, Call, Gloo, Native, Nothing, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
+from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.handle import Handle
 from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
@@ -186,7 +187,7 @@ class Carrier:
             if board:
                 board.leave(note, failed=True)
             raise
-        return Handle(work, note.what, finish, event, board, note)
+        return Handle(work, note.what, finish, event, board, note, self._clock)
 
     def _event(
         self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
@@ -198,8 +199,13 @@ class Carrier:
             payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
             peer=peer, tag=tag,
         )  # fmt: skip
-        here.clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
+        self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
         return event
+
+    @property
+    def _clock(self) -> Clock:
+        """Of what waits on a stream; gloo makes the host wait."""
+        return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
     def _back(self, x: torch.Tensor) -> Back:
         key = (x.device, here.link)

@@ -10,7 +10,7 @@ from labkit.comm import Link
 from labkit.models import GPT
 
 FAST, SLOW = 50e9, 20e9  # floating-point operations per second of two machines
-LINK = Link(gbps=0.5, latency_us=200)
+LINK = Link(gbps=0.25, latency_us=500)
 
 
 def all_reduce_us(nbytes: int, size: int = 2, link: Link = LINK) -> float:
@@ -18,7 +18,7 @@ def all_reduce_us(nbytes: int, size: int = 2, link: Link = LINK) -> float:
     return 2 * (size - 1) * (link.latency_us + 1e6 * link.seconds(nbytes) / size)
 
 
-def gradients_of(speed: float, tokens: int = 512) -> tuple[list[int], list[float]]:
+def gradients_of(speed: float, tokens: int = 1024) -> tuple[list[int], list[float]]:
     """Bytes of each gradient of the 1M GPT, and the microsecond at which backward has made it, in
     the order of backward. A weight takes 4 operations per token: 2 for its own gradient and 2
     for that of its input."""

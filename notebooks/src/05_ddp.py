@@ -16,21 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit import (
-    DDP,
-    GPT,
-    Comm,
-    Link,
-    NaiveDDP,
-    Single,
-    Text,
-    World,
-    attach,
-    listen,
-    loss,
-    plot,
-    record,
-)  # fmt: skip
+from labkit import DDP, GPT, Link, NaiveDDP, Single, Text, World, attach, listen, loss, plot, record
 from labkit.check import lab_05 as check
 from labkit.check import predict, report
 from labkit.course import show
@@ -42,13 +28,13 @@ from labkit.plot.strategies import step_times
 # A small GPT, trained on two ranks. The loop is the one you know; three things are new:
 #
 # - `attach()` tells a process which rank it is, and on which device it computes;
-# - all ranks draw the same global batch of 16 rows, and `.slice(rank, size)` is this rank's share;
+# - all ranks draw the same global batch of 32 rows, and `.slice(rank, size)` is this rank's share;
 # - `wrap(model)` gives the strategy. The first one, `NaiveDDP`, computes all gradients, then
 #   averages them over the ranks.
 
 
 # %%
-def train(wrap, steps=4, dtype=torch.float32):
+def train(wrap, steps=3, dtype=torch.float32):
     me = attach()
     torch.manual_seed(0)
     model = GPT.preset("1M", vocab=256).to(me.device, dtype)
@@ -56,7 +42,7 @@ def train(wrap, steps=4, dtype=torch.float32):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text, losses = Text(), []
     for step in range(steps):
-        batch = text.batch(step, rows=16, length=64).slice(me.rank, me.size).to(me.device)
+        batch = text.batch(step, rows=32, length=64).slice(me.rank, me.size).to(me.device)
         optimizer.zero_grad()
         value = loss(parallel(batch.x), batch)
         value.backward()
@@ -67,11 +53,11 @@ def train(wrap, steps=4, dtype=torch.float32):
 
 # %% [markdown]
 # Two processes of one machine talk faster than any network. So each rank gets a modelled wire, of
-# 0.5 gigabits per second, on which a message travels 200 µs longer than its bytes take. The bytes
+# 0.25 gigabits per second, on which a message travels 500 µs longer than its bytes take. The bytes
 # are real, and arrive as late as such a wire would deliver them: the pictures say **paced**.
 
 # %%
-LINK = Link(gbps=0.5, latency_us=200)
+LINK = Link(gbps=0.25, latency_us=500)
 world = World(2, backend="gloo", link=LINK)
 
 with record() as naive:
@@ -85,7 +71,7 @@ print(f"{times.waiting_s / whole_s:.0%} of a step is waiting for gradients.")
 plot.timeline(naive)
 
 # %% [markdown]
-# That is the number that hurts. Two ranks, and half of what they could do is lost. **Can the
+# Light, outlined in red: waiting. Two ranks, and much of the time neither computes. **Can the
 # gradients travel without anyone waiting for them?**
 
 # %% [markdown]
@@ -107,19 +93,19 @@ plot.timeline(naive)
 # to that.
 
 # %% [markdown]
-# Second, what the mean costs. An all-reduce of S bytes over n ranks goes around a ring, cut into n
-# chunks. In n - 1 rounds each rank passes on a partial sum; then each has one finished chunk, and
-# in n - 1 more rounds these go around:
+# Second, what the mean costs. Cut the S bytes of a tensor into n chunks, c0, c1, ... and let each
+# rank send to its neighbour, around a **ring**:
 #
 # ```
-#     n = 3       round 1    round 2     │    round 3    round 4
-#     rank 0      c2 ──>     c1 + c1 ──> │    C0 ──>     C2 ──>         small: partial sums
-#     rank 1      c0 ──>     c2 + c2 ──> │    C1 ──>     C0 ──>         capital: finished
-#     rank 2      c1 ──>     c0 + c0 ──> │    C2 ──>     C1 ──>
+#   n = 3     round 1   round 2        then has        round 3   round 4
+#   rank 0    c2 (0)    c1 (2+0)       c0 (1+2+0)      c0        c2
+#   rank 1    c0 (1)    c2 (0+1)       c1 (2+0+1)      c1        c0
+#   rank 2    c1 (2)    c0 (1+2)       c2 (0+1+2)      c2        c1
 # ```
 #
-# So each rank sends 2(n-1) messages of S/n bytes: **2(n-1)/n · S bytes**, however many ranks there
-# are less than 2S.
+# That is what each sends, with those whose share is in it. In n - 1 rounds each rank has one chunk
+# of the sum; in n - 1 more rounds these go around. So each rank sends 2(n-1) messages of S/n bytes:
+# **2(n-1)/n · S bytes**, less than 2S however many ranks there are.
 
 # %% [markdown]
 # Third, when they travel. Backward begins at the last layer, whose gradients are ready long before
@@ -174,9 +160,9 @@ print(f"{len(list(model.parameters()))} parameters, P = {P:,} bytes")
 
 # %% stub="guess = predict(all_reduces=..., sent_bytes=...)\nguess_waiting = predict(waiting_ms=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-guess = predict(all_reduces=68, sent_bytes=2 * (2 - 1) / 2 * P)
-alpha_s, beta_s = 200e-6, LINK.seconds(1)
-guess_waiting = predict(waiting_ms=1e3 * (68 * 2 * alpha_s + P * beta_s))
+guess = predict(all_reduces=68, sent_bytes=2 * (2 - 1) * P // 2)
+alpha_s, beta_s = 500e-6, LINK.seconds(1)
+guess_waiting = predict(waiting_ms=round(1e3 * (68 * 2 * alpha_s + P * beta_s), 1))
 ### END SOLUTION
 guess
 
@@ -242,8 +228,8 @@ def sent_in_a_step(trace):
 guess.beside(all_reduces=len(sent_in_a_step(naive)), sent_bytes=sum(sent_in_a_step(naive)))
 
 # %% [markdown]
-# The time need not be equal: the formula knows nothing of the ranks' own work, nor of waiting for a
-# rank that is late.
+# The time need not be equal. The formula is a lower bound: it knows nothing of a rank that is late,
+# nor of a machine that has other things to do each time a message arrives.
 
 # %%
 guess_waiting.beside(waiting_ms=round(1e3 * times.waiting_s, 1))
@@ -253,12 +239,11 @@ guess_waiting.beside(waiting_ms=round(1e3 * times.waiting_s, 1))
 
 # %%
 ways = {
-    "naive": NaiveDDP,
     "one bucket": partial(DDP, bucket_mb=25),
     "0.5 MiB buckets": partial(DDP, bucket_mb=0.5, overlap=False),
     "0.5 MiB, overlap": partial(DDP, bucket_mb=0.5),
 }
-runs = {}
+runs = {"naive": naive}
 for name, wrap in ways.items():
     with record() as runs[name]:
         world.run(train, wrap)
@@ -273,7 +258,7 @@ plot.timeline(runs["0.5 MiB, overlap"])
 
 # %% [markdown]
 # Below the computing of each rank are its all-reduces; they begin soon after backward has begun.
-# What is left of the waiting is the last bucket: the first layer's gradients, with nothing behind
+# What is left of the waiting is what came last: the first layers' gradients, with nothing behind
 # which they could hide.
 
 # %% tags=["nbval-check-output"]
@@ -293,16 +278,17 @@ plot.view(runs["0.5 MiB, overlap"])
 # where rounding is small, with and without ranks:
 
 
+# %%
+alone = World(1, backend="gloo")
+
+
 # %% tags=["nbval-check-output"]
-alone, pair = World(1, backend="gloo"), World(2, backend="gloo")
-
-
 def losses_of(ranks, wrap):
-    shares = ranks.run(train, wrap, steps=3, dtype=torch.float64)
-    return torch.tensor(shares).mean(dim=0)  # over the ranks
+    shares = ranks.run(train, wrap, steps=2, dtype=torch.float64)
+    return torch.tensor(shares, dtype=torch.float64).mean(dim=0)  # over the ranks
 
 
-single, ddp = losses_of(alone, Single), losses_of(pair, partial(DDP, bucket_mb=0.5))
+single, ddp = losses_of(alone, Single), losses_of(world, partial(DDP, bucket_mb=0.5))
 print("equal losses:", torch.allclose(single, ddp, rtol=1e-10))
 
 # %% [markdown]
@@ -334,7 +320,7 @@ def all_together(comm, model):
         comm.all_reduce(p.grad)
 
 
-def by_hand(average, make_optimizer, steps=20):
+def by_hand(average, make_optimizer, steps=12):
     me = attach()
     torch.manual_seed(0)
     model = GPT.preset("tiny").to(me.device)
@@ -353,21 +339,23 @@ def by_hand(average, make_optimizer, steps=20):
 
 # %%
 fig, panels = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True)
-sgd, adam = partial(torch.optim.SGD, lr=2.0), partial(torch.optim.AdamW, lr=1e-2)
+sgd, adam = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=1e-2)
 for axes, make, name in zip(panels, (sgd, adam), ("SGD", "AdamW")):
     right = alone.run(by_hand, lambda comm, model: None, make)[0]
-    ranks = torch.tensor(pair.run(by_hand, all_together, make)).mean(dim=0)
+    ranks = torch.tensor(world.run(by_hand, all_together, make)).mean(dim=0)
     axes.plot(right, color="#0072B2", lw=4, alpha=0.5, label="single process")
     axes.plot(ranks, "--", color="#D55E00", label="all_together, 2 ranks")
     axes.set(title=name, xlabel="step")
     axes.spines[["top", "right"]].set_visible(False)
-panels[0].set_ylabel("loss")
 panels[0].legend(frameon=False)
+panels[0].set(ylabel="loss")
+fig.tight_layout()
 
 # %% [markdown]
-# With SGD the lines part. With Adam they lie on each other: it divides each gradient by its own
-# size, so a factor disappears. The bug is still there. It comes out when somebody clips gradients,
-# or changes the number of ranks. **A loss curve proves nothing; a gradient does:**
+# With SGD the lines part, and the wrong one even looks better: its learning rate is twice what it
+# says. With Adam they lie on each other: it divides each gradient by its own size, so a factor
+# disappears. The bug is still there, and comes out when somebody clips gradients or changes the
+# number of ranks. **A loss curve proves nothing; a gradient does:**
 
 
 # %% tags=["nbval-check-output"]
@@ -382,7 +370,7 @@ def gradient(average):
 
 
 right = alone.run(gradient, lambda comm, model: None)[0]
-pair.run(gradient, all_together)[0] / right
+world.run(gradient, all_together)[0] / right
 
 # %% [markdown]
 # Twice the right one on 2 ranks, 1,000 times on 1,000. `all_reduce` sums; the division was
@@ -423,7 +411,7 @@ def c(comm, model, parts):
 # %%
 def measure(accumulate, rows):
     """Bytes sent, and the gradient, of 2 ranks with micro-batches of so many rows."""
-    comm = Comm()
+    comm = attach().comm
     torch.manual_seed(0)
     model = nn.Linear(8, 1, bias=False, dtype=torch.float64)
     x = torch.randn(comm.size * sum(rows), 8, dtype=torch.float64)
@@ -439,9 +427,9 @@ def measure(accumulate, rows):
 
 # %% tags=["nbval-check-output"]
 for name, accumulate in {"a": a, "b": b, "c": c}.items():
-    sent_bytes, error = pair.run(measure, accumulate, [4, 4])[0]
+    sent_bytes, error = world.run(measure, accumulate, [4, 4])[0]
     print(f"{name}: {sent_bytes} bytes sent, the gradient is {error} off")
-print(f"a with parts of 6 and 2 rows: {pair.run(measure, a, [6, 2])[0][1]} off")
+print(f"a with parts of 6 and 2 rows: {world.run(measure, a, [6, 2])[0][1]} off")
 
 # %% [markdown] tags=["answer"]
 # - **a** forgot `no_sync`. The gradient is right, and everything is sent twice: k micro-batches,
@@ -450,7 +438,7 @@ print(f"a with parts of 6 and 2 rows: {pair.run(measure, a, [6, 2])[0][1]} off")
 # - **c** synchronises twice: at the second time, what was summed already is summed again.
 # - The half: **a** divides by the *number* of parts. Where the last one is smaller, its rows count
 #   too much: a mean of means is the mean for equal parts only. With language models this happens
-#   at every step, since texts differ in length. (Many libraries had that bug until 2024.)
+#   at every step, since texts differ in length. (Hugging Face Transformers mended it in October 2024.)
 
 # %% [markdown]
 # ### Ranks that disagree
@@ -461,7 +449,7 @@ print(f"a with parts of 6 and 2 rows: {pair.run(measure, a, [6, 2])[0][1]} off")
 
 # %%
 def two_experts(widths):
-    comm = Comm()
+    comm = attach().comm
     torch.manual_seed(0)
     experts = nn.ModuleList(nn.Linear(width, 1, bias=False) for width in widths)
     mine = experts[comm.rank]  # rank 0 happens to need the first one, rank 1 the second
@@ -584,7 +572,7 @@ check.Overlapped(Overlapped)
 
 
 # %%
-def train_overlapped(steps=3):
+def train_overlapped(steps=2):
     me = attach()
     torch.manual_seed(0)
     model = GPT.preset("1M", vocab=256).to(me.device)
@@ -592,7 +580,7 @@ def train_overlapped(steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = Text()
     for step in range(steps):
-        batch = text.batch(step, rows=16, length=64).slice(me.rank, me.size).to(me.device)
+        batch = text.batch(step, rows=32, length=64).slice(me.rank, me.size).to(me.device)
         optimizer.zero_grad()
         loss(model(batch.x), batch).backward()
         overlapped.finish()
@@ -647,8 +635,8 @@ for name, speed in [("slow", SLOW), ("fast", FAST)]:
     nbytes, ready_us = gradients_of(speed)
     one_ms = exposed_us([len(nbytes)], nbytes, ready_us) / 1e3
     each_ms = exposed_us([1] * len(nbytes), nbytes, ready_us) / 1e3
-    print(f"{name} machine: backward takes {ready_us[-1] / 1e3:.0f} ms; left to wait with one")
-    print(f"    bucket {one_ms:.1f} ms, with a bucket for each gradient {each_ms:.1f} ms")
+    print(f"{name} machine: backward takes {ready_us[-1] / 1e3:.0f} ms, then the ranks wait")
+    print(f"    {one_ms:.1f} ms with one bucket, {each_ms:.1f} ms with one for each gradient")
 
 
 # %%

@@ -1,7 +1,8 @@
 """What the whole suite shares: how it behaves on a machine that lacks a plugin or a GPU."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,6 +31,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def recorded_runs_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test records in this process, whole, is held to the laws of a trace."""
+    session = sys.modules.get("labkit.recording.session")
+    if session is None:
+        return
+    fill: Callable[..., None] = session._fill
+
+    def held_to_the_laws(trace: Any, found: Any) -> None:
+        from labkit.trace.laws import broken_laws
+
+        fill(trace, found)
+        if trace.complete:
+            assert broken_laws(trace) == []
+
+    monkeypatch.setattr(session, "_fill", held_to_the_laws)
 
 
 @pytest.fixture(scope="module")

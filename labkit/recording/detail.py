@@ -106,7 +106,6 @@ class Detail:
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter what is there already, and count from here on."""
-        gc.collect()  # what earlier runs have left in circles is not this one's
         for module in modules:
             self.met(module)
         for optimizer in optimizers:

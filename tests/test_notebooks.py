@@ -271,6 +271,16 @@ def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
     assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
 
 
+@pytest.mark.slow
+def test_a_widget_is_kept_as_its_picture_alone():
+    pytest.importorskip("ipywidgets", reason="makes the widget")
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+    notebook.cells = [nbformat.v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider()")]
+    (output,) = build.execute(notebook).cells[0].outputs
+    assert list(output.data) == ["text/plain"]
+    assert notebook.metadata.keys() == editions.METADATA.keys()
+
+
 @pytest.mark.parametrize("edition", ["student", "solved"])
 @pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
 def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):

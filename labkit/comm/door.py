@@ -44,7 +44,8 @@ class Comm:
     and `..._single` variants want the tensor that they cut into n parts to be contiguous.
 
     Raises RuntimeError where no process group is initialised, ValueError outside the group.
-    Operations raise ValueError for arguments that do not fit each other, CollectiveMismatch when
+    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
+    other or that torch cannot reduce, CollectiveMismatch when
     another rank called something else, CommError when the operation fails under way.
     """
 

@@ -216,7 +216,7 @@ def one_by_one():
 
 
 slow = World(4, backend="gloo", link=Link(gbps=0.1))
-slow.run(one_by_one)  # once before we record: now all ranks are up and connected
+_ = slow.run(one_by_one)  # once before we record: now all ranks are up and connected
 
 # %%
 with record() as sent_in_turn:
@@ -283,6 +283,9 @@ pair.run(careless_swap)
 # program runs, until one day the tensors are larger. The MPI standard calls such a program
 # *unsafe*.
 #
+# In the message, `group default` is the group of all ranks, `0->1` says from whom to whom, `tag 0` is
+# the label that a message has if you give none, and `message 1` the first one of these.
+#
 # The second classic: ranks that call different collectives.
 
 
@@ -302,9 +305,7 @@ pair.run(disagree)
 # %% [markdown]
 # Every rank of a group must call the same collectives, in the same order, with the same shapes. An
 # `if rank == 0:` around a collective is the commonest bug in distributed code. Look at the message:
-# each rank, its operation, its line. (`group default` is the group of all ranks; the operations of a
-# group are numbered. In the hang above, `tag 0, message 1` was the first message without a label of
-# its own.)
+# each rank, its operation, its line.
 
 # %% [markdown]
 # ## 7. Build it

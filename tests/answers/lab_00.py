@@ -166,6 +166,14 @@ def sends_to_itself(comm, x):
         comm.recv(x, 0)
 
 
+@wrong("00.my_broadcast", "comm.send(x, 2)  # rank 0")
+def knows_four_ranks_only(comm, x):
+    if comm.rank == 0:
+        comm.send(x, 2)  # rank 0
+    else:
+        comm.send(x, 3)  # rank 1
+
+
 @wrong("00.my_broadcast", "isend only starts it and returns a handle: wait for the handle")
 def waits_for_nothing(comm, x):
     if comm.rank == 0:

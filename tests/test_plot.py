@@ -210,14 +210,57 @@ def test_the_title_says_what_is_shown_and_how_much_was_hidden():
     trace.about["link"] = {"gbps": 1.0}
     few = plot.timeline(trace, ranks=[3, 1]).axes[0].get_title(loc="left")
     assert "2 of 4 ranks" in few
-    assert few.endswith("paced")
+    assert few.endswith("paced to 1 Gbit/s")
     shown = Trace({rank: part.ranks[rank] for rank in (1, 3)})
     assert f"{overlap(shown):.0%} of communication" in few
     assert overlap(shown) != pytest.approx(overlap(part), abs=0.01)
 
 
+def test_the_title_leaves_out_what_means_nothing():
+    """A single step has no number; with no computing there is nothing to hide behind."""
+    trace = sample_trace(2, 1)
+    title = plot.timeline(trace).axes[0].get_title(loc="left")
+    assert title.startswith("2 ranks  ·  ") and "hidden" in title
+    for one in trace.ranks.values():
+        one.spans = []
+    assert "hidden" not in plot.timeline(trace).axes[0].get_title(loc="left")
+
+
+def message_trace(*, with_barrier: bool) -> Trace:
+    """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
+    traces = {}
+    for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
+        event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
+        times = {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
+        comms = [replace(event, **times)]
+        if with_barrier:
+            later = {name: value + 0.5 for name, value in times.items()}
+            comms.append(replace(event, op="barrier", peer=None, **later))
+        traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
+    return Trace(traces)
+
+
+def test_a_message_is_named_by_its_other_end_and_its_row_messages():
+    view = TimelineView(message_trace(with_barrier=False))
+    assert {"send → 2", "recv ← 0"} <= {name.text for name in view.names.names}
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "messages", "rank 2", "messages"]
+    view = TimelineView(message_trace(with_barrier=True))
+    assert {"send → 2", "barrier 2"} <= {name.text for name in view.names.names}
+    assert "all ranks" in [name.text for name in view.labels.names]
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_message_that_never_came_is_named_by_its_other_end():
+    trace = message_trace(with_barrier=False)
+    trace.ranks[2].comms[0].ended_s = 0.0
+    trace.ranks[2].comms[0].wait_ended_s = 0.0
+    never = {bar.names[0] for bar in TimelineView(trace).bars if bar.open}
+    assert never == {"recv ← 0", "waiting for recv ← 0"}
+
+
 @pytest.mark.parametrize(
-    ("steps", "detail", "expected"), [(1, None, 0), (3, None, 1), (3, 1, 2), (3, 0, 1), (1, 0, 0)]
+    ("steps", "detail", "expected"), [(2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1)]
 )
 def test_a_step_that_is_usual_is_shown_unless_another_is_asked_for(
     steps: int, detail: int | None, expected: int
@@ -804,7 +847,7 @@ def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot
 
 
 def test_plot_names_what_it_has():
-    assert set(plot.__all__) == {"compare", "memory", "timeline", "view"} <= set(dir(plot))
+    assert set(plot.__all__) == {"compare", "memory", "mesh", "timeline", "view"} <= set(dir(plot))
     with pytest.raises(AttributeError, match="it has compare, memory, timeline, view"):
         plot.histogram  # noqa: B018
 

@@ -127,6 +127,7 @@ class Carrier:
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
         and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
         flat = x.detach()
@@ -230,6 +231,13 @@ class Carrier:
 
 _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def check_tensor(x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
+        raise TypeError(f"only tensors travel, not a {type(x).__name__}; put it into one: {how}")
 
 
 def describe(x: torch.Tensor) -> str:

@@ -15,6 +15,7 @@ Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, a
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -22,8 +23,9 @@ import torch.distributed as dist
 
 from labkit import events
 from labkit.comm.backs import REDUCTIONS
-from labkit.comm.carrier import COLLECTIVE_TAGS, Carrier, equal_parts
+from labkit.comm.carrier import COLLECTIVE_TAGS, Carrier, check_tensor, equal_parts
 from labkit.comm.handle import Handle
+from labkit.comm.surroundings import here
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Tensors = Sequence[torch.Tensor]
@@ -42,7 +44,8 @@ class Comm:
     and `..._single` variants want the tensor that they cut into n parts to be contiguous.
 
     Raises RuntimeError where no process group is initialised, ValueError outside the group.
-    Operations raise ValueError for arguments that do not fit each other, CollectiveMismatch when
+    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
+    other or that torch cannot reduce, CollectiveMismatch when
     another rank called something else, CommError when the operation fails under way.
     """
 
@@ -279,6 +282,8 @@ class Comm:
     def _check_list(
         self, op: str, name: str, tensors: Tensors, mine: torch.Tensor | None = None
     ) -> None:
+        for x in (*tensors, *([] if mine is None else [mine])):
+            check_tensor(x)
         if len(tensors) != self.size:
             raise ValueError(
                 f"{op}: {name} has {len(tensors)} tensors for {self.size} ranks; give one for each"
@@ -316,9 +321,23 @@ def _whole(chunk_bytes: list[int], rank: int) -> int:
 
 
 def _check_op(op: str, x: torch.Tensor) -> None:
+    check_tensor(x)
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}")
     if op in ("min", "max") and x.is_complex():
         raise ValueError(f"{x.dtype} has no order, so no {op}; reduce its real and imaginary parts")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"the mean of {x.dtype} has no exact result; sum and divide, or convert")
+    if x.device.type == "cpu" and not _can_reduce(op, x.dtype):
+        raise ValueError(f"torch knows no {op} of {x.dtype}; convert it first, as to torch.int32")
+
+
+@cache
+def _can_reduce(op: str, dtype: torch.dtype) -> bool:
+    """Asked before the ranks meet: found out under way it looks as if a peer had failed."""
+    try:
+        with here.carrying():
+            REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True

@@ -106,7 +106,7 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self.axes.set_title(title_of(part, step, chosen), loc="left")
+        self.axes.set_title(title_of(part, step, chosen, len(self.trace.steps())), loc="left")
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)

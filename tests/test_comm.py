@@ -813,6 +813,8 @@ def forbidden(*_, **__):
 for name in dir(algorithms):
     if callable(getattr(algorithms, name)) and name.islower():
         setattr(algorithms, name, forbidden)
+for of_collective in algorithms.ALGORITHMS.values():
+    of_collective.update(dict.fromkeys(of_collective, forbidden))
 wire.Wire.isend = wire.Wire.irecv = forbidden
 
 def use(comm):

@@ -184,6 +184,12 @@ def forgets_the_last_peer(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> Al
     return sent_bytes
 
 
+def gives_back_its_own(wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int) -> Algorithm:
+    yield from ()
+    out.copy_(x)
+    return x.nbytes
+
+
 def lets_all_pass(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
     yield from ()
     return 0

@@ -30,7 +30,7 @@ class Message:
     def __init__(self, x: torch.Tensor):
         self.x = x
         self.other: Message | None = None
-        self.copied = False
+        self.copied = self.is_lost = False
 
     def is_completed(self) -> bool:
         return self.other is not None
@@ -47,7 +47,11 @@ class Send(Message):
     def deliver(self) -> None:
         if not self.copied and self.other is not None:
             assert self.other.x.nbytes == self.x.nbytes, "a message is received as it was sent"
-            self.other.x.view(-1).view(torch.uint8).copy_(self.x.view(-1).view(torch.uint8))
+            place = self.other.x.view(-1).view(torch.uint8)
+            if self.is_lost:  # what was in fresh memory may be what is missing
+                place.fill_(0x5A)
+            else:
+                place.copy_(self.x.view(-1).view(torch.uint8))
             self.copied = True
 
 
@@ -66,7 +70,9 @@ class Mailbox:
         self.receives: defaultdict[tuple[int, int, int], deque[Receive]] = defaultdict(deque)
         self.nodes = nodes or [list(range(size))]
         self.posted_bytes = [0] * size
-        self.steps = [0] * size
+        self.sent = 0  # messages so far, of all ranks
+        self.lost: int | None = None  # this message arrives with nonsense in it
+        self.doubled: int | None = None  # and this one is sent twice
 
     def wire(self, rank: int) -> "FakeWire":
         return FakeWire(self, rank)
@@ -93,10 +99,14 @@ class FakeWire(Wire):
     def _post(self, place: Any, message: Any, ends: tuple[int, int, int]) -> Any:
         assert 0 <= ends[0] < self.size and 0 <= ends[1] < self.size and ends[0] != ends[1], ends
         assert message.x.is_contiguous()
+        box = self.mailbox
         if isinstance(message, Send):
-            self.mailbox.posted_bytes[self.rank] += message.x.nbytes
+            message.is_lost = box.sent == box.lost
+            copies, box.sent = 1 + (box.sent == box.doubled), box.sent + 1
+            box.posted_bytes[self.rank] += copies * message.x.nbytes
+            place[ends].extend(Send(message.x) for _ in range(copies - 1))
         place[ends].append(message)
-        self.mailbox.meet(ends)
+        box.meet(ends)
         return message
 
 

@@ -4,12 +4,14 @@ The ranks are generators in this process (mailbox.py), so many cases cost little
 left to chance. A few run on real ranks at the end.
 """
 
-import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from functools import reduce as fold
+from itertools import pairwise
+from mailbox import Deadlock, Mailbox, drive
 from typing import Any
 
-import mailbox
+import comm_faults as faults
 import pytest
 import torch
 from comm_contract import PLAIN, given, ops_of, reduced
@@ -17,9 +19,8 @@ from comm_faults import replaced
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from mailbox import Deadlock, Mailbox, drive
 
-from labkit import Comm, Link, RankError, World, listen
+from labkit import Comm, World, listen
 from labkit.comm import algorithms
 from labkit.comm.algorithms import (
     ALGORITHMS,
@@ -219,7 +220,9 @@ def test_every_dtype_and_reduction(collective: str, name: str) -> None:
         for dtype in DTYPES:
             for op in ops_of(dtype) if reduces else ["sum"]:
                 if op != "mean" or collective == "all_reduce":  # else the back divides
-                    Case(collective, name, sizes_for(collective, name, n, 23), n - 1, dtype, op).check()
+                    Case(
+                        collective, name, sizes_for(collective, name, n, 23), n - 1, dtype, op
+                    ).check()
 
 
 @pytest.mark.parametrize(
@@ -286,7 +289,7 @@ def test_whatever_is_drawn(data: st.DataObject) -> None:
     ops = [op for op in ops_of(dtype) if op != "mean" or collective == "all_reduce"]
     order = data.draw(st.permutations(range(n)))
     cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=3)) | {0, n})
-    nodes = [list(order[a:b]) for a, b in zip(cuts, cuts[1:])]
+    nodes = [list(order[a:b]) for a, b in pairwise(cuts)]
     case = Case(
         collective, name, sizes, data.draw(st.integers(0, n - 1)), dtype,
         data.draw(st.sampled_from(ops)), nodes, data.draw(st.booleans()),
@@ -305,19 +308,25 @@ def bits(x: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("name", ALGORITHMS["all_reduce"])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
+    for n in RANKS:
+        same_bits(name, op, n)
+
+
+def same_bits(name: str, op: str, n: int) -> None:
     """Also where the order of adding shows: rounding, zeros of both signs, NaNs that differ."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for n in RANKS:
-            case = Case("all_reduce", name, chunk_sizes(60, n), dtype=dtype, op=op)
-            generator = torch.Generator().manual_seed(n)
-            case.whole = [torch.randn(60, generator=generator).to(dtype) for _ in range(n)]
-            for rank, x in enumerate(case.whole):
-                x[40:50] = 0.0 if rank % 2 else -0.0
-                nans = x[50:].view(torch.int32 if dtype is torch.float32 else torch.int16)
-                nans.fill_((0x7FC00000 if dtype is torch.float32 else 0x7FC0) + rank)
-            case.run()
-            for rank in range(n):
-                assert bits(case.results[rank][0]) == bits(case.results[0][0])
+    for dtype, integer, nan in (
+        (torch.float32, torch.int32, 0x7FC00000),
+        (torch.bfloat16, torch.int16, 0x7FC0),
+    ):
+        case = Case("all_reduce", name, chunk_sizes(60, n), dtype=dtype, op=op)
+        generator = torch.Generator().manual_seed(n)
+        case.whole = [torch.randn(60, generator=generator).to(dtype) for _ in range(n)]
+        for rank, x in enumerate(case.whole):
+            x[40:50] = 0.0 if rank % 2 else -0.0
+            x[50:].view(integer).fill_(nan + rank)
+        case.run()
+        for rank in range(n):
+            assert bits(case.results[rank][0]) == bits(case.results[0][0]), (rank, n, dtype)
 
 
 # --- formulas ----------------------------------------------------------------------------------
@@ -420,3 +429,232 @@ def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert nodes_of([0, 1, 2, 3, 4]) == [[0, 1], [2, 3], [4]]
     assert nodes_of([1, 2, 3]) == [[0], [1, 2]], "a group counts its own ranks"
+
+
+# --- on real ranks -------------------------------------------------------------------------------
+
+
+def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
+    """Each by its name, on tensors with gaps; and the events say what ran and what it sent."""
+    n, rank, ran = comm.size, comm.rank, set()
+    gaps = torch.zeros(2 * 29)[::2]
+    for name in ALGORITHMS["all_reduce"]:
+        for op in ("sum", "mean"):
+            for async_op in (False, True):
+                gaps.copy_(given(rank, 29))
+                with listen() as events:
+                    handle = comm.all_reduce(gaps, op, async_op, algorithm=name)
+                    if handle:
+                        handle.wait()
+                assert torch.equal(gaps, reduced([given(r, 29) for r in range(n)], op)), name
+                nodes = nodes_of(comm.ranks)
+                call = Call(chunk_sizes(29, n), rank, nodes=nodes)
+                assert events[0].wire_bytes == sent_bytes("all_reduce", name, 4, call), name
+                ran.add(("all_reduce", events[0].algorithm))
+    with listen() as events:
+        for name in ALGORITHMS["broadcast"]:
+            gaps.copy_(given(rank, 29))
+            comm.broadcast(gaps, n - 1, algorithm=name)
+            assert torch.equal(gaps, given(n - 1, 29))
+            gaps.copy_(given(rank, 29))
+            comm.reduce(gaps, n - 1, "mean", algorithm=name)
+            everyone = reduced([given(r, 29) for r in range(n)], "mean")
+            assert torch.equal(gaps, everyone if rank == n - 1 else given(rank, 29))
+        for name in ("flat", "tree"):
+            at_root = rank == 1
+            outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if at_root else None
+            comm.gather(given(rank, 3), outs, 1, algorithm=name)
+            assert all(torch.equal(out, given(r, 3)) for r, out in enumerate(outs or ()))
+            comm.scatter(gaps[:3], [given(r, 3) for r in range(n)] if at_root else None, 1,
+                         algorithm=name)  # fmt: skip
+            assert torch.equal(gaps[:3], given(rank, 3))
+        for name in ALGORITHMS["all_gather"]:
+            if serves("all_gather", name, n):
+                out = torch.zeros(n, 3)
+                comm.all_gather_into_tensor(out, given(rank, 3), algorithm=name)
+                assert torch.equal(out, torch.stack([given(r, 3) for r in range(n)]))
+        for name in ALGORITHMS["reduce_scatter"]:
+            x = given(rank, n, 3)
+            total = reduced([given(r, n, 3) for r in range(n)], "mean")
+            comm.reduce_scatter_tensor(x[-1], x, "mean", algorithm=name)  # into what was given
+            assert torch.equal(x[-1], total[rank])
+    return ran | {(event.op, event.algorithm) for event in events}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two nodes, if there are more ranks
+    with World(size) as world:
+        for ran in world.run(lambda: every_algorithm(Comm())):
+            alone = {"all_to_all", "barrier", "ring_exchange"}  # have one algorithm
+            expected = {(c, name) for c, name in EVERY if c not in alone and serves(c, name, size)}
+            assert ran == expected
+
+
+def test_long_tensors_over_trees_and_chains(world4: World) -> None:
+    """Several pieces of a megabyte, over real wires."""
+
+    def long() -> None:
+        comm = Comm()
+        numel = 1_000_001
+        for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):
+            x = given(comm.rank, numel)
+            comm.all_reduce(x, algorithm=name)
+            assert torch.equal(x, reduced([given(r, numel) for r in range(4)], "sum")), name
+        x = given(comm.rank, numel)
+        comm.broadcast(x, 2, algorithm="chain")
+        assert torch.equal(x, given(2, numel))
+        x = given(comm.rank, numel)
+        comm.reduce(x, 2, algorithm="chain")
+        total = reduced([given(r, numel) for r in range(4)], "sum")
+        assert torch.equal(x, total if comm.rank == 2 else given(comm.rank, numel))
+
+    world4.run(long)
+
+
+# --- faults must turn these tests red ------------------------------------------------------------
+
+
+def messages_of(collective: str, name: str, n: int) -> int:
+    case = Case(collective, name, sizes_for(collective, name, n, 23), nodes=two_nodes(n))
+    case.check()
+    return case.mailbox.sent
+
+
+def two_nodes(n: int) -> list[list[int]]:
+    return [list(range(n))[:2], list(range(n))[2:]]
+
+
+@pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
+def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
+    """One that is lost, or sent twice, whichever it is, is found."""
+    for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
+        for k in range(messages_of(collective, name, n)):
+            for fault in ("lost", "doubled"):
+                sizes = sizes_for(collective, name, n, 23)
+                case = Case(collective, name, sizes, dtype=torch.float64, nodes=two_nodes(n))
+                for rank, x in enumerate(case.whole):  # no zeros, which would not be missed
+                    x.copy_(torch.arange(len(x)) + 100.0 * (rank + 1))
+                setattr(case.mailbox, fault, k)
+                with pytest.raises(AssertionError):
+                    case.check()
+
+
+def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
+    """A barrier to which rank `late` never comes."""
+    if wire.rank == late:
+        yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
+    return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
+
+
+def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
+    """A barrier without its last round."""
+    heard, distance = torch.empty_like(note), 1
+    while 2 * distance < wire.size:
+        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
+        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
+        yield receive
+        distance *= 2
+    return 0
+
+
+def test_nobody_passes_a_barrier_before_all_have_come() -> None:
+    for n in range(2, 9):
+        for late in range(n):
+            with pytest.raises(Deadlock) as told:
+                start = partial(passes, late=late, algorithm=ALGORITHMS["barrier"]["dissemination"])
+                drive(Mailbox(n, late=True), start)
+            assert str(told.value) == f"ranks {list(range(n))} wait for each other", "nobody left"
+    with pytest.raises(Deadlock) as told:  # without the last round, some do
+        drive(Mailbox(8, late=True), partial(passes, late=0, algorithm=one_round_less))
+    assert str(told.value) != f"ranks {list(range(8))} wait for each other"
+
+
+def adds_its_own_first(
+    wire: Wire, x: torch.Tensor, reduce: Any, divide_by: int, tag: int
+) -> Algorithm:
+    """Recursive doubling in which the order of adding depends on the rank."""
+    reach, sent_bytes = 1, 0
+    while reach < wire.size:
+        theirs = torch.empty_like(x)
+        receive = wire.irecv(theirs, wire.rank ^ reach, tag)
+        yield wire.isend(x, wire.rank ^ reach, tag)
+        yield receive
+        reduce(x, theirs)
+        sent_bytes += x.nbytes
+        reach *= 2
+    return sent_bytes
+
+
+def test_an_order_of_adding_that_depends_on_the_rank_is_found() -> None:
+    """The sums are right; only bits show it."""
+    with replaced(algorithms, "recursive_doubling_all_reduce", adds_its_own_first):
+        Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
+        with pytest.raises(AssertionError):
+            same_bits("recursive_doubling", "min", 4)
+
+
+FAULTS = [
+    (faults.skips_a_step, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.skips_a_step, "ring_reduce_scatter", "all_reduce"),
+    (faults.writes_on_its_input, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.is_an_all_reduce_inside, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.is_an_all_reduce_inside_and_hides_it, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.gathers_twice, "ring_all_gather", "all_gather"),
+    (faults.gathers_twice_and_hides_it, "ring_all_gather", "all_gather"),
+    (faults.counts_half, "ring_all_gather", "all_gather"),
+    (faults.gathers_in_another_order, "ring_all_gather", "all_gather"),
+    (faults.stops_a_round_early, "tree_broadcast", "broadcast"),
+    (faults.sends_all_from_the_root, "tree_broadcast", "broadcast"),
+    (faults.forgets_the_last_peer, "pairwise_all_to_all", "all_to_all"),
+    (faults.gives_back_its_own, "next_ring_exchange", "ring_exchange"),
+]
+
+
+@pytest.mark.parametrize(("fault", "function", "collective"), FAULTS)
+def test_the_faults_of_the_door_are_found_here_too(
+    fault: Callable[..., Algorithm], function: str, collective: str
+) -> None:
+    name = {"broadcast": "tree", "all_to_all": "pairwise", "ring_exchange": "next"}
+    case = Case(collective, name.get(collective, "ring"), chunk_sizes(24, 4))
+    with replaced(algorithms, function, fault), pytest.raises(AssertionError):
+        case.check()
+
+
+def test_the_mailbox_finds_what_is_read_or_written_too_early() -> None:
+    def swap(wire: Wire, early: str) -> Algorithm:
+        x, y = torch.full((3,), float(wire.rank)), torch.zeros(3)
+        receive = wire.irecv(y, 1 - wire.rank, 0)
+        send = wire.isend(x, 1 - wire.rank, 0)
+        if early == "write":
+            x.fill_(9.0)
+        if early != "read":
+            yield receive
+            yield send
+        assert y.tolist() == [1.0 - wire.rank] * 3
+        if early == "read":
+            yield receive
+            yield send
+        return 12
+
+    assert drive(Mailbox(2, late=True), lambda wire: swap(wire, "nothing")) == [12, 12]
+    for early in ("read", "write"):
+        with pytest.raises(AssertionError):
+            drive(Mailbox(2, late=True), partial(swap, early=early))
+
+
+def test_the_mailbox_finds_deadlocks_and_messages_left_over() -> None:
+    def all_receive_first(wire: Wire) -> Algorithm:
+        yield wire.irecv(torch.zeros(1), 1 - wire.rank, 0)
+        yield wire.isend(torch.zeros(1), 1 - wire.rank, 0)
+        return 4
+
+    def sends_to_nobody(wire: Wire) -> Algorithm:
+        wire.isend(torch.zeros(1), 1 - wire.rank, 0)
+        yield from ()
+        return 4
+
+    with pytest.raises(Deadlock, match="wait for each other"):
+        drive(Mailbox(2, late=False), all_receive_first)
+    with pytest.raises(AssertionError, match="only one of the two knows"):
+        drive(Mailbox(2, late=False), sends_to_nobody)

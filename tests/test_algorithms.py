@@ -1,31 +1,31 @@
-"""Every algorithm of labkit/comm/algorithms on simulated ranks: results, bytes, waiting.
+"""Every algorithm of labkit/comm/algorithms: results, bytes, costs.
 
-The ranks are generators in this process (mailbox.py), so many cases cost little, and nothing is
-left to chance. A few run on real ranks at the end.
+Most run on simulated ranks in this process (algorithm_cases.py), so many cases cost little, and
+nothing is left to chance. A few run on real ranks at the end.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from functools import reduce as fold
-from itertools import pairwise
-from mailbox import Deadlock, Mailbox, drive
-from typing import Any
+from collections.abc import Callable
 
-import comm_faults as faults
 import pytest
 import torch
-from comm_contract import PLAIN, given, ops_of, reduced
-from comm_faults import replaced
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
+from algorithm_cases import (
+    DTYPES,
+    EVERY,
+    RANKS,
+    SIZES,
+    Case,
+    nodes_for,
+    of,
+    same_bits,
+    serves,
+    sizes_for,
+    uneven,
+)
+from comm_contract import given, ops_of, reduced
 
 from labkit import Comm, World, listen
-from labkit.comm import algorithms
 from labkit.comm.algorithms import (
     ALGORITHMS,
-    POWERS_OF_TWO_ONLY,
-    Algorithm,
     Call,
     cost,
     costs,
@@ -34,172 +34,8 @@ from labkit.comm.algorithms import (
     steps,
 )
 from labkit.comm.algorithms.sent import SENT
-from labkit.comm.backs import REDUCTIONS
-from labkit.comm.wire import Wire, nodes_of
+from labkit.comm.wire import nodes_of
 from labkit.events import chunk_sizes
-
-EVERY = [(collective, name) for collective, named in ALGORITHMS.items() for name in named]
-RANKS = range(1, 9)
-SIZES = (0, 1, 5, 97)  # fewer elements than ranks, and none that divides
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-
-
-def of(*collectives: str) -> list[tuple[str, str]]:
-    return [one for one in EVERY if one[0] in collectives]
-
-
-def serves(collective: str, name: str, n: int) -> bool:
-    return (collective, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0
-
-
-def uneven(n: int, seed: int) -> list[int]:
-    """Sizes of n chunks: none, some, many."""
-    return [(3 * rank + seed) % 7 * seed for rank in range(n)]
-
-
-class Case:
-    """One operation on n simulated ranks: its inputs, and what must come out."""
-
-    def __init__(
-        self, collective: str, name: str, sizes: list[int], root: int = 0,
-        dtype: torch.dtype = torch.float32, op: str = "sum", nodes: Any = None, late: bool = True,
-    ):  # fmt: skip
-        self.collective, self.name, self.sizes = collective, name, sizes
-        self.root = root if collective in ("broadcast", "reduce", "gather", "scatter") else 0
-        self.dtype, self.op, self.n = dtype, op, len(sizes)
-        self.mailbox = Mailbox(self.n, late, nodes)
-        self.whole = [given(rank, sum(sizes), dtype=dtype) for rank in range(self.n)]
-        self.results: dict[int, Any] = {}
-
-    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return list(x.split(self.sizes))
-
-    def run(self) -> list[int]:
-        start = getattr(self, self.collective)
-        return drive(self.mailbox, lambda wire: start(wire, ALGORITHMS[self.collective][self.name]))
-
-    def check(self) -> None:
-        sent = self.run()
-        expected = getattr(self, "expected_" + self.collective)
-        for rank in range(self.n):
-            for result, right in zip(self.results[rank], expected(rank), strict=True):
-                assert torch.equal(result, right), (self.collective, self.name, rank, self.sizes)
-        assert sent == self.predicted(), "the formulas of sent.py"
-
-    def predicted(self) -> list[int]:
-        nbytes = 1 if self.collective == "barrier" else self.whole[0].element_size()
-        nodes = self.mailbox.nodes
-        return [
-            sent_bytes(self.collective, self.name, nbytes, Call(self.sizes, r, self.root, nodes))
-            for r in range(self.n)
-        ]
-
-    # What each rank brings and keeps, and what it must have in the end.
-
-    def all_reduce(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x]
-        divide_by = self.n if self.op == "mean" else 1
-        return algorithm(wire, x, REDUCTIONS[self.op], divide_by, 7)
-
-    def expected_all_reduce(self, rank: int) -> list[torch.Tensor]:
-        return [reduced(self.whole, self.op)]
-
-    def reduce(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x] if wire.rank == self.root else []
-        return algorithm(wire, x, self.root, REDUCTIONS[self.op], 7)
-
-    def expected_reduce(self, rank: int) -> list[torch.Tensor]:
-        return [fold(PLAIN[self.op], self.whole)] if rank == self.root else []
-
-    def reduce_scatter(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        chunks = self.parts(self.whole[wire.rank].clone())
-        out = torch.zeros_like(chunks[wire.rank])
-        self.results[wire.rank] = [out, *chunks]
-        return algorithm(wire, chunks, out, REDUCTIONS[self.op], 7)
-
-    def expected_reduce_scatter(self, rank: int) -> list[torch.Tensor]:
-        total = fold(PLAIN[self.op], self.whole)
-        return [self.parts(total)[rank], *self.parts(self.whole[rank])]
-
-    def all_gather(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        """On the odd ranks into tensors that lie apart."""
-        chunks = self.parts(torch.zeros_like(self.whole[0]))
-        if wire.rank % 2:
-            chunks = [chunk.clone() for chunk in chunks]
-        chunks[wire.rank].copy_(self.parts(self.whole[wire.rank])[wire.rank])
-        self.results[wire.rank] = chunks
-        return algorithm(wire, chunks, 7)
-
-    def expected_all_gather(self, rank: int) -> list[torch.Tensor]:
-        return [self.parts(self.whole[r])[r] for r in range(self.n)]
-
-    def broadcast(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x]
-        return algorithm(wire, x, self.root, 7)
-
-    def expected_broadcast(self, rank: int) -> list[torch.Tensor]:
-        return [self.whole[self.root]]
-
-    def gather(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.parts(self.whole[wire.rank])[wire.rank].clone()
-        chunks = None
-        if wire.rank == self.root:
-            chunks = self.parts(torch.zeros_like(self.whole[0]))
-        self.results[wire.rank] = [x, *(chunks or [])]
-        return algorithm(wire, x, chunks, self.root, 7)
-
-    def expected_gather(self, rank: int) -> list[torch.Tensor]:
-        own = self.parts(self.whole[rank])[rank]
-        return [own, *self.expected_all_gather(rank)] if rank == self.root else [own]
-
-    def scatter(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        chunks = self.parts(self.whole[wire.rank].clone()) if wire.rank == self.root else None
-        out = torch.zeros_like(self.parts(self.whole[0])[wire.rank])
-        self.results[wire.rank] = [out, *(chunks or [])]
-        return algorithm(wire, out, chunks, self.root, 7)
-
-    def expected_scatter(self, rank: int) -> list[torch.Tensor]:
-        chunks = self.parts(self.whole[self.root])
-        return [chunks[rank], *(chunks if rank == self.root else [])]
-
-    def all_to_all(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        """Rank i sends sizes[j] elements to rank j."""
-        ins = self.parts(self.whole[wire.rank].clone())
-        outs = [torch.zeros_like(ins[wire.rank]) for _ in range(self.n)]
-        self.results[wire.rank] = outs
-        return algorithm(wire, outs, ins, 7)
-
-    def expected_all_to_all(self, rank: int) -> list[torch.Tensor]:
-        return [self.parts(self.whole[r])[rank] for r in range(self.n)]
-
-    def barrier(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        self.results[wire.rank] = []
-        return algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7)
-
-    def expected_barrier(self, rank: int) -> list[torch.Tensor]:
-        return []
-
-    def ring_exchange(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        out = torch.zeros_like(self.whole[0])
-        self.results[wire.rank] = [out]
-        return algorithm(wire, out, self.whole[wire.rank], 7)
-
-    def expected_ring_exchange(self, rank: int) -> list[torch.Tensor]:
-        return [self.whole[rank - 1]]
-
-
-def sizes_for(collective: str, name: str, n: int, numel: int) -> list[int]:
-    return [numel] * n if collective in ("gather", "scatter") else chunk_sizes(numel, n)
-
-
-def nodes_for(n: int) -> Iterator[list[list[int]]]:
-    """Nodes of 1, 2, 3, ... ranks; the last may have fewer."""
-    for per_node in range(1, n + 1):
-        yield [list(range(n))[at : at + per_node] for at in range(0, n, per_node)]
-
 
 # --- results and bytes -------------------------------------------------------------------------
 
@@ -272,61 +108,11 @@ def test_in_many_pieces(collective: str, name: str) -> None:
             Case(collective, name, sizes, nodes=nodes, late=late).check()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@drawn(st.data())
-def test_whatever_is_drawn(data: st.DataObject) -> None:
-    """Any algorithm, ranks, sizes, root, dtype, reduction, nodes, pieces and order of delivery."""
-    collective, name = data.draw(st.sampled_from(EVERY))
-    n = data.draw(st.integers(1, 9).filter(lambda n: serves(collective, name, n)))
-    small = st.integers(0, 30)
-    if collective in ("gather", "scatter") and name == "tree":
-        sizes = [data.draw(small)] * n
-    elif collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
-        sizes = data.draw(st.lists(small, min_size=n, max_size=n))
-    else:
-        sizes = chunk_sizes(data.draw(st.integers(0, 200)), n)
-    dtype = data.draw(st.sampled_from(DTYPES))
-    ops = [op for op in ops_of(dtype) if op != "mean" or collective == "all_reduce"]
-    order = data.draw(st.permutations(range(n)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, n), max_size=3)) | {0, n})
-    nodes = [list(order[a:b]) for a, b in pairwise(cuts)]
-    case = Case(
-        collective, name, sizes, data.draw(st.integers(0, n - 1)), dtype,
-        data.draw(st.sampled_from(ops)), nodes, data.draw(st.booleans()),
-    )  # fmt: skip
-    piece_bytes, costs.PIECE_BYTES = costs.PIECE_BYTES, data.draw(st.sampled_from([4, 16, 1 << 20]))
-    try:
-        case.check()
-    finally:
-        costs.PIECE_BYTES = piece_bytes
-
-
-def bits(x: torch.Tensor) -> list[int]:
-    return x.view(torch.uint8).tolist()
-
-
 @pytest.mark.parametrize("name", ALGORITHMS["all_reduce"])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
     for n in RANKS:
         same_bits(name, op, n)
-
-
-def same_bits(name: str, op: str, n: int) -> None:
-    """Also where the order of adding shows: rounding, zeros of both signs, NaNs that differ."""
-    for dtype, integer, nan in (
-        (torch.float32, torch.int32, 0x7FC00000),
-        (torch.bfloat16, torch.int16, 0x7FC0),
-    ):
-        case = Case("all_reduce", name, chunk_sizes(60, n), dtype=dtype, op=op)
-        generator = torch.Generator().manual_seed(n)
-        case.whole = [torch.randn(60, generator=generator).to(dtype) for _ in range(n)]
-        for rank, x in enumerate(case.whole):
-            x[40:50] = 0.0 if rank % 2 else -0.0
-            x[50:].view(integer).fill_(nan + rank)
-        case.run()
-        for rank in range(n):
-            assert bits(case.results[rank][0]) == bits(case.results[0][0]), (rank, n, dtype)
 
 
 # --- formulas ----------------------------------------------------------------------------------
@@ -510,151 +296,3 @@ def test_long_tensors_over_trees_and_chains(world4: World) -> None:
         assert torch.equal(x, total if comm.rank == 2 else given(comm.rank, numel))
 
     world4.run(long)
-
-
-# --- faults must turn these tests red ------------------------------------------------------------
-
-
-def messages_of(collective: str, name: str, n: int) -> int:
-    case = Case(collective, name, sizes_for(collective, name, n, 23), nodes=two_nodes(n))
-    case.check()
-    return case.mailbox.sent
-
-
-def two_nodes(n: int) -> list[list[int]]:
-    return [list(range(n))[:2], list(range(n))[2:]]
-
-
-@pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
-def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
-    """One that is lost, or sent twice, whichever it is, is found."""
-    for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
-        for k in range(messages_of(collective, name, n)):
-            for fault in ("lost", "doubled"):
-                sizes = sizes_for(collective, name, n, 23)
-                case = Case(collective, name, sizes, dtype=torch.float64, nodes=two_nodes(n))
-                for rank, x in enumerate(case.whole):  # no zeros, which would not be missed
-                    x.copy_(torch.arange(len(x)) + 100.0 * (rank + 1))
-                setattr(case.mailbox, fault, k)
-                with pytest.raises(AssertionError):
-                    case.check()
-
-
-def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
-    """A barrier to which rank `late` never comes."""
-    if wire.rank == late:
-        yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
-    return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
-
-
-def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """A barrier without its last round."""
-    heard, distance = torch.empty_like(note), 1
-    while 2 * distance < wire.size:
-        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
-        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
-        yield receive
-        distance *= 2
-    return 0
-
-
-def test_nobody_passes_a_barrier_before_all_have_come() -> None:
-    for n in range(2, 9):
-        for late in range(n):
-            with pytest.raises(Deadlock) as told:
-                start = partial(passes, late=late, algorithm=ALGORITHMS["barrier"]["dissemination"])
-                drive(Mailbox(n, late=True), start)
-            assert str(told.value) == f"ranks {list(range(n))} wait for each other", "nobody left"
-    with pytest.raises(Deadlock) as told:  # without the last round, some do
-        drive(Mailbox(8, late=True), partial(passes, late=0, algorithm=one_round_less))
-    assert str(told.value) != f"ranks {list(range(8))} wait for each other"
-
-
-def adds_its_own_first(
-    wire: Wire, x: torch.Tensor, reduce: Any, divide_by: int, tag: int
-) -> Algorithm:
-    """Recursive doubling in which the order of adding depends on the rank."""
-    reach, sent_bytes = 1, 0
-    while reach < wire.size:
-        theirs = torch.empty_like(x)
-        receive = wire.irecv(theirs, wire.rank ^ reach, tag)
-        yield wire.isend(x, wire.rank ^ reach, tag)
-        yield receive
-        reduce(x, theirs)
-        sent_bytes += x.nbytes
-        reach *= 2
-    return sent_bytes
-
-
-def test_an_order_of_adding_that_depends_on_the_rank_is_found() -> None:
-    """The sums are right; only bits show it."""
-    with replaced(algorithms, "recursive_doubling_all_reduce", adds_its_own_first):
-        Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
-        with pytest.raises(AssertionError):
-            same_bits("recursive_doubling", "min", 4)
-
-
-FAULTS = [
-    (faults.skips_a_step, "ring_reduce_scatter", "reduce_scatter"),
-    (faults.skips_a_step, "ring_reduce_scatter", "all_reduce"),
-    (faults.writes_on_its_input, "ring_reduce_scatter", "reduce_scatter"),
-    (faults.is_an_all_reduce_inside, "ring_reduce_scatter", "reduce_scatter"),
-    (faults.is_an_all_reduce_inside_and_hides_it, "ring_reduce_scatter", "reduce_scatter"),
-    (faults.gathers_twice, "ring_all_gather", "all_gather"),
-    (faults.gathers_twice_and_hides_it, "ring_all_gather", "all_gather"),
-    (faults.counts_half, "ring_all_gather", "all_gather"),
-    (faults.gathers_in_another_order, "ring_all_gather", "all_gather"),
-    (faults.stops_a_round_early, "tree_broadcast", "broadcast"),
-    (faults.sends_all_from_the_root, "tree_broadcast", "broadcast"),
-    (faults.forgets_the_last_peer, "pairwise_all_to_all", "all_to_all"),
-    (faults.gives_back_its_own, "next_ring_exchange", "ring_exchange"),
-]
-
-
-@pytest.mark.parametrize(("fault", "function", "collective"), FAULTS)
-def test_the_faults_of_the_door_are_found_here_too(
-    fault: Callable[..., Algorithm], function: str, collective: str
-) -> None:
-    name = {"broadcast": "tree", "all_to_all": "pairwise", "ring_exchange": "next"}
-    case = Case(collective, name.get(collective, "ring"), chunk_sizes(24, 4))
-    with replaced(algorithms, function, fault), pytest.raises(AssertionError):
-        case.check()
-
-
-def test_the_mailbox_finds_what_is_read_or_written_too_early() -> None:
-    def swap(wire: Wire, early: str) -> Algorithm:
-        x, y = torch.full((3,), float(wire.rank)), torch.zeros(3)
-        receive = wire.irecv(y, 1 - wire.rank, 0)
-        send = wire.isend(x, 1 - wire.rank, 0)
-        if early == "write":
-            x.fill_(9.0)
-        if early != "read":
-            yield receive
-            yield send
-        assert y.tolist() == [1.0 - wire.rank] * 3
-        if early == "read":
-            yield receive
-            yield send
-        return 12
-
-    assert drive(Mailbox(2, late=True), lambda wire: swap(wire, "nothing")) == [12, 12]
-    for early in ("read", "write"):
-        with pytest.raises(AssertionError):
-            drive(Mailbox(2, late=True), partial(swap, early=early))
-
-
-def test_the_mailbox_finds_deadlocks_and_messages_left_over() -> None:
-    def all_receive_first(wire: Wire) -> Algorithm:
-        yield wire.irecv(torch.zeros(1), 1 - wire.rank, 0)
-        yield wire.isend(torch.zeros(1), 1 - wire.rank, 0)
-        return 4
-
-    def sends_to_nobody(wire: Wire) -> Algorithm:
-        wire.isend(torch.zeros(1), 1 - wire.rank, 0)
-        yield from ()
-        return 4
-
-    with pytest.raises(Deadlock, match="wait for each other"):
-        drive(Mailbox(2, late=False), all_receive_first)
-    with pytest.raises(AssertionError, match="only one of the two knows"):
-        drive(Mailbox(2, late=False), sends_to_nobody)

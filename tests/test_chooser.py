@@ -91,9 +91,7 @@ def test_bad_names_in_a_call_are_errors() -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             chooser.choose("all_reduce", 1, own_can, asked)
-    with pytest.raises(
-        ValueError, match="needs a power of two of ranks, not 3; choose one of"
-    ):
+    with pytest.raises(ValueError, match="needs a power of two of ranks, not 3; choose one of"):
         chooser.choose("all_gather", 1, asked="recursive_doubling")
     with pytest.raises(ValueError, match="'allreduce' is not a collective; choose one of broadcas"):
         chooser.explain("allreduce", 1)

@@ -148,7 +148,7 @@ guess
 # counts the ranks from the one that has the tensor; `reach` is how many have it by now.
 
 # %%
-show("comm/algorithms.py:tree_broadcast", since="n, position")
+show("comm/algorithms/broadcast.py:tree_broadcast", since="n, position")
 
 # %% [markdown]
 # - `position < reach`: I have it, so I send it `reach` places further, if somebody is there.

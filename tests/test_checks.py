@@ -143,7 +143,7 @@ def test_an_exception_shows_the_students_own_line():
     assert text.startswith("rank 0 raised ZeroDivisionError: float division by zero.") or (
         text.startswith("rank 0 raised ZeroDivisionError: division by zero.")
     )
-    assert "1 / comm.rank  # the line" in text and "labkit" not in text
+    assert "1 / comm.rank  # the line" in text and "ranks.py" not in text
 
 
 def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ strategies: it must turn red there.
 """
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -358,6 +360,21 @@ def test_single_refuses_a_larger_world(pair: World) -> None:
         return str(caught.value)
 
     assert "2 ranks" in pair.run(run)[0]
+
+
+@names
+def test_a_wrapped_module_is_freed_when_nobody_has_it_any_more(
+    pair: World, strategy: Callable[[nn.Module], nn.Module]
+) -> None:
+    def play() -> bool:
+        module = nn.Linear(3, 2)
+        wrapped, alive = strategy(module), weakref.ref(module)
+        wrapped(torch.ones(1, 3)).sum().backward()
+        del module, wrapped
+        gc.collect()
+        return alive() is not None
+
+    assert pair.run(play) == [False, False]
 
 
 def test_bucket_size_is_checked() -> None:

@@ -259,7 +259,7 @@ def test_what_never_ended_is_open_to_the_right():
     tips = {path.vertices[2, 0] for bar, path in zip(view.bars, paths(view)) if bar.open}
     assert len([bar for bar in view.bars if bar.open]) == 4  # two backwards, one event, its wait
     assert len(tips) == 1
-    assert tips.pop() > max(bar.end_ms for bar in view.bars) > last_ms
+    assert tips.pop() > max(bar.end_ms for bar in view.bars) > last_ms * 1.05  # room to see it
     edges = [to_hex(x).upper() for x in view.polygons.get_edgecolor()]
     assert all(edge == style.UNFINISHED for bar, edge in zip(view.bars, edges) if bar.open)
     closed = [(bar, path) for bar, path in zip(view.bars, paths(view)) if not bar.open]
@@ -275,6 +275,15 @@ def test_an_event_only_issued_begins_there_and_is_waited_for():
     assert wait.begin_ms == pytest.approx(20.0)
     assert wait.open and event.open
     assert "all_reduce 4" in wait.names[0]
+
+
+def test_what_is_waited_for_from_the_very_first_moment_shows():
+    trace = hung_trace()
+    for one in trace.ranks.values():
+        one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
+    trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
+    view = TimelineView(trace)
+    assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
 
 
 def test_a_hung_run_says_so_in_words():
@@ -306,6 +315,33 @@ def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
         trace.ranks[0].comms.append(event)
     view = TimelineView(trace)
     assert set(ops[:-1]) <= set(words(view.figure))
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_name_stands_where_no_wait_lies_over_its_bar():
+    """As in tensor parallelism, where a module waits in the middle of its forward."""
+    span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
+    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "int8", (1,), 1, 1, True)
+    for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
+        times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
+        one.comms.append(replace(event, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: one}))
+    (name,) = [x for x in view.names.names if x.text == "mlp"]
+    assert name.x == pytest.approx(5.5)
+    assert_readable(view.figure, view.labels, view.names)
+    view.redraw(zoom=(0, 0.35))  # up to 3.6 ms
+    assert "mlp" not in [x.text for x in view.names.names]
+
+
+def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
+    trace = hung_trace()
+    first = trace.ranks[0].comms[0]
+    groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
+    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    view = TimelineView(trace, ranks=[0])
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
     assert_readable(view.figure, view.labels, view.names)
 
 
@@ -343,9 +379,10 @@ def test_rows_of_64_ranks_are_labelled_as_far_as_there_is_room():
     assert max(lanes) * high_px > 4
 
 
-def test_narrow_bars_keep_their_colour():
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_narrow_bars_keep_their_colour(ranks: int):
     """A white edge would be all one sees of a bar that is narrower than it."""
-    view = TimelineView(sample_trace(64, 2))
+    view = TimelineView(sample_trace(ranks, 2))
     px_per_ms = view.axes.get_window_extent().width / np.diff(view.axes.get_xlim())[0]
     edges = [to_hex(x).upper() for x in view.polygons.get_edgecolor()]
     narrow = [
@@ -510,6 +547,24 @@ def test_phases_are_a_ribbon_in_their_colours():
     assert "step 3 in detail" in axes.get_xlabel()
 
 
+def test_each_rank_has_its_own_beginning():
+    trace = small_memory()
+    (one,) = trace.ranks.values()
+    later = small_memory().ranks[0]
+    later.rank = 1
+    later.steps = [replace(x, began_s=9.0, ended_s=19.0) for x in later.steps]
+    later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
+    later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
+    figure = plot.memory(Trace({0: one, 1: later}))
+    left, right = (
+        [side for x in axes.patches for side in (x.get_x(), x.get_width())]
+        for axes in figure.axes[:2]
+    )
+    assert left == pytest.approx(right)
+    peaks = [x.xy for axes in figure.axes[:2] for x in axes.texts if "peak" in x.get_text()]
+    assert peaks == [pytest.approx((25, 457))] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
@@ -557,8 +612,17 @@ def test_the_parts_of_a_steps_time_add_up_to_it():
     assert times.waiting_s == pytest.approx(wait_s)
 
 
+def test_the_step_in_detail_does_not_count():
+    trace = sample_trace(2, 2, 1)
+    times = step_times(trace)
+    assert times == step_times(sample_trace(2, 1, None))
+    assert times.alone_s < step_times(trace.step(1)).alone_s / 2
+
+
 def test_compare_draws_what_the_traces_say():
     runs = {"one": sample_trace(1, 3), "ddp": sample_trace(4, 3)}
+    fuller = runs["ddp"].ranks[2]
+    fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
     figure = plot.compare(runs)
     time_axes, sent_axes, held_axes = figure.axes
     for i, trace in enumerate(runs.values()):
@@ -573,7 +637,10 @@ def test_compare_draws_what_the_traces_say():
         assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(
             max(peak_bytes(one) for one in trace.step(1).ranks.values())
         )
+    ends = [0.0, 0.0]
     for container in held_axes.containers:
+        assert [bar.get_x() for bar in container] == pytest.approx(ends)
+        ends = [bar.get_x() + bar.get_width() for bar in container]
         (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
         assert colour == style.CATEGORIES[container.get_label()]
     assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]
@@ -672,7 +739,8 @@ def test_the_style_of_a_notebook_changes_nothing():
     trace = sample_trace(2)
     draws = (plot.timeline, plot.memory, lambda x: plot.compare([x]))
     plain = [draw(trace)._repr_png_() for draw in draws]
-    with matplotlib.style.context("dark_background"):
+    loud = {"savefig.facecolor": "red", "savefig.bbox": "tight", "font.size": 30}
+    with matplotlib.style.context(["dark_background", loud]):
         assert [draw(trace)._repr_png_() for draw in draws] == plain
 
 

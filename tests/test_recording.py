@@ -238,6 +238,15 @@ def test_gradients_and_results_are_the_same_as_without() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), record(tmp_path / "run") as trace:
+        Loop().step()
+        raise KeyError("mine")
+    assert not trace.complete and spans_of(trace, "optimizer")
+    again = read_run(tmp_path / "run")
+    assert not again.complete and len(again.ranks[0].spans) == len(trace.ranks[0].spans)
+
+
 def test_own_spans_and_metrics() -> None:
     with record(seed=7) as trace:
         for k in range(2):
@@ -424,11 +433,11 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
         clock.mark(span, "ended_s")
     assert all(0 < x.ended_s - x.began_s < 1 for x in spans), "the host's times, for now"
     gpu.passed = 4  # the start, the whole first span, and the beginning of the second
-    clock.settle(patience_s=0)
+    assert not clock.settle(patience_s=0)
     assert spans[0].ended_s - spans[0].began_s == pytest.approx(10)
     assert spans[2].ended_s - spans[2].began_s < 1
     gpu.synchronize()
-    clock.settle(patience_s=0)
+    assert clock.settle(patience_s=0)
     assert [x.ended_s - x.began_s for x in spans] == pytest.approx([10, 10, 10])
     assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
 

@@ -67,7 +67,10 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         cells = [
-            "".join(f'<td style="text-align: right">{html.escape(text)}</td>' for text in row)
+            "".join(
+                f'<td style="text-align: {side}">{html.escape(text)}</td>'
+                for side, text in zip(("left", "right", "right", "left"), row)
+            )
             for row in self._table()
         ]
         head = "".join(f"<th>{text}</th>" for text in ("", "predicted", "measured", ""))

@@ -2,13 +2,18 @@
 
 import atexit
 import io
+import os
 import re
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import labkit
 from labkit.check.findings import CheckFailed
 from labkit.check.peak import PeakMemory
 from labkit.comm import Comm, listen
@@ -17,6 +22,7 @@ from labkit.world import RankError, RankInterrupt, World
 
 WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
 LIMIT_S = 10.0  # how long one call may take in all
+LIBRARIES = [f"{Path(file).parent}{os.sep}" for file in (labkit.__file__, torch.__file__)]
 
 _worlds: dict[int, World] = {}
 
@@ -80,7 +86,7 @@ def _world(size: int) -> World:
 def told(error: RankError) -> CheckFailed:
     """The failure of a run as a student should read it."""
     lines = [line for line in str(error).splitlines() if "the next run starts new" not in line]
-    first, rest = lines[0], "\n".join(lines[1:])
+    first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
         case "raised" if "NotImplementedError" in first:
             return CheckFailed(
@@ -107,6 +113,6 @@ def _last_lines(trace: str) -> str:
     found = [
         lines[i : i + 2]
         for i, line in enumerate(lines)
-        if place.match(line) and not re.search(r"[/\\](labkit|torch)[/\\]", line)
+        if place.match(line) and not any(folder in line for folder in LIBRARIES)
     ]
     return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))

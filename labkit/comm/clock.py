@@ -24,8 +24,9 @@ class Clock(ABC):
         """The moment at which torch's `work` is done, for `mark`."""
 
     @abstractmethod
-    def settle(self, patience_s: float = 0.2) -> None:
-        """Write the times of the points so far, waiting `patience_s` for those not passed yet."""
+    def settle(self, patience_s: float = 0.2) -> bool:
+        """Write the times of the points so far, waiting `patience_s` for those not passed yet;
+        whether all are known now."""
 
 
 class HostClock(Clock):
@@ -43,8 +44,8 @@ class HostClock(Clock):
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
-    def settle(self, patience_s: float = 0.2) -> None:
-        pass
+    def settle(self, patience_s: float = 0.2) -> bool:
+        return True
 
 
 class StreamClock(Clock):
@@ -70,18 +71,20 @@ class StreamClock(Clock):
             work.wait()
             return self._event_here()
 
-    def settle(self, patience_s: float = 0.2) -> None:
-        until_s = time.monotonic() + patience_s
+    def settle(self, patience_s: float = 0.2) -> bool:
+        until_s, all_known = time.monotonic() + patience_s, True
         for _ in range(len(self._under_way)):
             thing, fields, event = self._under_way.popleft()
             while not event.query() and time.monotonic() < until_s:
                 time.sleep(0.001)
             if not event.query():
                 self._under_way.append((thing, fields, event))
+                all_known = False
                 continue
             time_s = self._zero_s + self._zero.elapsed_time(event) / 1e3
             for field in fields:
                 setattr(thing, field, time_s)
+        return all_known
 
     @staticmethod
     def _event_here() -> Any:

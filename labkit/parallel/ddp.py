@@ -35,6 +35,7 @@ from labkit.parallel.replicas import (
     copy_from_rank_0,
     nobody_used,
     trainable,
+    when_gradient_is_there,
 )
 
 MB = 2**20
@@ -139,7 +140,7 @@ class DDP(nn.Module):
         self._in_backward = False
         self._sent = 0  # buckets leave in the same order on all ranks
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            when_gradient_is_there(parameter, self._gradient_is_there)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:  # the last one was cut short by an error

@@ -30,6 +30,7 @@ from labkit.parallel.replicas import (
     mark_used,
     nobody_used,
     trainable,
+    when_gradient_is_there,
 )
 
 
@@ -50,7 +51,7 @@ class NaiveDDP(nn.Module):
         self._scheduled = False
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         for parameter in self._parameters_to_average:
-            parameter.register_post_accumulate_grad_hook(self._schedule)
+            when_gradient_is_there(parameter, self._schedule)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronise:

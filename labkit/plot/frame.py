@@ -98,4 +98,4 @@ def group_name(group: str) -> str:
     if name == "default":
         return "all ranks"
     name = name[name.find("(") + 1 :].removesuffix(")")
-    return name if len(name) <= 16 else name[:14] + " …"
+    return name if len(name) <= 16 else name[:14].rstrip(", ") + " …"

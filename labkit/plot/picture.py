@@ -36,13 +36,6 @@ class Picture(Figure):
         return png(self)
 
 
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG file. Packed lightly: a slider waits for it."""
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
-    return file.getvalue()
-
-
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
     """`draw` in the house style, whatever the notebook has set."""
 
@@ -52,3 +45,11 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
             return draw(*args, **kwargs)
 
     return drawn
+
+
+@styled
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file. Packed lightly: a slider waits for it."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
+    return file.getvalue()

@@ -47,9 +47,7 @@ def name_bars(axes: Axes, names: Sequence[str]) -> None:
 
 
 def legend_below(axes: Axes) -> None:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, figure.dpi_scale_trans)
+    below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, axes.figure.dpi_scale_trans)
     axes.legend(
         loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,
         handlelength=1.4,

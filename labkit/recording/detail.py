@@ -106,11 +106,11 @@ class Detail:
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter what is there already, and count from here on."""
-        gc.collect()  # what earlier runs have left in circles is not this one's
         for module in modules:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
+        gc.collect()  # what an earlier run has left in cycles is garbage, and not held
         for thing in gc.get_objects():
             if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
                 self._enter(thing, OTHER)
@@ -194,6 +194,11 @@ class _Mode(TorchDispatchMode):
     def __init__(self, detail: Detail):
         super().__init__()
         self._detail = detail
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -24,6 +24,7 @@ from labkit.trace.folder import add_metrics
 from labkit.trace.rankfile import RankFile
 
 FLUSH_S = 0.5
+MOST_PUT_OFF = 6
 
 
 class Recorder:
@@ -65,10 +66,11 @@ class Recorder:
         self._begin_step()
         return self
 
-    def __exit__(self, kind: type | None, *_: Any) -> None:
+    def __exit__(self, kind: type | None, *rest: Any) -> None:
         """Ends the step, if there was anything in it; so a run that is turned on again begins
         with a new one."""
         self._end_detail()
+        self.trace.complete = kind is None
         if self._count() > self._in_step:
             if kind is None:
                 self._end_step()
@@ -77,7 +79,7 @@ class Recorder:
                 self.trace.spans += self._spans.still_open()
                 self._spans.step += 1
         self._clock.settle(patience_s=5.0)
-        self._on.close()
+        self._on.__exit__(kind, *rest)
 
     def leave_to_ranks(self) -> None:
         """This process only drives a world, whose ranks record themselves.
@@ -100,12 +102,12 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
-        self._clock.mark(self._step, "began_s")
         self._in_step = self._count()
         if self._step.detail:
             self._detail = Detail(self._spans, self.trace.memory.append)
             here.carrying = self._detail.inside_the_door
-            self._detail.begin(self._roots, self._optimizers)
+            self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
+        self._clock.mark(self._step, "began_s")
 
     def _step_ended(self, optimizer: Any) -> None:
         self._optimizers.add(optimizer)
@@ -139,8 +141,8 @@ class Recorder:
     def begun(self) -> bool:
         return self._count() > 0
 
-    def settle(self) -> None:
-        self._clock.settle()
+    def settle(self) -> bool:
+        return self._clock.settle()
 
     # --- what users say ---
 
@@ -172,32 +174,38 @@ class _Writer:
         self._thread = threading.Thread(target=self._work, name="labkit record", daemon=True)
         self._thread.start()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type | None, *_: Any) -> None:
         self._stop.set()
         self._thread.join()
-        self._write()
-        if self._file:
+        self._write(self._counts())
+        if self._file and kind is None:
             self._file.mark_end()
 
     def _work(self) -> None:
+        put_off = 0
         while not self._stop.wait(FLUSH_S):
-            if self._recorder.begun:
-                self._write()
+            until = self._counts()
+            if not self._recorder.settle() and put_off < MOST_PUT_OFF:
+                put_off += 1  # the GPU is behind: times written now would be the host's
+            elif any(until):
+                self._write(until)
+                put_off = 0
 
-    def _write(self) -> None:
+    def _lists(self) -> list[list[Any]]:
+        trace = self._recorder.trace
+        return [trace.steps, trace.spans, trace.comms, trace.memory, self._recorder.metrics]
+
+    def _counts(self) -> list[int]:
+        return [len(one) for one in self._lists()]
+
+    def _write(self, until: list[int]) -> None:
         if self.off:
             return
-        recorder, trace = self._recorder, self._recorder.trace
+        trace = self._recorder.trace
         if self._file is None:
             self._file = RankFile(self._folder, trace.rank, trace.size, trace.device, trace.host)
-        lists: list[list[Any]] = [
-            trace.steps, trace.spans, trace.comms, trace.memory, recorder.metrics,
-        ]  # fmt: skip
-        until = [len(one) for one in lists]
-        recorder.settle()
-        *things, metrics = (
-            one[begin:end] for one, begin, end in zip(lists, self._written, until, strict=True)
-        )
+        new = zip(self._lists(), self._written, until, strict=True)
+        *things, metrics = (one[begin:end] for one, begin, end in new)
         self._written = until
         self._file.append(thing for some in things for thing in some)
         if metrics:

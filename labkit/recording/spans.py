@@ -82,6 +82,7 @@ class Spans:
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
         self._open, self._own, self._last = [], None, None
+        self._names = {}  # keeps no model alive
 
     @property
     def innermost(self) -> Span | None:

@@ -5,8 +5,8 @@
 # several processes, let them talk, seen who waited for whom, hung them on purpose, and built a
 # collective of your own.
 #
-# Every lab has the same eight steps. Run the cells from top to bottom; where a cell says
-# `your turn`, write.
+# Every lab has the same eight steps. Run the cells from top to bottom; where one says `your turn` or
+# has `...` in the place of a number, write.
 
 # %%
 import matplotlib.pyplot as plt
@@ -239,7 +239,7 @@ def careless_swap():
 
 
 # %% tags=["raises-exception"]
-pair = World(2, timeout_s=2)
+pair = World(2, backend="gloo", timeout_s=2)
 pair.run(careless_swap)
 
 # %% [markdown]

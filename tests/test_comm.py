@@ -825,6 +825,8 @@ def forbidden(*_, **__):
 for name in dir(algorithms):
     if callable(getattr(algorithms, name)) and name.islower():
         setattr(algorithms, name, forbidden)
+for of_collective in algorithms.ALGORITHMS.values():
+    of_collective.update(dict.fromkeys(of_collective, forbidden))
 wire.Wire.isend = wire.Wire.irecv = forbidden
 
 def use(comm):
@@ -832,14 +834,15 @@ def use(comm):
     comm.all_reduce(x, "mean"); comm.reduce(x, dst=5); comm.broadcast(x.t())
     comm.reduce_scatter_tensor(part, x); comm.all_gather_into_tensor(x, part)
     comm.gather(part); comm.scatter(part); comm.all_to_all_single(x, torch.empty_like(x))
-    comm.barrier(); comm.send(x, 5); comm.recv(x, 1023)
+    comm.ring_exchange(x, x); comm.barrier(); comm.send(x, 5); comm.recv(x, 1023)
     comm.all_reduce(torch.empty(1001), async_op=True).wait()
 
 def check(events):
     S, p = n * 1000 * 3 * 4, 1000 * 3 * 4
     bus = {
         "reduce": S, "broadcast": S, "reduce_scatter": S - p, "all_gather": S - p, "gather": S - p,
-        "scatter": S - p, "all_to_all": S - p, "barrier": 0, "send": S, "recv": 0,
+        "scatter": S - p, "all_to_all": S - p, "ring_exchange": S, "barrier": 0, "send": S,
+        "recv": 0,
     }
     assert [event.op for event in events] == ["all_reduce", *bus, "all_reduce"]
     assert events[0].bus_bytes == 2 * (S - p) == 2 * 1023 * S // 1024

@@ -15,10 +15,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.backs import Back, Call, Gloo, Native, Nothing, SendReceive
+from labkit.comm.back import Back, Call, Kind
+from labkit.comm.backs import Gloo, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
+from labkit.comm.chooser import Choice
 from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.handle import Handle
+from labkit.comm.native import Native, Nothing
 from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
@@ -68,31 +71,41 @@ class Carrier:
         finish: list[Callable[[], object]],
         start: Callable[[Back, Call], Work],
         *,
+        nbytes: int,
+        reduction: str = "",
+        algorithm: str = "",
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
         """Carry out one collective: `start` gets the back and the call and returns its work.
-        The shapes of `alike`, if not given of `x`, are the same on all ranks."""
+        The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
+        by which the algorithm is chosen where none is named."""
         back = self._back(x)
+        collective = what.partition("(")[0]
+        name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
         seq = next(self._collectives)
-        call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op)
+        call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None and not here.listeners:
             handle = Handle(start(back, call), what, finish)
         else:
+            by = f" by {name}" if algorithm or collective in back.forced else ""
             note = Note(
-                self.name, self.ranks, seq, f"{what} {describe(x)}", caller(),
-                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]}",
+                self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
+                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
             )  # fmt: skip
             event = None
             if here.listeners:
                 chunks = chunk_bytes()
                 event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
-                event.blocking = not async_op
+                event.blocking, event.algorithm = not async_op, name
             handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
         if async_op:
             return handle
         handle.wait()
         return None
+
+    def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
+        return self._back(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
 
     def message(
         self,

@@ -53,8 +53,8 @@ class Comm:
 
     Raises RuntimeError where no process group is initialised, ValueError outside the group.
     Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
-    other or that torch cannot reduce, CollectiveMismatch when
-    another rank called something else, CommError when the operation fails under way.
+    other or that torch cannot reduce, CollectiveMismatch when another rank called something else,
+    CommError when the operation fails under way.
     """
 
     def __init__(self, group: Any = None):

@@ -230,6 +230,17 @@ def sends_a_byte(comm, values):
     return _place(comm, values, (values.max() * 25 + 128).clamp(0, 255).to(torch.uint8))
 
 
+@wrong("00.find_max", "rank 0 returned (3, ")
+def rounds_and_takes_the_last_of_equals(comm, values):
+    mine = values.max().half().reshape(1)
+    every = [torch.empty_like(mine) for _ in range(comm.size)]
+    comm.all_gather(every, mine)
+    winner = max(range(comm.size), key=lambda rank: (float(every[rank]), rank))
+    index = values.argmax().to(torch.int16).reshape(1)
+    comm.broadcast(index, src=winner)
+    return winner, int(index)
+
+
 @wrong("00.find_max", "all values are below zero")
 def starts_from_zero(comm, values):
     board = torch.zeros(comm.size)

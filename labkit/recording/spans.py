@@ -11,11 +11,11 @@ Nothing in a model, a strategy or a training loop knows of it.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from labkit.comm.clock import Clock
 from labkit.trace import Span
 
+_newest_node = torch._C._autograd._get_sequence_nr
 MARK = "labkit: whose backward begins"
 VIEWS = {
     f"{name}Backward0"
@@ -58,7 +59,7 @@ class Spans:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
-        self._marked: Callable[[], object] = lambda: None  # the tensor that was marked last
+        self._marked_until = -1  # autograd's newest node at the last mark
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Spans":
@@ -133,7 +134,7 @@ class Spans:
         if name is None:
             name = self._name_all(module)
         if not outermost:  # where this one's input was made, backward goes back to the parent
-            self._mark(args, self._open[-1])
+            self._mark(args, self._open[-1], by_parent=True)
         span = self.begin("forward", name, type(module).__name__)
         try:
             output = call(module, *args, **kwargs)
@@ -153,21 +154,18 @@ class Spans:
 
     # --- backward ---
 
-    def _mark(self, values: Iterable[Any], span: Span) -> None:
-        """When backward comes to what made these tensors, it has come to the module of `span`."""
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if value is self._marked():  # mostly: one module's output is the next one's input
-                    continue
-                self._marked = ref(value)
-                node = _maker(value)
-                if node is not None and MARK not in node.metadata:
-                    node.metadata[MARK] = True
-                    node.register_prehook(partial(self._backward_of, span.module, span.kind))
-            elif isinstance(value, (tuple, list)):
-                self._mark(value, span)
-            elif isinstance(value, dict):
-                self._mark(value.values(), span)
+    def _mark(self, values: Iterable[Any], span: Span, by_parent: bool = False) -> None:
+        """When backward comes to what made these tensors, it has come to the module of `span`.
+        Nothing to do where autograd has made no node since the last mark: mostly, one module's
+        output is the next one's input, and its parent's output."""
+        if (newest := _newest_node()) == self._marked_until:
+            return
+        self._marked_until = newest
+        for value in _tensors(values):
+            node: Any = _made_by(value) if by_parent else value.grad_fn
+            if node is not None and MARK not in node.metadata:
+                node.metadata[MARK] = True
+                node.register_prehook(partial(self._backward_of, span.module, span.kind))
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -216,9 +214,21 @@ class Spans:
             self._step_ended(optimizer)
 
 
-def _maker(x: torch.Tensor) -> Any:
-    """The node of autograd's graph that computed `x` or what `x` is a view of; None for a leaf."""
-    node = x.grad_fn
-    while node is not None and type(node).__name__ in VIEWS:
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, also inside tuples and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _made_by(x: torch.Tensor) -> Any:
+    """The node of autograd's graph that computed `x`, or what `x` is a view of; None for a leaf,
+    a parameter or its view."""
+    node: Any = x.grad_fn
+    while node is not None and type(node).__name__ in VIEWS and MARK not in node.metadata:
         node = node.next_functions[0][0]
-    return None if type(node).__name__ == "AccumulateGrad" else node  # a parameter, or its view
+    return None if type(node).__name__ == "AccumulateGrad" else node

@@ -14,6 +14,8 @@ import torch
 
 
 class Clock(ABC):
+    """Tells when the program passes its points; see above."""
+
     @abstractmethod
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
         """Write the time of this point of the program, or of the moment `at`, into these fields

@@ -21,6 +21,14 @@ class Clock(ABC):
         """Write the time of this point of the program, or of the moment `at`, into these fields
         of `thing`."""
 
+    def begin(self, span: Any) -> None:
+        """Write the time of now as the beginning of `span`."""
+        self.mark(span, "began_s")
+
+    def end(self, span: Any) -> None:
+        """Write the time of now as the end of `span`."""
+        self.mark(span, "ended_s")
+
     @abstractmethod
     def end_of(self, work: Any) -> Any:
         """The moment at which torch's `work` is done, for `mark`. (A clock of streams is asked
@@ -39,6 +47,12 @@ class HostClock(Clock):
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(thing, field, time_s)
+
+    def begin(self, span: Any) -> None:
+        span.began_s = time.monotonic()
+
+    def end(self, span: Any) -> None:
+        span.ended_s = time.monotonic()
 
     def end_of(self, work: Any) -> list[float]:
         """A list that will hold the time, once there is one."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import nn
@@ -55,8 +55,9 @@ class Spans:
         self.step = 0
         self.clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
         self._open: list[Span] = []  # outermost first
+        self._of_user: list[Span] = []  # opened by the user: no part of the nesting
         self._own: Span | None = None  # the module whose backward runs
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._names: dict[int, tuple[ref[nn.Module], str]] = {}  # id -> module, its name
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's newest node at the last mark
@@ -68,16 +69,9 @@ class Spans:
             register_optimizer_step_post_hook(self._end_step),
         ):
             self._hooks.callback(handle.remove)
-        call, backward, forward = nn.Module.__call__, torch.autograd.backward, self._forward
         self._thread, self._on = threading.get_ident(), True
-
-        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-                return call(module, *args, **kwargs)  # one program is recorded, as it was written
-            return forward(call, module, args, kwargs)
-
-        self._put(nn.Module, "__call__", recorded_call)
-        self._put(torch.autograd, "backward", partial(self._backward, backward))
+        self._put(nn.Module, "__call__", self._recorded(nn.Module.__call__))
+        self._put(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
         return self
 
     def _put(self, place: Any, name: str, replacement: Any) -> None:
@@ -87,7 +81,8 @@ class Spans:
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
-        self._open, self._own, self._loss, self._on = [], None, None, False
+        self._open, self._of_user, self._own, self._loss = [], [], None, None
+        self._on = False
 
     @property
     def in_forward(self) -> bool:
@@ -97,70 +92,76 @@ class Spans:
     @property
     def innermost(self) -> Span | None:
         """What computes now."""
-        return self._own or (self._open[-1] if self._open else None)
+        return self._own or next((one[-1] for one in (self._open, self._of_user) if one), None)
 
     def still_open(self) -> list[Span]:
-        return [*self._open, self._own] if self._own else list(self._open)
+        return [*self._of_user, *self._open, *([self._own] if self._own else [])]
 
     def begin(self, phase: str, module: str, kind: str = "") -> Span:
-        depth = len(self._open) - self._of_user() + (self._own is not None)
+        depth = len(self._open) + (self._own is not None)
         span = Span(phase, module, self.step, 0.0, 0.0, depth, kind)
-        self.clock.mark(span, "began_s")
-        self._open.append(span)
+        self.clock.begin(span)
+        (self._of_user if phase == "user" else self._open).append(span)
         return span
 
     def end(self, span: Span) -> None:
         """End `span`, and what an error has left open inside it."""
-        if not any(one is span for one in self._open):
+        spans = self._of_user if span.phase == "user" else self._open
+        if not (spans and spans[-1] is span) and not any(one is span for one in spans):
             return
-        while self._open:
-            last = self._open.pop()
-            self.clock.mark(last, "ended_s")
+        while spans:
+            last = spans.pop()
+            self.clock.end(last)
             self._done(last)
             if last is span:
                 return
 
-    def _of_user(self) -> int:
-        """How many of the open spans the user has opened: they are no part of the nesting."""
-        return sum(one.phase == "user" for one in self._open)
-
     # --- forward ---
 
-    def _forward(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outermost = len(self._open) == self._of_user()
-        if outermost:
-            self._met(module)
-        name = self._names.get(module)
-        if name is None:
-            name = self._name_all(module)
-        if not outermost:  # where this one's input was made, backward goes back to the parent
-            self._mark(args, self._open[-1], by_parent=True)
-        span = self.begin("forward", name, type(module).__name__)
-        try:
-            output = call(module, *args, **kwargs)
-            self._mark((output,), span)
-            return output
-        finally:
-            self.end(span)
-            if outermost:  # from here to backward, the loss is computed
-                self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
-                self.clock.mark(self._loss, "began_s")
+    def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which is that of all modules, with a span around it. Every microsecond here
+        counts some hundred times in a step."""
+        get_ident, is_compiling = threading.get_ident, torch.compiler.is_compiling
+
+        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or get_ident() != self._thread:
+                return call(module, *args, **kwargs)  # one program is recorded, as it was written
+            if outermost := not self._open:
+                self._met(module)
+            known = self._names.get(id(module))
+            name = known[1] if known and known[0]() is module else self._name_all(module)
+            if not outermost and _newest_node() != self._marked_until:
+                self._mark(args, self._open[-1], by_parent=True)
+            span = self.begin("forward", name, type(module).__name__)
+            try:
+                output = call(module, *args, **kwargs)
+                if _newest_node() != self._marked_until:
+                    self._mark((output,), span)
+                return output
+            finally:
+                self.end(span)
+                if outermost:  # from here to backward, the loss is computed
+                    self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
+                    self.clock.begin(self._loss)
+
+        return recorded_call
 
     def _name_all(self, root: nn.Module) -> str:
         """Names from the root; a wrapper that holds one `module` does not lengthen them."""
-        for name, module in root.named_modules():
-            self._names.setdefault(module, name.removeprefix("module.") if name != "module" else "")
-        return self._names[root]
+        for path, module in root.named_modules():
+            known = self._names.get(id(module))
+            if known is None or known[0]() is not module:
+                name = path.removeprefix("module.") if path != "module" else ""
+                self._names[id(module)] = ref(module), name
+        return self._names[id(root)][1]
 
     # --- backward ---
 
     def _mark(self, values: Iterable[Any], span: Span, by_parent: bool = False) -> None:
-        """When backward comes to what made these tensors, it has come to the module of `span`.
-        Nothing to do where autograd has made no node since the last mark: mostly, one module's
-        output is the next one's input, and its parent's output."""
-        if (newest := _newest_node()) == self._marked_until:
-            return
-        self._marked_until = newest
+        """When backward comes to what made these tensors, it has come to the module of `span`; or,
+        for a module's input, back to its parent's. Not called where autograd has made no node
+        since the last mark: mostly, one module's output is the next one's input."""
+        self._marked_until = _newest_node()
         for value in _tensors(values):
             node: Any = _made_by(value) if by_parent else value.grad_fn
             if node is not None and MARK not in node.metadata:
@@ -171,8 +172,8 @@ class Spans:
         if threading.get_ident() != self._thread:
             return backward(*args, **kwargs)
         loss, self._loss = self._loss, None
-        if loss is not None and loss.step == self.step and len(self._open) == self._of_user():
-            self.clock.mark(loss, "ended_s")
+        if loss is not None and loss.step == self.step and not self._open:
+            self.clock.end(loss)
             self._done(loss)
         self._end_own()
         whole = self.begin("backward", "")
@@ -189,13 +190,12 @@ class Spans:
         if self._own is None:  # what strategies do when backward is over is not the last module's
             torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
         self._end_own()
-        depth = len(self._open) - self._of_user()
-        self._own = Span("backward", module, self.step, 0.0, 0.0, depth, kind)
-        self.clock.mark(self._own, "began_s")
+        self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
+        self.clock.begin(self._own)
 
     def _end_own(self) -> None:
         if self._own is not None:
-            self.clock.mark(self._own, "ended_s")
+            self.clock.end(self._own)
             self._done(self._own)
             self._own = None
 
@@ -210,7 +210,7 @@ class Spans:
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._open and self._open[-1].phase == "optimizer":
             self.end(self._open[-1])
-        if len(self._open) == self._of_user():
+        if not self._open:
             self._step_ended(optimizer)
 
 

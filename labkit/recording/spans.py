@@ -11,7 +11,7 @@ Nothing in a model, a strategy or a training loop knows of it.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -27,8 +27,8 @@ from torch.optim.optimizer import (
 from labkit.comm.clock import Clock
 from labkit.trace import Span
 
-_newest_node = torch._C._autograd._get_sequence_nr
-MARK = "labkit: whose backward begins"
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its number, in order
+_LEAF = 2**64 - 1  # the number of the nodes that hold parameters
 VIEWS = {
     f"{name}Backward0"
     for name in (
@@ -58,9 +58,10 @@ class Spans:
         self._of_user: list[Span] = []  # opened by the user: no part of the nesting
         self._own: Span | None = None  # the module whose backward runs
         self._names: dict[int, tuple[ref[nn.Module], str]] = {}  # id -> module, its name
+        self._marks: dict[tuple[str, str], torch.Tensor] = {}  # module, kind -> see `_hook_of`
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
-        self._marked_until = -1  # autograd's newest node at the last mark
+        self._marked_until = -1  # autograd's next node at the last mark
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Spans":
@@ -81,8 +82,9 @@ class Spans:
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
-        self._open, self._of_user, self._own, self._loss = [], [], None, None
-        self._on = False
+        self._open.clear()
+        self._of_user.clear()
+        self._own, self._loss, self._on = None, None, False
 
     @property
     def in_forward(self) -> bool:
@@ -119,30 +121,33 @@ class Spans:
     # --- forward ---
 
     def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, which is that of all modules, with a span around it. Every microsecond here
-        counts some hundred times in a step."""
+        """`call`, which is that of all modules, with a span around it. It runs some hundred times
+        in a step, from cold caches: what it does not do is what makes it cheap."""
         get_ident, is_compiling = threading.get_ident, torch.compiler.is_compiling
+        spans, clock = self._open, self.clock
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != self._thread:
                 return call(module, *args, **kwargs)  # one program is recorded, as it was written
-            if outermost := not self._open:
+            if outermost := not spans:
                 self._met(module)
             known = self._names.get(id(module))
             name = known[1] if known and known[0]() is module else self._name_all(module)
-            if not outermost and _newest_node() != self._marked_until:
-                self._mark(args, self._open[-1], by_parent=True)
-            span = self.begin("forward", name, type(module).__name__)
+            if not outermost and _next_node() != self._marked_until:
+                self._mark(args, spans[-1], by_parent=True)
+            span = Span("forward", name, self.step, 0.0, 0.0, len(spans), type(module).__name__)
+            clock.begin(span)
+            spans.append(span)
             try:
                 output = call(module, *args, **kwargs)
-                if _newest_node() != self._marked_until:
+                if _next_node() != self._marked_until:
                     self._mark((output,), span)
                 return output
             finally:
                 self.end(span)
                 if outermost:  # from here to backward, the loss is computed
                     self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
-                    self.clock.begin(self._loss)
+                    clock.begin(self._loss)
 
         return recorded_call
 
@@ -159,14 +164,28 @@ class Spans:
 
     def _mark(self, values: Iterable[Any], span: Span, by_parent: bool = False) -> None:
         """When backward comes to what made these tensors, it has come to the module of `span`; or,
-        for a module's input, back to its parent's. Not called where autograd has made no node
-        since the last mark: mostly, one module's output is the next one's input."""
-        self._marked_until = _newest_node()
+        for a module's input, back to its parent's. Nodes from before the last mark are not looked
+        at: mostly, one module's output is the next one's input."""
+        since, self._marked_until = self._marked_until, _next_node()
+        marked = []
         for value in _tensors(values):
-            node: Any = _made_by(value) if by_parent else value.grad_fn
-            if node is not None and MARK not in node.metadata:
-                node.metadata[MARK] = True
-                node.register_prehook(partial(self._backward_of, span.module, span.kind))
+            node: Any = value.grad_fn
+            while node is not None and since <= (number := node._sequence_nr()) < _LEAF:
+                if not by_parent or type(node).__name__ not in VIEWS:
+                    if number not in marked:  # one node may have made several tensors
+                        marked.append(number)
+                        node._register_hook_dict(self._hook_of(span.module, span.kind))
+                    break
+                node = node.next_functions[0][0]  # of what `value` is a view of
+
+    def _hook_of(self, module: str, kind: str) -> torch.Tensor:
+        """A tensor that has the hook of this module's backward, made once. A node takes its hooks
+        over, as from a tensor of the user's, at a third of the price of `register_prehook`."""
+        mark = self._marks.get((module, kind))
+        if mark is None:
+            mark = self._marks[module, kind] = torch.empty(0)
+            mark._backward_hooks = {0: partial(self._backward_of, module, kind)}
+        return mark
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -183,13 +202,14 @@ class Spans:
             self._end_own()
             self.end(whole)
 
-    def _backward_of(self, module: str, kind: str, gradients: Any) -> None:
+    def _backward_of(self, module: str, kind: str, gradient: Any) -> None:
         """Autograd is about to run the first node of `module`'s backward."""
         if not self._on:
             return  # a graph from before the recording ended
-        if self._own is None:  # what strategies do when backward is over is not the last module's
+        if self._own is not None:
+            self._end_own()
+        else:  # what strategies do when backward is over is not the last module's
             torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
-        self._end_own()
         self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
         self.clock.begin(self._own)
 
@@ -214,21 +234,14 @@ class Spans:
             self._step_ended(optimizer)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among `values`, also inside tuples and dicts."""
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            found += _tensors(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-def _made_by(x: torch.Tensor) -> Any:
-    """The node of autograd's graph that computed `x`, or what `x` is a view of; None for a leaf,
-    a parameter or its view."""
-    node: Any = x.grad_fn
-    while node is not None and type(node).__name__ in VIEWS and MARK not in node.metadata:
-        node = node.next_functions[0][0]
-    return None if type(node).__name__ == "AccumulateGrad" else node
+            found += _tensors(value.values())
+    return found

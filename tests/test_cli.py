@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from labkit import DDP, GPT, World, bench, compare, read_run, recipes
-from labkit.bench import ddp, door
+from labkit.bench import ddp, door, recording
 from labkit.cli import app
 from labkit.parallel.footprint import parameter_bytes
 from labkit.trace import Trace
@@ -181,6 +181,14 @@ def test_benches_measure_all_they_show() -> None:
     assert 0 < calls.door_us < calls.recorded_us
     assert ddp.table([times]).row_count == 1
     assert door.table(calls).row_count == 5
+
+
+def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
+    case = recording.Case("tiny", ranks=2, rows=3, dtype="float64")
+    (times,) = recording.bench_recording((case,), turns=3)
+    assert times.case == case and min(times.plain_s, times.recorded_s) > 0
+    assert times.low <= times.ratio <= times.high
+    assert recording.table([times]).row_count == 1
 
 
 @pytest.mark.slow

@@ -36,13 +36,18 @@ class DdpTimes:
     high: float
 
 
-def stepper(wrap: Callable[[nn.Module], nn.Module], model: str) -> Callable[[], None]:
+def stepper(
+    wrap: Callable[[nn.Module], nn.Module],
+    model: str,
+    rows: int = ROWS,
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[], None]:
     """A model, wrapped, with its optimizer: a function that does one step."""
     torch.manual_seed(0)
-    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH))
+    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH).to(dtype))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 1024, (ROWS, LENGTH + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ROWS * LENGTH)
+    tokens = torch.randint(0, 1024, (rows, LENGTH + 1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * LENGTH)
 
     def step() -> None:
         optimizer.zero_grad()

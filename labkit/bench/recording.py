@@ -1,4 +1,8 @@
-"""What recording adds to a training step: the same DDP steps, recorded and not, in turns."""
+"""What recording adds to a training step: the same DDP steps, recorded and not, in turns.
+
+The step is the one `labkit run` does when nothing else is asked for, on as many ranks; and, since
+recording costs the same for every step of a model, a short one.
+"""
 
 import time
 from collections.abc import Callable
@@ -12,17 +16,35 @@ from rich.table import Table
 from labkit.bench.ddp import LENGTH, ROWS, stepper
 from labkit.parallel import DDP
 from labkit.recording import record
+from labkit.training import DTYPES, Task
 from labkit.world import World, attach, progress
 
-STEPS = 5  # in a turn
+STEPS = 3  # in a turn
+TASK = Task()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to measure, of so many rows of 64 tokens on each rank."""
+
+    model: str
+    ranks: int
+    rows: int
+    dtype: str
+
+
+CASES = (
+    *(Case(TASK.model, ranks, TASK.rows // ranks, TASK.dtype) for ranks in (1, 2, 4)),
+    Case("3.4M", 2, TASK.rows // 2, TASK.dtype),
+    Case("1M", 1, ROWS, "float32"),
+)
 
 
 @dataclass(frozen=True)
 class RecordingTimes:
     """Seconds of a step, median over turns, and the ratios of neighbouring turns."""
 
-    model: str
-    ranks: int
+    case: Case
     plain_s: float
     recorded_s: float
     ratio: float
@@ -30,10 +52,10 @@ class RecordingTimes:
     high: float
 
 
-def _turns(model: str, turns: int) -> tuple[list[float], list[float]]:
+def _turns(case: Case, turns: int) -> tuple[list[float], list[float]]:
     """On each rank: seconds of a step, plain and recorded, one of each a turn."""
     comm = attach().comm
-    step = stepper(DDP, model)
+    step = stepper(DDP, case.model, case.rows, DTYPES[case.dtype])
     for _ in range(3):
         step()
 
@@ -49,7 +71,7 @@ def _turns(model: str, turns: int) -> tuple[list[float], list[float]]:
 
     plain: list[float] = []
     recorded: list[float] = []
-    for turn in progress(range(turns), f"{model} on {comm.size} ranks"):
+    for turn in progress(range(turns), f"{case.model} on {comm.size} ranks"):
         kinds: list[tuple[list[float], Callable[[], Any]]]
         kinds = [(plain, nullcontext), (recorded, record)]
         for seconds, block in kinds if turn % 2 else kinds[::-1]:
@@ -57,34 +79,31 @@ def _turns(model: str, turns: int) -> tuple[list[float], list[float]]:
     return plain, recorded
 
 
-def bench_recording(
-    ranks: tuple[int, ...] = (1, 2), models: tuple[str, ...] = ("1M", "3.4M"), turns: int = 40
-) -> list[RecordingTimes]:
-    """Time it for each number of ranks and each model."""
+def bench_recording(cases: tuple[Case, ...] = CASES, turns: int = 40) -> list[RecordingTimes]:
+    """Time each case."""
     found = []
-    for size in ranks:
-        with World(size, check=False) as world:
-            for model in models:
-                plain, recorded = world.run(_turns, model, turns)[0]
-                ratios = [with_it / without for without, with_it in zip(plain, recorded)]
-                low, middle, high = quantiles(ratios, n=4)
-                times = RecordingTimes(
-                    model, size, median(plain), median(recorded), middle, low, high
-                )
-                found.append(times)
+    for case in cases:
+        with World(case.ranks, check=False) as world:
+            plain, recorded = world.run(_turns, case, turns)[0]
+        ratios = [with_it / without for without, with_it in zip(plain, recorded)]
+        low, middle, high = quantiles(ratios, n=4)
+        found.append(RecordingTimes(case, median(plain), median(recorded), middle, low, high))
     return found
 
 
 def table(found: list[RecordingTimes]) -> Table:
     """What `bench_recording` found, with the ratios."""
     shown = Table(
-        title=f"A DDP step recorded, {ROWS} x {LENGTH} tokens a rank (aim: below 1.02)",
+        title=f"A DDP step recorded, rows of {LENGTH} tokens (aim: below 1.02)",
         title_justify="left",
     )
-    for name in ("model", "ranks", "plain, ms", "recorded, ms", "recorded / plain", "quartiles"):
+    names = ("model", "dtype", "ranks", "rows a rank", "plain, ms", "recorded, ms")
+    for name in (*names, "recorded / plain", "quartiles"):
         shown.add_column(name, justify="right")
     for one in found:
+        case = one.case
         times = [f"{s * 1e3:.2f}" for s in (one.plain_s, one.recorded_s)]
         quartiles = f"{one.low:.3f} to {one.high:.3f}"
-        shown.add_row(one.model, str(one.ranks), *times, f"{one.ratio:.3f}", quartiles)
+        what = (case.model, case.dtype, str(case.ranks), str(case.rows))
+        shown.add_row(*what, *times, f"{one.ratio:.3f}", quartiles)
     return shown

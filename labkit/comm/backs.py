@@ -4,6 +4,7 @@
     Gloo          the same, but for large all-reduces of fp32 and fp64, which are gloo's own
     Native        the backend's own collectives: NCCL
     Nothing       a fake process group: events are recorded, nothing moves
+    Shared        memory that the ranks of one machine share: in `labkit.comm.shm`
 
 All have the methods of `Back`, over flat contiguous tensors, and return work to wait for.
 Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
@@ -47,7 +48,10 @@ class Call(NamedTuple):
 
 class Back(ABC):
     """Carries the operations of one group; tensors are flat and contiguous, roots are ranks
-    inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
+    inside the group, `chunks` are n tensors, chunk i belonging to rank i. `transport` is the name
+    that its events carry."""
+
+    transport = ""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work: ...
@@ -68,14 +72,16 @@ class Back(ABC):
     @abstractmethod
     def barrier(self, note: torch.Tensor, call: Call) -> Work: ...
     @abstractmethod
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
     @abstractmethod
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
 
 
 class SendReceive(Back):
     """The algorithms of `labkit.comm.algorithms`; asynchronous ones run on a lane of their own.
     The work's `wait` returns the bytes this rank sent."""
+
+    transport = "gloo"
 
     def __init__(self, wire: Wire):
         self.wire = wire
@@ -168,11 +174,11 @@ class SendReceive(Back):
             call, lambda: [algorithms.dissemination_barrier(self.wire, note, call.tag)]
         )
 
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return Posted(self.wire.isend(x, peer, tag))
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.isend(x, peer, call.tag))
 
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return Posted(self.wire.irecv(x, peer, tag))
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.irecv(x, peer, call.tag))
 
 
 class Gloo(SendReceive):
@@ -194,8 +200,9 @@ class Native(Back):
     What the backend really sends it does not tell; the door then takes the formula's bytes.
     """
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, backend: str = "gloo"):
         self._group = ref(group)
+        self.transport = backend
         self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
 
@@ -231,15 +238,17 @@ class Native(Back):
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return dist.barrier(self.group, async_op=True)
 
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.group.send([x], peer, tag)
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.send([x], peer, call.tag)
 
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.group.recv([x], peer, tag)
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.recv([x], peer, call.tag)
 
 
 class Nothing(Back):
     """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
+
+    transport = "fake"
 
     def _done(self, *_: Any, **__: Any) -> Work:
         return LaneWork(lambda: 0).run()

@@ -37,7 +37,8 @@ class World:
         size: number of ranks.
         backend, device: "gloo" or "nccl", "cpu" or "cuda". Not given: NCCL when there is a GPU
             for each rank, gloo ranks that share the GPUs when there are fewer, else gloo on the
-            CPU. `world.picked` says what and why.
+            CPU. `world.picked` says what and why. Where gloo was not asked for by name, and no
+            link, CPU tensors travel through memory that the ranks share.
         threads: torch's threads on each rank.
         timeout_s: how long a rank waits for another before the run fails.
         link: a modelled wire, to see a slow network on one machine.
@@ -77,6 +78,7 @@ class World:
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device)
         self.backend, self.device = self._pick.backend, self._pick.device
+        self.shares_memory = backend is None and self.backend == "gloo" and link is None
         self._start_with = start
         self._alive: Ranks | None = None
         self._closed = False
@@ -90,7 +92,8 @@ class World:
     def picked(self) -> str:
         """What the ranks run on, and why."""
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
-        return f"{self.size} ranks, {self.backend} {where}: {self._pick.why}"
+        through = ", tensors through shared memory" if self.shares_memory else ""
+        return f"{self.size} ranks, {self.backend} {where}{through}: {self._pick.why}"
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""

@@ -1,0 +1,263 @@
+"""Messages through shared memory: a ring of bytes from each rank to each other.
+
+    words:  written (by the sender) | read (by the receiver) | taken 0, 1, ... (by the receiver)
+    ring:   ... | tag, length | data ...... | tag, length | data ... |
+                 ^ read                              written ^
+
+The sender appends as far as there is room; the receiver takes out what is there. Both count bytes
+since the beginning. A message longer than the ring flows through it.
+
+The ring is in order, but a receiver may want the message under tag 1 before that under tag 0. What
+comes out and is not asked for yet is kept in private memory until it is. A message is *taken* when
+a receive has it: then its number is written into `taken`, and only then is its send over, as over
+a wire without a buffer. (So two ranks that both send first wait for each other, however short the
+messages.) Copies: S on the sender, S on the receiver; once more for what was kept.
+
+The caller itself copies what fits, or what it waits for. The rest is done by a thread of the
+ring, so that a message travels while its sender and its receiver do something else.
+"""
+
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import torch
+
+from labkit.comm.shm.region import Region
+from labkit.comm.shm.slots import copy
+from labkit.comm.shm.words import fence
+from labkit.comm.wire import Lane, LaneWork
+
+RING_BYTES = 1 << 18
+HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
+MOST_UNTAKEN = 2048  # messages of one direction; one more waits for the first to be taken
+GRAIN_BYTES = 1 << 16  # of a message that flows through: worth waking the other end for
+WRITTEN, READ, TAKEN = 0, 1, 2
+SENDER, RECEIVER = 0, 1
+
+
+class Ring:
+    """One direction between two ranks, seen from one of its ends."""
+
+    def __init__(self, path: Path, end: int, timeout_s: float):
+        self._region = Region(path, end, 2, TAKEN + MOST_UNTAKEN, RING_BYTES)
+        self.words = self._region.words
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()  # threads of this process use the ring in turns
+        self._lane: Lane | None = None
+
+    def wait(self, word: int, value: int, until_s: float) -> None:
+        if not self.words.wait(word, value, until_s):
+            raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
+
+    def _later(self, function: Callable[[], None]) -> LaneWork:
+        if self._lane is None:
+            self._lane = Lane("labkit message")
+        return self._lane.submit(function)
+
+    def _head(self, position: int) -> int:
+        """Where the head at `position` is in the memory. (It never stands across the end.)"""
+        return self._region.data + position % RING_BYTES
+
+    def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(address in the ring, bytes before it, its bytes) from `position` on, around the end."""
+        done = 0
+        while done < nbytes:
+            at = (position + done) % RING_BYTES
+            some = min(nbytes - done, RING_BYTES - at)
+            yield self._region.address(at), done, some
+            done += some
+
+
+class Outbox(Ring):
+    """The sender's end."""
+
+    def __init__(self, path: Path, timeout_s: float):
+        super().__init__(path, SENDER, timeout_s)
+        self._messages = self._written = self._queued = 0
+
+    def send(self, x: torch.Tensor, tag: int) -> "Sent":
+        with self._lock:
+            self._messages += 1
+            number = self._messages
+            write = partial(self._write, x, tag, number)
+            if not self._queued and self._fits(x.nbytes, number):
+                write()
+                return Sent(self, number, x.nbytes)
+            self._queued += 1
+            return Sent(self, number, x.nbytes, self._later(partial(self._write_queued, write)))
+
+    def _fits(self, nbytes: int, number: int) -> bool:
+        room_bytes = RING_BYTES - (self._written - self.words[READ])
+        free = self.words[taken_word(number)] >= number - MOST_UNTAKEN
+        return free and room_bytes >= HEAD.size + nbytes
+
+    def _write_queued(self, write: Callable[[], None]) -> None:
+        write()
+        with self._lock:
+            self._queued -= 1
+
+    def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
+        """Append the message, as there comes to be room for it."""
+        self.wait(taken_word(number), number - MOST_UNTAKEN, inf)
+        self.wait(READ, self._written + HEAD.size - RING_BYTES, inf)
+        HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
+        self._written += HEAD.size
+        source, left_bytes = x.data_ptr(), x.nbytes
+        while left_bytes:
+            self.wait(READ, self._written + min(left_bytes, GRAIN_BYTES) - RING_BYTES, inf)
+            some_bytes = min(left_bytes, RING_BYTES - (self._written - self.words[READ]))
+            for address, begin, nbytes in self._spans(self._written, some_bytes):
+                copy(address, source + begin, nbytes)
+            source, left_bytes = source + some_bytes, left_bytes - some_bytes
+            self._written += some_bytes if left_bytes else padded(some_bytes)
+            self.words.announce(WRITTEN, self._written)
+        if not x.nbytes:
+            self.words.announce(WRITTEN, self._written)
+
+
+class Sent:
+    """A message on its way out: over when it is taken."""
+
+    def __init__(self, ring: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
+        self._ring, self._number, self._nbytes, self._writing = ring, number, nbytes, writing
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        until_s = time.monotonic() + self._ring.timeout_s
+        if self._writing is not None:
+            self._writing.wait_for(min(self._ring.timeout_s, threading.TIMEOUT_MAX))
+        self._ring.wait(taken_word(self._number), self._number, until_s)
+        return self._nbytes
+
+    def is_completed(self) -> bool:
+        return self._ring.words[taken_word(self._number)] >= self._number
+
+
+class Inbox(Ring):
+    """The receiver's end."""
+
+    def __init__(self, path: Path, timeout_s: float):
+        super().__init__(path, RECEIVER, timeout_s)
+        self._messages = self._read = 0
+        self._arriving: Arriving | None = None
+        self._wanted: defaultdict[int, deque[Received]] = defaultdict(deque)  # by tag
+        self._kept: defaultdict[int, deque[Arriving]] = defaultdict(deque)
+
+    def receive(self, x: torch.Tensor, tag: int, asynchronous: bool) -> "Received":
+        received = Received(self, x)
+        with self._lock:
+            if self._kept[tag]:
+                message = self._kept[tag].popleft()
+                message.receive = received
+                self._hand_over(message)
+            else:
+                self._wanted[tag].append(received)
+            self._take_out()
+        if asynchronous and not received.done:
+            self._later(partial(self.until_done, received, inf))
+        return received
+
+    def until_done(self, received: "Received", until_s: float) -> None:
+        """Take out what arrives, for whomever it is, until `received` has its message. (Several
+        threads may do so at once.)"""
+        while not self.is_done(received):
+            self.wait(WRITTEN, self._read + 1, until_s)
+
+    def is_done(self, received: "Received") -> bool:
+        """Whether it has its message, once all that is here is taken out."""
+        with self._lock:
+            if not received.done:
+                self._take_out()
+            return received.done
+
+    def _take_out(self) -> None:
+        while (written := self.words[WRITTEN]) > self._read:
+            fence()
+            if self._arriving is None:
+                tag, nbytes = HEAD.unpack_from(self._region.memory, self._head(self._read))
+                self._read += HEAD.size
+                self._arriving = self._expect(tag, nbytes)
+            message = self._arriving
+            some_bytes = min(written - self._read, message.left_bytes)
+            for address, begin, nbytes in self._spans(self._read, some_bytes):
+                copy(message.address + begin, address, nbytes)
+            message.address += some_bytes
+            message.left_bytes -= some_bytes
+            if message.left_bytes:
+                self._read += some_bytes
+            else:
+                self._read += padded(some_bytes) if some_bytes else 0
+                self._arriving = None
+                self._hand_over(message)
+            self.words.announce(READ, self._read)
+
+    def _expect(self, tag: int, nbytes: int) -> "Arriving":
+        """The message that begins, on its way to who wants it, or into memory of its own."""
+        self._messages += 1
+        if not self._wanted[tag]:
+            message = Arriving(self._messages, nbytes, torch.empty(nbytes, dtype=torch.uint8))
+            self._kept[tag].append(message)
+            return message
+        received = self._wanted[tag].popleft()
+        if received.x.nbytes == nbytes:
+            return Arriving(self._messages, nbytes, received.x, received)
+        room = torch.empty(nbytes, dtype=torch.uint8)
+        return Arriving(self._messages, nbytes, room, received)
+
+    def _hand_over(self, message: "Arriving") -> None:
+        """If it is complete and wanted, it is taken now."""
+        received = message.receive
+        if received is None or message.left_bytes:
+            return
+        if received.x.nbytes != message.x.nbytes:
+            received.problem = (
+                f"a message of {message.x.nbytes} bytes came for a tensor of {received.x.nbytes}"
+            )
+        elif message.x is not received.x:
+            copy(received.x.data_ptr(), message.x.data_ptr(), message.x.nbytes)
+        received.done = True
+        self.words.announce(taken_word(message.number), message.number)
+
+
+class Arriving:
+    """A message that comes out of the ring into `x`, for `receive` if somebody wants it yet."""
+
+    def __init__(
+        self, number: int, nbytes: int, x: torch.Tensor, receive: "Received | None" = None
+    ):
+        self.number, self.left_bytes, self.x, self.receive = number, nbytes, x, receive
+        self.address = x.data_ptr()
+
+
+class Received:
+    """A receive: done when its message is in `x`."""
+
+    def __init__(self, ring: Inbox, x: torch.Tensor):
+        self._ring, self.x = ring, x
+        self.done, self.problem = False, ""
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        if not self.done:
+            self._ring.until_done(self, time.monotonic() + self._ring.timeout_s)
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return self.x.nbytes
+
+    def is_completed(self) -> bool:
+        return self._ring.is_done(self)
+
+
+def taken_word(number: int) -> int:
+    return TAKEN + number % MOST_UNTAKEN
+
+
+def padded(nbytes: int) -> int:
+    """So that the next head is aligned."""
+    return -(-nbytes // HEAD.size) * HEAD.size

@@ -513,8 +513,12 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
     assert sum(bus["reduce_scatter"]) == sum(bus["all_gather"]) == (n - 1) * whole_bytes
 
     rounds = (n - 1).bit_length()
+    through_memory = ranks[0]["barrier"].transport == "shm"
     for op in ranks[0]:
         wire = counts(op, "wire_bytes")
+        if through_memory:
+            assert wire == [copied_bytes(op, n, r, whole_bytes, share(r)) for r in range(n)], op
+            continue
         if op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv"):
             assert wire == bus[op], op  # a ring, or straight: what must be sent, and no more
         elif op in ("reduce", "broadcast"):
@@ -526,6 +530,24 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
             assert wire == [five_bytes * (n - 1) * (r == 0) for r in range(n)]
         else:
             assert wire == [rounds] * n, op  # a byte to tell in each round of the barrier
+
+
+def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -> int:
+    """Through shared memory, of tensors that are small enough to be reduced by all: what a rank
+    copies into its slot (or ring), and what it copies out."""
+    into_and_out = {
+        **dict.fromkeys(("all_reduce", "reduce"), (whole_bytes, 0)),
+        "reduce_scatter": (whole_bytes - own_bytes, 0),
+        "all_gather": (own_bytes, whole_bytes - own_bytes),
+        "broadcast": (whole_bytes, 0) if rank == n - 1 else (0, whole_bytes),
+        "gather": (0, (n - 1) * 20) if rank == 0 else (20, 0),
+        "scatter": ((n - 1) * 20, 0) if rank == 0 else (0, 20),
+        "all_to_all": ((n - 1) * 20, (n - 1) * 20),
+        "barrier": (0, 0),
+        "send": (whole_bytes, 0),
+        "recv": (0, whole_bytes),
+    }
+    return sum(into_and_out[op])
 
 
 def kernel_sent_bytes() -> int:

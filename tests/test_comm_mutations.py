@@ -19,7 +19,7 @@ from labkit.comm.handle import Handle
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with World(4) as world:
+    with World(4, backend="gloo") as world:
         yield world
 
 

@@ -229,7 +229,6 @@ class Carrier:
             return Shared(here.shared, self._alias(), self.rank, self.size, self._timeout_s())
         return Gloo(group) if backend == "gloo" else Native(group, backend)
 
-
     def _alias(self) -> str:
         """A name for files: of this group only, and the same on all its ranks."""
         return hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]

@@ -21,5 +21,5 @@ def memory_folder(beside: str) -> str:
 
 
 def remove(folders: Iterable[str]) -> None:
-    for folder in folders:
+    for folder in filter(None, folders):
         shutil.rmtree(folder, ignore_errors=True)

@@ -57,7 +57,7 @@ class Spec:
 
     @property
     def folders(self) -> set[str]:
-        return {self.folder, self.shared} - {""}
+        return {self.folder, self.shared}
 
 
 def live(spec: Spec) -> NoReturn:

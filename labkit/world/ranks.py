@@ -35,13 +35,14 @@ class Ranks:
         self.size, self.owner = world.size, os.getpid()
         self.folder = tempfile.mkdtemp(prefix="labkit-")
         self.shared = memory_folder(self.folder) if world.shares_memory else ""
-        folders = {self.folder, self.shared} - {""}
         self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
-        self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
+        self._cleanup = weakref.finalize(
+            self, _abandon, {self.folder, self.shared}, self.owner, self.ends
+        )
         try:
             with Interrupts() as interrupts:
                 self.starter: Starter = starter(world._start_with)
@@ -56,8 +57,8 @@ class Ranks:
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
-                shared=self.shared, backend=world.backend, device=world.device, threads=world.threads,
-                timeout_s=world.timeout_s, link=world.link, seed=world.seed, check=world.check,
+                shared=self.shared, backend=world.backend, device=world.device,
+                threads=world.threads, timeout_s=world.timeout_s, link=world.link, seed=world.seed, check=world.check,
                 cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
             )
             for rank in range(world.size)

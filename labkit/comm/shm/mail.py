@@ -33,10 +33,10 @@ from labkit.comm.shm.slots import copy
 from labkit.comm.shm.words import fence
 from labkit.comm.wire import Lane, LaneWork
 
-RING_BYTES = 1 << 18
+RING_BYTES = 1 << 20
 HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
 MOST_UNTAKEN = 2048  # messages of one direction; one more waits for the first to be taken
-GRAIN_BYTES = 1 << 16  # of a message that flows through: worth waking the other end for
+GRAIN_BYTES = 1 << 18  # of a message that flows through: worth waking the other end for
 WRITTEN, READ, TAKEN = 0, 1, 2
 SENDER, RECEIVER = 0, 1
 

@@ -18,8 +18,8 @@ ALIGNED = 64  # bytes of a line of the cache: where data of a rank begins
 
 
 class Region:
-    """`words` numbers and behind them `data_bytes` bytes, shared by `parties` processes, of which
-    this one is number `me`. `data` is where the data begins. Raises RuntimeError where there is no room."""
+    """`words` numbers and behind them, from `data` on, `data_bytes` bytes, shared by `parties`
+    processes, of which this one is number `me`. Raises RuntimeError where there is no room."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
         self._here = range(words, words + parties)  # "I have it"
@@ -42,9 +42,7 @@ class Region:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # it may be written to later, outside such a block
-            return torch.frombuffer(
-                self.memory, dtype=dtype, count=numel, offset=self.data + begin
-            )
+            return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=self.data + begin)
 
 
 def _map(path: Path, nbytes: int) -> mmap.mmap:

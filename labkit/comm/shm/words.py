@@ -114,7 +114,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # its number among the s
 _system_call: Callable[..., int] | None = None
 if sys.platform == "linux" and sys.byteorder == "little" and platform.machine() in _FUTEX:
     _system_call = ctypes.CDLL(None).syscall
-    _system_call.argtypes = [  # type: ignore[attr-defined]
+    _system_call.argtypes = [
         ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
         ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_uint32,
     ]  # fmt: skip

@@ -58,8 +58,8 @@ class Ranks:
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
                 shared=self.shared, backend=world.backend, device=world.device,
-                threads=world.threads, timeout_s=world.timeout_s, link=world.link, seed=world.seed, check=world.check,
-                cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
+                threads=world.threads, timeout_s=world.timeout_s, link=world.link,
+                seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
             )
             for rank in range(world.size)
         ]  # fmt: skip

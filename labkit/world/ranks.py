@@ -59,7 +59,8 @@ class Ranks:
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
                 shared=self.shared, backend=world.backend, device=world.device,
                 threads=world.threads, timeout_s=world.timeout_s, link=world.link,
-                seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
+                seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
+                env=dict(os.environ),
             )
             for rank in range(world.size)
         ]  # fmt: skip

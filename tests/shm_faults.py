@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from labkit import Comm
-from labkit.comm.shm import collectives, mail, slots
+from labkit.comm.shm import collectives, ring, slots
 from labkit.comm.shm.back import Shared
-from labkit.comm.shm.mail import Arriving, Inbox, Ring
+from labkit.comm.shm.mail import Arriving, Inbox
+from labkit.comm.shm.ring import Ring
 from labkit.comm.shm.slots import Slots
 from labkit.comm.wire import LaneWork
 
@@ -101,14 +102,14 @@ def expects_no_tags(self: Inbox, tag: int, nbytes: int) -> Arriving:
 
 def calls_taken_what_is_kept(self: Inbox, tag: int, nbytes: int) -> Arriving:
     message = expect(self, tag, nbytes)
-    self.words.announce(mail.taken_word(message.number), message.number)
+    self.words.announce(ring.taken_word(message.number), message.number)
     return message
 
 
 def ends_at_the_end(self: Ring, position: int, nbytes: int) -> Any:
     """What goes around the end of the ring is lost."""
-    at = position % mail.RING_BYTES
-    yield self._region.address(at), 0, min(nbytes, mail.RING_BYTES - at)
+    at = position % ring.RING_BYTES
+    yield self._region.address(at), 0, min(nbytes, ring.RING_BYTES - at)
 
 
 def overtakes(self: Shared, call: Any, collective: Any) -> Any:

@@ -20,7 +20,7 @@ from provoke import ROOT, driver, gone, until
 
 from labkit import Comm, Link, RankError, World, listen
 from labkit.comm import here
-from labkit.comm.shm import collectives, mail, slots, words
+from labkit.comm.shm import collectives, ring, slots, words
 from labkit.world import folders
 
 MEMORY = Path("/dev/shm")
@@ -37,7 +37,7 @@ def in_shared_memory() -> set[str]:
 def with_tiny_pieces() -> None:
     """Slots of 1 KiB, rings of 256 bytes: before the first operation of a world."""
     slots.SLOT_BYTES, collectives.AT_ONCE_BYTES = 1024, 64
-    mail.RING_BYTES, mail.GRAIN_BYTES, mail.MOST_UNTAKEN = 256, 64, 16
+    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
 
 
 # --- which transport ---------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from test_shm import ours_and_gloos, use_everything, with_tiny_pieces
 from labkit import Comm, RankError, World
 from labkit.comm.shm import collectives, slots
 from labkit.comm.shm.back import Shared
-from labkit.comm.shm.mail import Inbox, Ring
+from labkit.comm.shm.mail import Inbox
+from labkit.comm.shm.ring import Ring
 from labkit.comm.shm.slots import Slots
 
 

@@ -20,7 +20,8 @@ Three rules make it safe without any lock between the ranks:
     region.py       the file that all map, and that has no name as soon as all have
     slots.py        where each rank lays out pieces of its tensor: collectives go through them
     collectives.py  the collectives
-    mail.py         rings of bytes: send and receive
+    ring.py         a ring of bytes from one rank to another
+    mail.py         its two ends: send and receive
     back.py         the back of the door that has all of it
 
 What it costs: a collective on S bytes copies 2 S on each rank where the ring over gloo sends

@@ -1,77 +1,25 @@
-"""Messages through shared memory: a ring of bytes from each rank to each other.
-
-    words:  written (by the sender) | read (by the receiver) | taken 0, 1, ... (by the receiver)
-    ring:   ... | tag, length | data ...... | tag, length | data ... |
-                 ^ read                              written ^
-
-The sender appends as far as there is room; the receiver takes out what is there. Both count bytes
-since the beginning. A message longer than the ring flows through it.
-
-The ring is in order, but a receiver may want the message under tag 1 before that under tag 0. What
-comes out and is not asked for yet is kept in private memory until it is. A message is *taken* when
-a receive has it: then its number is written into `taken`, and only then is its send over, as over
-a wire without a buffer. (So two ranks that both send first wait for each other, however short the
-messages.) Copies: S on the sender, S on the receiver; once more for what was kept.
+"""The two ends of a ring (ring.py): an outbox on the sender's side, an inbox on the receiver's.
 
 The caller itself copies what fits, or what it waits for. The rest is done by a thread of the
 ring, so that a message travels while its sender and its receiver do something else.
 """
 
-import struct
-import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
+from threading import TIMEOUT_MAX
 
 import torch
 
-from labkit.comm.shm.region import Region
+from labkit.comm.shm import ring
+from labkit.comm.shm.ring import HEAD, READ, RECEIVER, SENDER, WRITTEN, Ring, padded, taken_word
 from labkit.comm.shm.slots import copy
 from labkit.comm.shm.words import fence
-from labkit.comm.wire import Lane, LaneWork
-
-RING_BYTES = 1 << 20
-HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
-MOST_UNTAKEN = 2048  # messages of one direction; one more waits for the first to be taken
-GRAIN_BYTES = 1 << 18  # of a message that flows through: worth waking the other end for
-WRITTEN, READ, TAKEN = 0, 1, 2
-SENDER, RECEIVER = 0, 1
-
-
-class Ring:
-    """One direction between two ranks, seen from one of its ends."""
-
-    def __init__(self, path: Path, end: int, timeout_s: float):
-        self._region = Region(path, end, 2, TAKEN + MOST_UNTAKEN, RING_BYTES)
-        self.words = self._region.words
-        self.timeout_s = timeout_s
-        self._lock = threading.Lock()  # threads of this process use the ring in turns
-        self._lane: Lane | None = None
-
-    def wait(self, word: int, value: int, until_s: float) -> None:
-        if not self.words.wait(word, value, until_s):
-            raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
-
-    def _later(self, function: Callable[[], None]) -> LaneWork:
-        if self._lane is None:
-            self._lane = Lane("labkit message")
-        return self._lane.submit(function)
-
-    def _head(self, position: int) -> int:
-        """Where the head at `position` is in the memory. (It never stands across the end.)"""
-        return self._region.data + position % RING_BYTES
-
-    def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(address in the ring, bytes before it, its bytes) from `position` on, around the end."""
-        done = 0
-        while done < nbytes:
-            at = (position + done) % RING_BYTES
-            some = min(nbytes - done, RING_BYTES - at)
-            yield self._region.address(at), done, some
-            done += some
+from labkit.comm.surroundings import here
+from labkit.comm.wire import LaneWork
 
 
 class Outbox(Ring):
@@ -93,8 +41,8 @@ class Outbox(Ring):
             return Sent(self, number, x.nbytes, self._later(partial(self._write_queued, write)))
 
     def _fits(self, nbytes: int, number: int) -> bool:
-        room_bytes = RING_BYTES - (self._written - self.words[READ])
-        free = self.words[taken_word(number)] >= number - MOST_UNTAKEN
+        room_bytes = ring.RING_BYTES - (self._written - self.words[READ])
+        free = self.words[taken_word(number)] >= number - ring.MOST_UNTAKEN
         return free and room_bytes >= HEAD.size + nbytes
 
     def _write_queued(self, write: Callable[[], None]) -> None:
@@ -104,14 +52,16 @@ class Outbox(Ring):
 
     def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
         """Append the message, as there comes to be room for it."""
-        self.wait(taken_word(number), number - MOST_UNTAKEN, inf)
-        self.wait(READ, self._written + HEAD.size - RING_BYTES, inf)
+        self.wait(taken_word(number), number - ring.MOST_UNTAKEN, inf)
+        self.wait(READ, self._written + HEAD.size - ring.RING_BYTES, inf)
         HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
         self._written += HEAD.size
         source, left_bytes = x.data_ptr(), x.nbytes
         while left_bytes:
-            self.wait(READ, self._written + min(left_bytes, GRAIN_BYTES) - RING_BYTES, inf)
-            some_bytes = min(left_bytes, RING_BYTES - (self._written - self.words[READ]))
+            self.wait(
+                READ, self._written + min(left_bytes, ring.GRAIN_BYTES) - ring.RING_BYTES, inf
+            )
+            some_bytes = min(left_bytes, ring.RING_BYTES - (self._written - self.words[READ]))
             for address, begin, nbytes in self._spans(self._written, some_bytes):
                 copy(address, source + begin, nbytes)
             source, left_bytes = source + some_bytes, left_bytes - some_bytes
@@ -124,19 +74,20 @@ class Outbox(Ring):
 class Sent:
     """A message on its way out: over when it is taken."""
 
-    def __init__(self, ring: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
-        self._ring, self._number, self._nbytes, self._writing = ring, number, nbytes, writing
+    def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
+        self._outbox, self._number = outbox, number
+        self._nbytes, self._writing = nbytes, writing
 
     def wait(self) -> int:
         """Returns the bytes copied."""
-        until_s = time.monotonic() + self._ring.timeout_s
+        until_s = time.monotonic() + self._outbox.timeout_s
         if self._writing is not None:
-            self._writing.wait_for(min(self._ring.timeout_s, threading.TIMEOUT_MAX))
-        self._ring.wait(taken_word(self._number), self._number, until_s)
+            self._writing.wait_for(min(self._outbox.timeout_s, TIMEOUT_MAX))
+        self._outbox.wait(taken_word(self._number), self._number, until_s)
         return self._nbytes
 
     def is_completed(self) -> bool:
-        return self._ring.words[taken_word(self._number)] >= self._number
+        return self._outbox.words[taken_word(self._number)] >= self._number
 
 
 class Inbox(Ring):
@@ -200,15 +151,15 @@ class Inbox(Ring):
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
         """The message that begins, on its way to who wants it, or into memory of its own."""
         self._messages += 1
-        if not self._wanted[tag]:
-            message = Arriving(self._messages, nbytes, torch.empty(nbytes, dtype=torch.uint8))
-            self._kept[tag].append(message)
-            return message
-        received = self._wanted[tag].popleft()
-        if received.x.nbytes == nbytes:
+        received = self._wanted[tag].popleft() if self._wanted[tag] else None
+        if received is not None and received.x.nbytes == nbytes:
             return Arriving(self._messages, nbytes, received.x, received)
-        room = torch.empty(nbytes, dtype=torch.uint8)
-        return Arriving(self._messages, nbytes, room, received)
+        with here.carrying():
+            room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        message = Arriving(self._messages, nbytes, room, received)
+        if received is None:
+            self._kept[tag].append(message)
+        return message
 
     def _hand_over(self, message: "Arriving") -> None:
         """If it is complete and wanted, it is taken now."""
@@ -238,26 +189,17 @@ class Arriving:
 class Received:
     """A receive: done when its message is in `x`."""
 
-    def __init__(self, ring: Inbox, x: torch.Tensor):
-        self._ring, self.x = ring, x
+    def __init__(self, inbox: Inbox, x: torch.Tensor):
+        self._inbox, self.x = inbox, x
         self.done, self.problem = False, ""
 
     def wait(self) -> int:
         """Returns the bytes copied."""
         if not self.done:
-            self._ring.until_done(self, time.monotonic() + self._ring.timeout_s)
+            self._inbox.until_done(self, time.monotonic() + self._inbox.timeout_s)
         if self.problem:
             raise RuntimeError(self.problem)
         return self.x.nbytes
 
     def is_completed(self) -> bool:
-        return self._ring.is_done(self)
-
-
-def taken_word(number: int) -> int:
-    return TAKEN + number % MOST_UNTAKEN
-
-
-def padded(nbytes: int) -> int:
-    """So that the next head is aligned."""
-    return -(-nbytes // HEAD.size) * HEAD.size
+        return self._inbox.is_done(self)

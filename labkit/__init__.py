@@ -21,6 +21,7 @@ _HOME = {
     "Link": "labkit.comm",
     "listen": "labkit.comm",
     "loss": "labkit.data",
+    "Mesh": "labkit.comm",
     "MLP": "labkit.models",
     "NaiveDDP": "labkit.parallel",
     "metric": "labkit.recording",

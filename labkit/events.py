@@ -72,6 +72,7 @@ class CommEvent:
     step: int = 0  # of the training, where somebody counts
     transport: str = ""  # what carried it: "shm" (shared memory), "gloo", "nccl", or "fake"
     lane: str = ""  # who carried it: "caller" itself, the "lane" of the group, or the "backend"
+    algorithm: str = ""  # "ring", "tree", ...; the backend's name where it chooses itself
     wire_bytes: int = 0  # known when the operation has ended
     issued_s: float = 0.0  # the strategy asked for it
     began_s: float = 0.0  # the transport started on it

@@ -105,20 +105,26 @@ def _phase_s(one: RankTrace, phase: str) -> float:
 
 
 def _sent(trace: Trace) -> Rows:
-    """Means over ranks and steps; over ranks alone where nobody counted steps."""
-    steps = len(trace.steps())
-    parts = max(1, len(trace.ranks)) * max(1, steps)
+    """Means over the ranks, and over those steps in which the operation came at all; over ranks
+    alone where nobody counted steps."""
+    steps, ranks = len(trace.steps()), max(1, len(trace.ranks))
     calls: dict[str, int] = defaultdict(int)
     sent_bytes: dict[str, int] = defaultdict(int)
+    seen: dict[str, set[int]] = defaultdict(set)
     for one in trace.ranks.values():
         for event in one.comms:
             calls[event.op] += 1
             sent_bytes[event.op] += event.bus_bytes
-    per = " a step" if steps else ""
-    return [
-        (op, f"{decimal(round(sent_bytes[op] / parts))}{per}, in {calls[op] / parts:.4g} calls")
-        for op in sorted(calls, key=lambda op: -sent_bytes[op])
-    ]
+            seen[event.op].add(event.step if steps else 0)
+    rows = []
+    for op in sorted(calls, key=lambda op: -sent_bytes[op]):
+        parts = ranks * len(seen[op])
+        often = " a step" if len(seen[op]) == steps else f" in {len(seen[op])} of {steps} steps"
+        count = f"{calls[op] / parts:.4g} call{'s' * (calls[op] != parts)}"
+        rows.append(
+            (op, f"{decimal(round(sent_bytes[op] / parts))}{often if steps else ''}, in {count}")
+        )
+    return rows
 
 
 def _memory(trace: Trace) -> Rows:
@@ -133,8 +139,11 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """Without the steps whose times mean nothing."""
-    steps = set(trace.steps()) - set(trace.steps(detail=True))
+    """The usual steps: without those whose times mean nothing, those that never ended and, where
+    others are left, the first, which has to warm up."""
+    unfinished = {x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s}
+    steps = set(trace.steps(detail=False)) - unfinished
+    steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()
     ranks = {
         rank: replace(
             one,

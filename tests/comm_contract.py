@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from labkit import Comm, CommEvent, Handle, World, listen
+from labkit.comm.algorithms import Call, sent_bytes
 
 SIZES = (0, 1, 3, 7, 1000)  # on 4 ranks: fewer elements than ranks, and odd chunks
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -290,6 +291,24 @@ def all_to_all(comm: Comm, sweep: bool = False) -> None:
         equal(x, expected, "in place")
 
 
+def ring_exchange(comm: Comm, sweep: bool = False) -> None:
+    n, rank = comm.size, comm.rank
+    for dtype in ALL:
+        for numel in sizes(sweep, dtype):
+            before = given((rank - 1) % n, numel, dtype=dtype)
+            for way in WAYS:
+                x, out = given(rank, numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+                way(comm.ring_exchange, out, x)
+                equal(out, before, (dtype, numel))
+                equal(x, given(rank, numel, dtype=dtype), "what was given is kept")
+            comm.ring_exchange(x, x)
+            equal(x, before, "in place")
+    for (out, untouched), (x, _) in zip(layouts(torch.zeros(3, 5)), layouts(given(rank, 3, 5))):
+        comm.ring_exchange(out, x)
+        equal(out, given((rank - 1) % n, 3, 5), x.stride())
+        assert untouched()
+
+
 def objects_and_barrier(comm: Comm) -> None:
     things = comm.all_gather_object({"rank": comm.rank, "long": "x" * 1000 * comm.rank, 1: None})
     assert things == [{"rank": r, "long": "x" * 1000 * r, 1: None} for r in range(comm.size)]
@@ -424,7 +443,7 @@ def in_pieces(comm: Comm) -> None:
     equal(out, reduced([given(r, uneven[rank]) for r in range(n)], "sum"))
 
 
-SWEPT = 8  # of these take `sweep`
+SWEPT = 9  # of these take `sweep`
 CONTRACT: tuple[Callable[..., None], ...] = (
     all_reduce,
     reduce,
@@ -433,6 +452,7 @@ CONTRACT: tuple[Callable[..., None], ...] = (
     all_gather,
     gather_and_scatter,
     all_to_all,
+    ring_exchange,
     point_to_point,
     objects_and_barrier,
     in_flight,
@@ -472,6 +492,7 @@ def events_of(comm: Comm, numel: int) -> dict[str, CommEvent]:
         comm.gather(torch.ones(5), [torch.ones(5)] * n if rank == 0 else None)
         comm.scatter(torch.ones(5), [torch.ones(5)] * n if rank == 0 else None)
         comm.all_to_all_single(torch.ones(5 * n), torch.ones(5 * n))
+        comm.ring_exchange(torch.ones(numel), x)
         comm.barrier()
         if n > 1:
             send = comm.isend(x, ahead)
@@ -493,6 +514,7 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
 
     payload = dict.fromkeys(("all_reduce", "reduce", "broadcast"), whole_bytes)
     payload |= dict.fromkeys(("reduce_scatter", "all_gather", "send", "recv"), whole_bytes)
+    payload["ring_exchange"] = whole_bytes
     payload |= dict.fromkeys(("gather", "scatter", "all_to_all"), n * five_bytes) | {"barrier": 0}
     for op in ranks[0]:
         assert counts(op, "payload_bytes") == [payload[op]] * n, op
@@ -503,7 +525,7 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
         "all_reduce": [a + b for a, b in zip(others, nexts)],
         "reduce_scatter": others,
         "all_gather": nexts,
-        **dict.fromkeys(("reduce", "broadcast", "send"), [whole_bytes] * n),
+        **dict.fromkeys(("reduce", "broadcast", "ring_exchange", "send"), [whole_bytes] * n),
         **dict.fromkeys(("gather", "scatter", "all_to_all"), [(n - 1) * five_bytes] * n),
         **dict.fromkeys(("barrier", "recv"), [0] * n),
     }
@@ -512,24 +534,21 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
     assert sum(bus["all_reduce"]) == 2 * (n - 1) * whole_bytes
     assert sum(bus["reduce_scatter"]) == sum(bus["all_gather"]) == (n - 1) * whole_bytes
 
-    rounds = (n - 1).bit_length()
-    through_memory = ranks[0]["barrier"].transport == "shm"
-    for op in ranks[0]:
-        wire = counts(op, "wire_bytes")
-        if through_memory:
-            assert wire == [copied_bytes(op, n, r, whole_bytes, share(r)) for r in range(n)], op
-            continue
-        if op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv"):
-            assert wire == bus[op], op  # a ring, or straight: what must be sent, and no more
-        elif op in ("reduce", "broadcast"):
-            assert sum(wire) == (n - 1) * whole_bytes, op  # a tree: everybody but one, once
-            assert max(wire) <= rounds * whole_bytes, op
-        elif op == "gather":
-            assert wire == [five_bytes * (r != 0) for r in range(n)]
-        elif op == "scatter":
-            assert wire == [five_bytes * (n - 1) * (r == 0) for r in range(n)]
-        else:
-            assert wire == [rounds] * n, op  # a byte to tell in each round of the barrier
+    shares = [share(r) // 4 for r in range(n)]
+    fives = [[5] * n if op in ("gather", "scatter", "all_to_all") else shares for op in ranks[0]]
+    for op, sizes in zip(ranks[0], fives):
+        for rank, event in enumerate(events[op] for events in ranks):
+            if event.transport == "shm":
+                copied = copied_bytes(op, n, rank, whole_bytes, share(rank))
+                assert event.wire_bytes == copied, (op, rank)
+                continue
+            if op in ("send", "recv"):
+                assert event.wire_bytes == event.bus_bytes, op
+                continue
+            call = Call(sizes, rank, event.peer or 0, [range(n)])
+            itemsize = 1 if op == "barrier" else 4  # a byte to tell in each round of the barrier
+            expected_bytes = sent_bytes(op, event.algorithm, itemsize, call)
+            assert event.wire_bytes == expected_bytes, (op, event.algorithm, rank)
 
 
 def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -> int:
@@ -543,6 +562,7 @@ def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -
         "gather": (0, (n - 1) * 20) if rank == 0 else (20, 0),
         "scatter": ((n - 1) * 20, 0) if rank == 0 else (0, 20),
         "all_to_all": ((n - 1) * 20, (n - 1) * 20),
+        "ring_exchange": (whole_bytes, whole_bytes),
         "barrier": (0, 0),
         "send": (whole_bytes, 0),
         "recv": (0, whole_bytes),

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ import labkit.check.ranks
 from labkit.check import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
 from labkit.check.exercise import Passed
 from labkit.check.peak import PeakMemory
+from labkit.comm import CommError
 from labkit.course.editions import checked, solved, sources, student
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -100,6 +102,15 @@ def test_every_lab_with_checks_has_its_notebook():
     assert {name.split(".")[0] for name in EXERCISES} <= LABS.keys()
 
 
+def test_a_mean_may_be_a_number_of_numpy():
+    def average(comm: Any, value: float) -> Any:
+        x = torch.tensor(value)
+        comm.all_reduce(x)
+        return np.float32(x / comm.size)
+
+    assert EXERCISES["00.average"](average).proven
+
+
 def test_the_best_known_score_of_lab_00_can_be_reached():
     def find_max(comm: Any, values: torch.Tensor) -> tuple[int, int]:
         others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -146,6 +157,49 @@ def test_an_exception_shows_the_students_own_line():
     assert "1 / comm.rank  # the line" in text and "ranks.py" not in text
 
 
+def test_the_line_shown_is_of_the_rank_that_is_told_of():
+    def play(comm: Any) -> None:
+        if comm.rank == 0:
+            raise ValueError("zero")  # line of rank 0
+        raise ValueError("one")  # line of rank 1
+
+    text = message(play)
+    assert text.startswith("rank 0 raised ValueError: zero.")
+    assert "line of rank 0" in text and "line of rank 1" not in text
+
+
+def test_what_is_not_implemented_is_not_always_the_stub():
+    def play(comm: Any) -> None:
+        raise NotImplementedError("torch has no such kernel")
+
+    assert message(play).startswith("ranks 0 and 1 raised NotImplementedError: torch has no")
+
+
+def test_an_operation_that_fails_under_way_is_no_hang():
+    def play(comm: Any) -> None:
+        raise CommError("all_reduce failed: no such dtype")
+
+    text = message(play)
+    assert text.startswith("ranks 0 and 1 raised CommError") and "hang" not in text
+    assert 'CommError("all_reduce' in text and "Each receive" not in text
+
+
+def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
+    def forgets(comm: Any) -> None:
+        comm.isend(torch.ones(3), 1 - comm.rank)
+
+    assert "rank 0 returns before its send is over" in message(forgets)
+
+    def swaps(comm: Any) -> float:
+        theirs = torch.zeros(3)
+        handle = comm.isend(torch.full((3,), 5.0), 1 - comm.rank)
+        comm.recv(theirs, 1 - comm.rank)
+        handle.wait()
+        return theirs[0].item()
+
+    assert run(2, swaps).values == [5.0, 5.0]
+
+
 def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(labkit.check.ranks, "LIMIT_S", 1.0)
 
@@ -176,7 +230,10 @@ def test_a_run_counts_bytes_operations_and_memory():
 
     ran = run(2, play)
     assert ran.ops == [["all_reduce"]] * 2
-    assert ran.sent_bytes == [1000, 1000]
+    assert ran.sent_bytes == ran.wire_bytes == [1000, 1000]
+    cast = run(2, lambda comm: comm.broadcast(torch.ones(250)))
+    assert cast.sent_bytes == [1000, 1000]
+    assert cast.wire_bytes == [1000, 0], "rank 1 only receives"
     assert ran.peak_bytes == [2000, 2000]
 
 
@@ -244,10 +301,21 @@ def test_a_difference_is_told(found: Any, right: Any, says: str):
         ([1, 2], (1, 2)),
         (None, None),
         (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
+        (np.float32(1.5), 1.5),
+        (np.array([1.5]), 1.5),
+        ((np.int64(1), torch.tensor(2)), (1, 2)),
     ],
 )
 def test_what_is_equal_passes(found: Any, right: Any):
     equal([found], [right])
+
+
+@pytest.mark.parametrize("found", [[1.0, 2.0], np.ones(2), "12"])
+@pytest.mark.parametrize("right", [torch.ones(2), 1.5])
+def test_a_hint_about_the_value_is_for_who_has_the_right_kind(found: Any, right: Any):
+    with pytest.raises(CheckFailed) as caught:
+        equal([found], [right], hint="look there")
+    assert "look there" not in str(caught.value)
 
 
 # ---- how it is shown
@@ -326,6 +394,12 @@ def test_a_prediction_must_be_made():
         predict(sent_bytes="4 MB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give the same names"):
         predict(sent_bytes=4).beside(messages=3)
+    with pytest.raises(CheckFailed, match="no name: 3, 2") as unnamed:
+        predict(3, 2)
+    assert "Name each, as in" in unnamed.value.hint
+    with pytest.raises(CheckFailed, match="nothing is predicted yet") as nothing:
+        predict().beside(sent_bytes=4)
+    assert "in step 3 first" in nothing.value.hint
 
 
 def test_a_pass_without_a_score_has_none():

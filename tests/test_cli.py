@@ -12,11 +12,15 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from labkit import DDP, World, bench, compare, recipes
+from labkit import DDP, GPT, World, bench, compare, read_run, recipes
 from labkit.bench import ddp, door
 from labkit.cli import app
+from labkit.parallel.footprint import parameter_bytes
+from labkit.trace import Trace
+from labkit.trace.laws import broken_laws
 from labkit.training import Task, train
 
+P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())
 TINY = ["--model", "tiny", "--steps", "4", "--rows", "5"]
 
 
@@ -33,9 +37,14 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
     for name in ("single", "naive-ddp", "ddp"):
         assert re.search(rf"{name} .*✓", done.stdout)
     assert "All equal" in done.stdout
-    picture = (tmp_path / "made" / "compare.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 10_000
+    own = [f"{name}/{what}.png" for name in ("single", "ddp") for what in ("timeline", "memory")]
+    for name in ("compare.png", "steps.png", *own):
+        picture = (tmp_path / "made" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    for name in ("single", "naive-ddp", "ddp"):
+        trace = read_run(tmp_path / "made" / name)
+        assert trace.complete and broken_laws(trace) == []
+        assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
     assert "Warning" not in done.stderr
 
 
@@ -79,7 +88,7 @@ def test_wrong_bytes_and_memory_are_told() -> None:
         report = world.run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
     lie = type(report.predicted)(1, 2, 3, 4)
     liar = type(report)(**{**vars(report), "predicted": lie})
-    problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2)).problems
+    problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2), Trace()).problems
     assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
 
 
@@ -90,9 +99,30 @@ def test_a_nan_is_not_equal_wherever_it_stands() -> None:
     for name in (next(iter(report.weights)), list(report.weights)[-1]):
         weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
         sick = dataclasses.replace(report, weights=weights)
-        assert any("weights differ" in one for one in compare._judge([sick], report, task).problems)
+        assert any(
+            "weights differ" in one
+            for one in compare._judge([sick], report, task, Trace()).problems
+        )
     sick = dataclasses.replace(report, losses=[report.losses[0], float("nan")])
-    assert any("losses differ" in one for one in compare._judge([sick], report, task).problems)
+    assert any(
+        "losses differ" in one for one in compare._judge([sick], report, task, Trace()).problems
+    )
+
+
+@pytest.mark.parametrize("launcher", [[], ["torch.distributed.run", "--nproc-per-node", "2", "-m"]])
+def test_a_run_is_recorded_and_viewed(launcher: list[str], tmp_path: Path) -> None:
+    ranks = [] if launcher else ["--ranks", "2"]
+    done = labkit(
+        *launcher, "labkit", "run", "ddp", *TINY, *ranks, "--record", "mine", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    trace = read_run(tmp_path / "mine")
+    assert trace.complete and sorted(trace.ranks) == [0, 1] and broken_laws(trace) == []
+    assert trace.steps(detail=True) and len(trace.metrics) == 2 * len(trace.steps())
+    viewed = labkit("labkit", "view", "mine", "--chrome", "trace.json", cwd=tmp_path)
+    assert viewed.returncode == 0 and "all_reduce" in viewed.stdout
+    for name in ("mine/timeline.png", "mine/memory.png", "trace.json"):
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:

@@ -491,7 +491,7 @@ def refused(calls: dict[str, Callable[[Comm], Any]]) -> dict[str, str]:
     comm, told = Comm(), {}
     with listen() as events:
         for name, call in calls.items():
-            with pytest.raises(ValueError) as raised:
+            with pytest.raises((ValueError, TypeError)) as raised:
                 call(comm)
             told[name] = str(raised.value)
     assert not events
@@ -552,6 +552,18 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
         "a tensor of layout torch.sparse_coo cannot travel; give x.to_dense()": (
             lambda comm: comm.all_reduce(torch.eye(3).to_sparse())
         ),
+        "torch knows no max of torch.uint16; convert it first": (
+            lambda comm: comm.all_reduce(ones(3).to(torch.uint16), "max")
+        ),
+        "only tensors travel, not a float; put it into one: torch.tensor([value])": (
+            lambda comm: comm.send(5.0, 1 - me(comm))
+        ),
+        "only tensors travel, not a int; put it into one": lambda comm: comm.all_reduce(5, "max"),
+        "only tensors travel, not a ndarray; put it into one: torch.as_tensor(value)": (
+            lambda comm: comm.broadcast(ones(3).numpy())
+        ),
+        "only tensors travel, not a bool": lambda comm: comm.all_gather([True] * 2, ones(1)),
+        "only tensors travel, not a str": lambda comm: comm.all_gather([ones(1)] * 2, "x"),
         "cannot move meta tensors": lambda comm: comm.all_reduce(ones(3, device="meta")),
         "subgroup: choose at least one rank, each once, not [0, 0]": (
             lambda comm: comm.subgroup([0, 0])
@@ -818,6 +830,8 @@ def forbidden(*_, **__):
 for name in dir(algorithms):
     if callable(getattr(algorithms, name)) and name.islower():
         setattr(algorithms, name, forbidden)
+for of_collective in algorithms.ALGORITHMS.values():
+    of_collective.update(dict.fromkeys(of_collective, forbidden))
 wire.Wire.isend = wire.Wire.irecv = forbidden
 
 def use(comm):
@@ -825,14 +839,15 @@ def use(comm):
     comm.all_reduce(x, "mean"); comm.reduce(x, dst=5); comm.broadcast(x.t())
     comm.reduce_scatter_tensor(part, x); comm.all_gather_into_tensor(x, part)
     comm.gather(part); comm.scatter(part); comm.all_to_all_single(x, torch.empty_like(x))
-    comm.barrier(); comm.send(x, 5); comm.recv(x, 1023)
+    comm.ring_exchange(x, x); comm.barrier(); comm.send(x, 5); comm.recv(x, 1023)
     comm.all_reduce(torch.empty(1001), async_op=True).wait()
 
 def check(events):
     S, p = n * 1000 * 3 * 4, 1000 * 3 * 4
     bus = {
         "reduce": S, "broadcast": S, "reduce_scatter": S - p, "all_gather": S - p, "gather": S - p,
-        "scatter": S - p, "all_to_all": S - p, "barrier": 0, "send": S, "recv": 0,
+        "scatter": S - p, "all_to_all": S - p, "ring_exchange": S, "barrier": 0, "send": S,
+        "recv": 0,
     }
     assert [event.op for event in events] == ["all_reduce", *bus, "all_reduce"]
     assert events[0].bus_bytes == 2 * (S - p) == 2 * 1023 * S // 1024

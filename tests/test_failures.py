@@ -789,10 +789,11 @@ def interrupted(action, *delays_s):
         action()
     except KeyboardInterrupt as error:
         raised = error
+    until_s = time.monotonic() + max(delays_s)  # one that `start` was interrupted in comes, too
     while True:
         try:
-            for timer in timers:
-                timer.join()
+            while time.monotonic() < until_s or any(timer.is_alive() for timer in timers):
+                time.sleep(0.005)
             time.sleep(0.02)
             return raised
         except KeyboardInterrupt:

@@ -271,6 +271,16 @@ def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
     assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
 
 
+@pytest.mark.slow
+def test_a_widget_is_kept_as_its_picture_alone():
+    pytest.importorskip("ipywidgets", reason="makes the widget")
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+    notebook.cells = [nbformat.v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider()")]
+    (output,) = build.execute(notebook).cells[0].outputs
+    assert list(output.data) == ["text/plain"]
+    assert notebook.metadata.keys() == editions.METADATA.keys()
+
+
 @pytest.mark.parametrize("edition", ["student", "solved"])
 @pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
 def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):
@@ -337,10 +347,10 @@ def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
 
 
 def test_code_is_shown_from_the_library_as_it_is():
-    code = show("comm/algorithms.py:tree_broadcast")
+    code = show("comm/algorithms/broadcast.py:tree_broadcast")
     assert code.text.startswith("def tree_broadcast(") and code.text.endswith("return sent_bytes")
-    assert re.fullmatch(r"labkit/comm/algorithms.py, lines \d+ to \d+", code.caption)
-    file = (ROOT / "labkit" / "comm" / "algorithms.py").read_text().splitlines()
+    assert re.fullmatch(r"labkit/comm/algorithms/broadcast.py, lines \d+ to \d+", code.caption)
+    file = (ROOT / "labkit" / "comm" / "algorithms" / "broadcast.py").read_text().splitlines()
     first, last = map(int, re.findall(r"\d+", code.caption))
     assert file[first - 1 : last] == code.text.splitlines()
     assert "<span" in code._repr_html_() and code.caption in repr(code)
@@ -363,8 +373,8 @@ def test_a_whole_module_begins_at_line_1():
     ("place", "words", "says"),
     [
         ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
-        ("comm/algorithms.py:gone", "", "has no 'gone'"),
-        ("comm/algorithms.py:run", "not there", "no line has 'not there'"),
+        ("comm/algorithms/broadcast.py:gone", "", "has no 'gone'"),
+        ("comm/algorithms/steps.py:run", "not there", "no line has 'not there'"),
     ],
 )
 def test_code_that_is_gone_is_an_error(place: str, words: str, says: str):

@@ -210,14 +210,57 @@ def test_the_title_says_what_is_shown_and_how_much_was_hidden():
     trace.about["link"] = {"gbps": 1.0}
     few = plot.timeline(trace, ranks=[3, 1]).axes[0].get_title(loc="left")
     assert "2 of 4 ranks" in few
-    assert few.endswith("paced")
+    assert few.endswith("paced to 1 Gbit/s")
     shown = Trace({rank: part.ranks[rank] for rank in (1, 3)})
     assert f"{overlap(shown):.0%} of communication" in few
     assert overlap(shown) != pytest.approx(overlap(part), abs=0.01)
 
 
+def test_the_title_leaves_out_what_means_nothing():
+    """A single step has no number; with no computing there is nothing to hide behind."""
+    trace = sample_trace(2, 1)
+    title = plot.timeline(trace).axes[0].get_title(loc="left")
+    assert title.startswith("2 ranks  ·  ") and "hidden" in title
+    for one in trace.ranks.values():
+        one.spans = []
+    assert "hidden" not in plot.timeline(trace).axes[0].get_title(loc="left")
+
+
+def message_trace(*, with_barrier: bool) -> Trace:
+    """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
+    traces = {}
+    for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
+        event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
+        times = {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
+        comms = [replace(event, **times)]
+        if with_barrier:
+            later = {name: value + 0.5 for name, value in times.items()}
+            comms.append(replace(event, op="barrier", peer=None, **later))
+        traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
+    return Trace(traces)
+
+
+def test_a_message_is_named_by_its_other_end_and_its_row_messages():
+    view = TimelineView(message_trace(with_barrier=False))
+    assert {"send → 2", "recv ← 0"} <= {name.text for name in view.names.names}
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "messages", "rank 2", "messages"]
+    view = TimelineView(message_trace(with_barrier=True))
+    assert {"send → 2", "barrier 2"} <= {name.text for name in view.names.names}
+    assert "all ranks" in [name.text for name in view.labels.names]
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_message_that_never_came_is_named_by_its_other_end():
+    trace = message_trace(with_barrier=False)
+    trace.ranks[2].comms[0].ended_s = 0.0
+    trace.ranks[2].comms[0].wait_ended_s = 0.0
+    never = {bar.names[0] for bar in TimelineView(trace).bars if bar.open}
+    assert never == {"recv ← 0", "waiting for recv ← 0"}
+
+
 @pytest.mark.parametrize(
-    ("steps", "detail", "expected"), [(1, None, 0), (3, None, 1), (3, 1, 2), (3, 0, 1), (1, 0, 0)]
+    ("steps", "detail", "expected"), [(2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1)]
 )
 def test_a_step_that_is_usual_is_shown_unless_another_is_asked_for(
     steps: int, detail: int | None, expected: int
@@ -277,6 +320,15 @@ def test_an_event_only_issued_begins_there_and_is_waited_for():
     assert "all_reduce 4" in wait.names[0]
 
 
+def test_what_is_waited_for_from_the_very_first_moment_shows():
+    trace = hung_trace()
+    for one in trace.ranks.values():
+        one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
+    trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
+    view = TimelineView(trace)
+    assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
+
+
 def test_a_hung_run_says_so_in_words():
     view = TimelineView(hung_trace())
     assert "unfinished after 20 ms" in view.axes.get_title(loc="left")
@@ -306,6 +358,33 @@ def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
         trace.ranks[0].comms.append(event)
     view = TimelineView(trace)
     assert set(ops[:-1]) <= set(words(view.figure))
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_name_stands_where_no_wait_lies_over_its_bar():
+    """As in tensor parallelism, where a module waits in the middle of its forward."""
+    span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
+    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "int8", (1,), 1, 1, True)
+    for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
+        times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
+        one.comms.append(replace(event, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: one}))
+    (name,) = [x for x in view.names.names if x.text == "mlp"]
+    assert name.x == pytest.approx(5.5)
+    assert_readable(view.figure, view.labels, view.names)
+    view.redraw(zoom=(0, 0.35))  # up to 3.6 ms
+    assert "mlp" not in [x.text for x in view.names.names]
+
+
+def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
+    trace = hung_trace()
+    first = trace.ranks[0].comms[0]
+    groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
+    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    view = TimelineView(trace, ranks=[0])
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
     assert_readable(view.figure, view.labels, view.names)
 
 
@@ -511,6 +590,24 @@ def test_phases_are_a_ribbon_in_their_colours():
     assert "step 3 in detail" in axes.get_xlabel()
 
 
+def test_each_rank_has_its_own_beginning():
+    trace = small_memory()
+    (one,) = trace.ranks.values()
+    later = small_memory().ranks[0]
+    later.rank = 1
+    later.steps = [replace(x, began_s=9.0, ended_s=19.0) for x in later.steps]
+    later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
+    later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
+    figure = plot.memory(Trace({0: one, 1: later}))
+    left, right = (
+        [side for x in axes.patches for side in (x.get_x(), x.get_width())]
+        for axes in figure.axes[:2]
+    )
+    assert left == pytest.approx(right)
+    peaks = [x.xy for axes in figure.axes[:2] for x in axes.texts if "peak" in x.get_text()]
+    assert peaks == [pytest.approx((25, 457))] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
@@ -558,8 +655,17 @@ def test_the_parts_of_a_steps_time_add_up_to_it():
     assert times.waiting_s == pytest.approx(wait_s)
 
 
+def test_the_step_in_detail_does_not_count():
+    trace = sample_trace(2, 2, 1)
+    times = step_times(trace)
+    assert times == step_times(sample_trace(2, 1, None))
+    assert times.alone_s < step_times(trace.step(1)).alone_s / 2
+
+
 def test_compare_draws_what_the_traces_say():
     runs = {"one": sample_trace(1, 3), "ddp": sample_trace(4, 3)}
+    fuller = runs["ddp"].ranks[2]
+    fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
     figure = plot.compare(runs)
     time_axes, sent_axes, held_axes = figure.axes
     for i, trace in enumerate(runs.values()):
@@ -574,7 +680,10 @@ def test_compare_draws_what_the_traces_say():
         assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(
             max(peak_bytes(one) for one in trace.step(1).ranks.values())
         )
+    ends = [0.0, 0.0]
     for container in held_axes.containers:
+        assert [bar.get_x() for bar in container] == pytest.approx(ends)
+        ends = [bar.get_x() + bar.get_width() for bar in container]
         (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
         assert colour == style.CATEGORIES[container.get_label()]
     assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]
@@ -738,8 +847,8 @@ def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot
 
 
 def test_plot_names_what_it_has():
-    assert set(plot.__all__) == {"compare", "memory", "timeline", "view"} <= set(dir(plot))
-    with pytest.raises(AttributeError, match="it has compare, memory, timeline, view"):
+    assert set(plot.__all__) == {"compare", "memory", "mesh", "timeline", "view"} <= set(dir(plot))
+    with pytest.raises(AttributeError, match="it has compare, memory, mesh, timeline, view"):
         plot.histogram  # noqa: B018
 
 

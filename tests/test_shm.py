@@ -74,6 +74,28 @@ def test_ranks_that_no_world_has_started_use_gloo() -> None:
     assert done.stdout == "gloo\n", done.stderr
 
 
+def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
+    def mixed() -> tuple[list[tuple[str, str]], str, str]:
+        comm = Comm()
+        with listen() as events:
+            handles = [
+                comm.all_reduce(torch.ones(500_000), async_op=True, algorithm=name)
+                for name in ("", "tree", "slots", "ring", "")
+            ]
+            comm.barrier()
+            for handle in handles:
+                assert handle is not None
+                handle.wait()
+        told = (str(comm.explain("broadcast", 8)), str(comm.explain("broadcast", 8, "chain")))
+        return [(event.algorithm, event.transport) for event in events], *told
+
+    for used, told, told_of_chain in world2.run(mixed):
+        slots, messages = ("slots", "shm"), ("tree", "gloo")
+        assert used == [slots, messages, slots, ("ring", "gloo"), slots, slots]
+        assert told.startswith("broadcast by slots: the ranks share memory. Over gloo it would be")
+        assert told_of_chain == "broadcast by chain: the call asks for it"
+
+
 # --- results -----------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 `fail` says it; `equal` compares rank by rank and says it where something differs.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 BOLD_RED, PLAIN = "\x1b[1;31m", "\x1b[0m"
@@ -44,6 +46,15 @@ def fail(
     raise CheckFailed(sentence, str(expected), str(found), hint, details)
 
 
+def no_yield(student: Callable[..., Any]) -> None:
+    """Fail for a function with a `yield`, where an ordinary one is asked for."""
+    if inspect.isgeneratorfunction(student):
+        fail(
+            "your function has a `yield`, so its body never ran.",
+            hint="Leave it out: comm.send(...) and comm.recv(...) wait by themselves.",
+        )
+
+
 def equal(
     found: Sequence[Any],
     expected: Sequence[Any],
@@ -55,7 +66,8 @@ def equal(
 
     Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
     `what` joins rank and value to a sentence: "rank 1 returned 6.0, but 1.5 is right".
-    `within`: the difference allowed, relative and absolute; integers must be equal.
+    `within`: the difference allowed, relative and absolute; integers must be equal. `hint` is about
+    the value: it is left out where a tensor, a number or a tuple is wanted and is not there.
     """
     assert len(found) == len(expected), "one value per rank"
     for rank, (its, right) in enumerate(zip(found, expected)):
@@ -70,8 +82,22 @@ def equal(
                 f"rank {rank} {what} {problem}.",
                 expected=f"{brief(right)} on rank {rank}",
                 found=brief(its),
-                hint=hint,
+                hint=hint if _same_sort(its, right) else "",
             )
+
+
+def _same_sort(found: Any, right: Any) -> bool:
+    for sort in (torch.Tensor, (tuple, list), str):
+        if isinstance(right, sort):
+            return isinstance(found, sort)
+    return isinstance(_plain(found), (int, float))
+
+
+def _plain(thing: Any) -> Any:
+    """The number in a numpy scalar, or in a tensor or array of one element."""
+    one = isinstance(thing, torch.Tensor) and thing.numel() == 1
+    one |= isinstance(thing, (np.generic, np.ndarray)) and thing.size == 1
+    return thing.item() if one else thing
 
 
 def difference(found: Any, right: Any, within: float) -> str:
@@ -89,8 +115,7 @@ def difference(found: Any, right: Any, within: float) -> str:
                 whole = f"{found!r}, but {right!r} is right"
                 return whole if short else f"{problem} (at place {i})"
         return ""
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        found = found.item()
+    found = _plain(found)
     numbers = isinstance(right, (int, float)) and not isinstance(right, bool)
     if numbers and not isinstance(found, (int, float)):
         return f"{kind(found)}, but a number is right"

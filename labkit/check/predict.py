@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
-from labkit.check.findings import CheckFailed, kind
+from labkit.check.findings import CheckFailed, brief, kind
 
 Number = int | float
 UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 
-def predict(**numbers: Any) -> "Prediction":
-    """Note predictions, each under a name with its unit. Raises CheckFailed for one that is still
-    to be made (`...`) or is no number."""
+def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
+    """Note predictions, each under a name with its unit; none yet for `predict()`. Raises
+    CheckFailed for one that is still to be made (`...`), has no name or is no number."""
+    if unnamed:
+        raise CheckFailed(
+            f"a prediction has no name: {', '.join(map(brief, unnamed))}.",
+            hint="Name each, as in predict(sent_bytes=4096).",
+        )
     for name, value in numbers.items():
         if isinstance(value, EllipsisType):
             raise CheckFailed(
@@ -40,6 +45,11 @@ class Prediction:
 
     def beside(self, **measured: Number) -> "Comparison":
         """The predictions beside what was measured, under the same names."""
+        if not self.numbers:
+            raise CheckFailed(
+                "nothing is predicted yet.",
+                hint="Fill in your prediction in step 3 first, and run its cell.",
+            )
         if measured.keys() != self.numbers.keys():
             raise ValueError(
                 f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "

@@ -41,6 +41,11 @@ class Ran:
         return [sum(event.bus_bytes for event in its) for its in self.events]
 
     @property
+    def wire_bytes(self) -> list[int]:
+        """Bytes that each rank really put on its wire: in a broadcast, not all send."""
+        return [sum(event.wire_bytes for event in its) for its in self.events]
+
+    @property
     def ops(self) -> list[list[str]]:
         """Names of the operations: ["send", "recv", "all_reduce"]."""
         return [[event.op.split("(")[0] for event in its] for its in self.events]
@@ -65,7 +70,19 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
         too_late.cancel()
         too_late.join()
     values, events, peaks = zip(*results)
+    for rank, its in enumerate(events):
+        if forgotten := [event for event in its if not event.ended_s]:
+            world.restart()  # it may still be under way, and must not meet the next check's
+            raise _not_waited_for(rank, forgotten[0])
     return Ran(list(values), list(events), list(peaks))
+
+
+def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
+    name = f"i{event.op}" if event.op in ("send", "recv") else f"{event.op}(..., async_op=True)"
+    return CheckFailed(
+        f"rank {rank} returns before its {event.op} is over.",
+        hint=f"{name} only starts it and returns a handle: wait for the handle, handle.wait().",
+    )
 
 
 def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
@@ -78,7 +95,7 @@ def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, lis
 def _world(size: int) -> World:
     if size not in _worlds:
         with redirect_stdout(io.StringIO()):  # what it runs on is not news in a check
-            _worlds[size] = World(size, device="cpu", timeout_s=WAIT_S)
+            _worlds[size] = World(size, device="cpu", backend="gloo", timeout_s=WAIT_S)
         atexit.register(_worlds[size].close)
     return _worlds[size]
 
@@ -88,15 +105,20 @@ def told(error: RankError) -> CheckFailed:
     lines = [line for line in str(error).splitlines() if "the next run starts new" not in line]
     first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
-        case "raised" if "NotImplementedError" in first:
+        case "raised" if "NotImplementedError: your turn:" in first:
             return CheckFailed(
                 "you left the stub: the body is not written yet.",
                 hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
             )
         case "raised":
             return CheckFailed(f"{first}.", details=_last_lines(rest))
+        case "stuck" if " raised " in first:
+            return CheckFailed(f"{first}.", details=_last_lines(rest))
         case "stuck":
             hint = "Each receive needs its send, and all ranks must call every collective."
+            calls = set(re.findall(r"rank \d+: waits in (\w+)", rest))
+            if "wait for each other" in first and calls in ({"send"}, {"recv"}):
+                hint = f"All of them wait in a {calls.pop()}: one must do the other first."
             return CheckFailed(f"the ranks hang: {first}", details=rest, hint=hint)
         case "interrupted":
             return CheckFailed(
@@ -107,9 +129,10 @@ def told(error: RankError) -> CheckFailed:
 
 
 def _last_lines(trace: str) -> str:
-    """Of a traceback, the innermost place that is not labkit's or torch's, and its line."""
+    """The innermost place that is not labkit's or torch's, and its line, of the traceback of
+    those ranks that are told first: the others' errors have lines of their own."""
     place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
-    lines = trace.splitlines()
+    lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
     found = [
         lines[i : i + 2]
         for i, line in enumerate(lines)

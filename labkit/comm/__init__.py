@@ -4,6 +4,7 @@ from labkit.comm.board import Board, CollectiveMismatch
 from labkit.comm.door import Comm
 from labkit.comm.handle import CommError, Handle
 from labkit.comm.link import Link
+from labkit.comm.mesh import Mesh
 from labkit.comm.surroundings import here, listen, listen_with
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CommError",
     "Handle",
     "Link",
+    "Mesh",
     "here",
     "listen",
     "listen_with",

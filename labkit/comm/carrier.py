@@ -16,9 +16,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.backs import Back, Call, Gloo, Native, Nothing, SendReceive
+from labkit.comm.back import Back, Call, Kind
+from labkit.comm.backs import Gloo, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
+from labkit.comm.chooser import Choice
+from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.handle import Handle
+from labkit.comm.native import Native, Nothing
 from labkit.comm.shm import Shared
 from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
@@ -69,31 +73,43 @@ class Carrier:
         finish: list[Callable[[], object]],
         start: Callable[[Back, Call], Work],
         *,
+        nbytes: int,
+        reduction: str = "",
+        algorithm: str = "",
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
         """Carry out one collective: `start` gets the back and the call and returns its work.
-        The shapes of `alike`, if not given of `x`, are the same on all ranks."""
+        The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
+        by which the algorithm is chosen where none is named."""
         back = self._back(x)
+        collective = what.partition("(")[0]
+        name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
+        back = back.serving(name)
         seq = next(self._collectives)
-        call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op)
+        call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None and not here.listeners:
             handle = Handle(start(back, call), what, finish)
         else:
+            by = f" by {name}" if algorithm or collective in back.forced else ""
             note = Note(
-                self.name, self.ranks, seq, f"{what} {describe(x)}", caller(),
-                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]}",
+                self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
+                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
             )  # fmt: skip
             event = None
             if here.listeners:
                 chunks = chunk_bytes()
                 event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
-                event.blocking, event.transport = not async_op, back.transport
+                event.blocking, event.algorithm = not async_op, name
+                event.transport = back.transport
             handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
         if async_op:
             return handle
         handle.wait()
         return None
+
+    def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
+        return self._back(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
 
     def message(
         self,
@@ -107,7 +123,7 @@ class Carrier:
     ) -> Handle:
         """Carry out one send or receive."""
         back = self._back(x)
-        call = Call(tag, not blocking)
+        call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
             return Handle(start(back, call), op, finish)
@@ -130,6 +146,7 @@ class Carrier:
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
         and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
         flat = x.detach()
@@ -190,7 +207,7 @@ class Carrier:
             if board:
                 board.leave(note, failed=True)
             raise
-        return Handle(work, note.what, finish, event, board, note)
+        return Handle(work, note.what, finish, event, board, note, self._clock)
 
     def _event(
         self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
@@ -202,8 +219,13 @@ class Carrier:
             payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
             peer=peer, tag=tag,
         )  # fmt: skip
-        here.clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
+        self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
         return event
+
+    @property
+    def _clock(self) -> Clock:
+        """Of what waits on a stream; gloo makes the host wait."""
+        return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
     def _back(self, x: torch.Tensor) -> Back:
         key = (x.device, here.link)
@@ -226,8 +248,9 @@ class Carrier:
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
         if here.shared is not None and device == "cpu":
-            return Shared(here.shared, self._alias(), self.rank, self.size, self._timeout_s())
-        return Gloo(group) if backend == "gloo" else Native(group, backend)
+            place = here.shared / self._alias()
+            return Shared(place, self.rank, self.size, self._timeout_s(), Gloo(group))
+        return Gloo(group) if backend == "gloo" else Native(group)
 
     def _alias(self) -> str:
         """A name for files: of this group only, and the same on all its ranks."""
@@ -240,6 +263,13 @@ class Carrier:
 
 _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def check_tensor(x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
+        raise TypeError(f"only tensors travel, not a {type(x).__name__}; put it into one: {how}")
 
 
 def describe(x: torch.Tensor) -> str:

@@ -4,9 +4,9 @@ A clock writes the time, in seconds on the machine's monotonic clock, into a fie
 event: at once, or once the GPU has come to it.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,8 @@ class Clock(ABC):
 
     @abstractmethod
     def end_of(self, work: Any) -> Any:
-        """The moment at which torch's `work` is done, for `mark`."""
+        """The moment at which torch's `work` is done, for `mark`. (A clock of streams is asked
+        about work on a stream only: other work it would wait for.)"""
 
     @abstractmethod
     def settle(self, patience_s: float = 0.2) -> bool:
@@ -33,7 +34,7 @@ class HostClock(Clock):
     """The CPU does what it is told before it goes on."""
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        time_s = at[0] if at else time.monotonic()
+        time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(thing, field, time_s)
 
@@ -48,12 +49,17 @@ class HostClock(Clock):
         return True
 
 
+HOST_CLOCK = HostClock()
+
+
 class StreamClock(Clock):
     """Work for a GPU is only enqueued: a CUDA event between two kernels knows when it passed.
-    Times count from one moment at which host and GPU stood still together."""
+    Times count from a moment at which host and GPU stood still together. A begin has the host's
+    time until then, an end is 0.0, "not yet"."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Any, tuple[str, ...], torch.cuda.Event]] = deque()
+        self._under_way: dict[tuple[int, str], tuple[Any, Any]] = {}  # (thing, field) -> event
+        self._lock = threading.Lock()  # two threads may settle
         self._beside = torch.cuda.Stream()
         torch.cuda.synchronize()
         self._zero = self._event_here()
@@ -61,10 +67,15 @@ class StreamClock(Clock):
         self._zero_s = time.monotonic()
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        time_s = time.monotonic()  # until the GPU tells better: 0.0 would mean "not yet"
+        known = at if isinstance(at, list) else None  # of something that only the host has seen
+        event = None if known is not None else at or self._event_here()
         for field in fields:
-            setattr(thing, field, time_s)
-        self._under_way.append((thing, fields, at or self._event_here()))
+            if known is not None or "ended" not in field:
+                setattr(thing, field, known[0] if known else time.monotonic())
+            if event is None:
+                self._under_way.pop((id(thing), field), None)
+            else:
+                self._under_way[id(thing), field] = thing, event
 
     def end_of(self, work: Any) -> Any:
         with torch.cuda.stream(self._beside):
@@ -72,18 +83,20 @@ class StreamClock(Clock):
             return self._event_here()
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        until_s, all_known = time.monotonic() + patience_s, True
-        for _ in range(len(self._under_way)):
-            thing, fields, event = self._under_way.popleft()
+        with self._lock, suppress(RuntimeError):  # after an error of CUDA no time is known
+            return self._settle(time.monotonic() + patience_s)
+        return False
+
+    def _settle(self, until_s: float) -> bool:
+        all_known = True
+        for (key, field), (thing, event) in list(self._under_way.items()):
             while not event.query() and time.monotonic() < until_s:
                 time.sleep(0.001)
             if not event.query():
-                self._under_way.append((thing, fields, event))
                 all_known = False
-                continue
-            time_s = self._zero_s + self._zero.elapsed_time(event) / 1e3
-            for field in fields:
-                setattr(thing, field, time_s)
+            elif self._under_way.get((key, field), (None, None))[1] is event:  # not marked anew
+                del self._under_way[key, field]
+                setattr(thing, field, self._zero_s + self._zero.elapsed_time(event) / 1e3)
         return all_known
 
     @staticmethod
@@ -95,6 +108,4 @@ class StreamClock(Clock):
 
 def clock_here() -> Clock:
     """That of the device this process computes on."""
-    return (
-        StreamClock() if torch.cuda.is_available() and torch.cuda.is_initialized() else HostClock()
-    )
+    return StreamClock() if torch.cuda.is_initialized() else HOST_CLOCK

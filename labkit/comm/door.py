@@ -11,10 +11,12 @@ ranks that compare notes before they hang, every dense dtype and memory layout o
     handle.wait()
 
 Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
+`algorithm` names one of labkit/comm/algorithms; without it, labkit/comm/chooser.py chooses.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -22,8 +24,16 @@ import torch.distributed as dist
 
 from labkit import events
 from labkit.comm.backs import REDUCTIONS
-from labkit.comm.carrier import COLLECTIVE_TAGS, Carrier, equal_parts
+from labkit.comm.carrier import (
+    COLLECTIVE_TAGS,
+    Carrier,
+    check_tensor,
+    describe,
+    equal_parts,
+)
+from labkit.comm.chooser import Choice
 from labkit.comm.handle import Handle
+from labkit.comm.surroundings import here
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Tensors = Sequence[torch.Tensor]
@@ -42,8 +52,9 @@ class Comm:
     and `..._single` variants want the tensor that they cut into n parts to be contiguous.
 
     Raises RuntimeError where no process group is initialised, ValueError outside the group.
-    Operations raise ValueError for arguments that do not fit each other, CollectiveMismatch when
-    another rank called something else, CommError when the operation fails under way.
+    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
+    other or that torch cannot reduce, CollectiveMismatch when another rank called something else,
+    CommError when the operation fails under way.
     """
 
     def __init__(self, group: Any = None):
@@ -80,9 +91,23 @@ class Comm:
         group = self._carrier.new_group([self.ranks[rank] for rank in chosen])
         return Comm(group) if self.rank in chosen else None
 
+    def explain(
+        self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
+        dtype: torch.dtype = torch.float32,
+    ) -> Choice:  # fmt: skip
+        """Which algorithm carries an operation of `nbytes` (of all chunks together), and why.
+
+        >>> comm.explain("all_reduce", 1 << 20)
+        all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
+        """
+        probe = torch.empty(0, dtype=dtype, device=self._own_device())
+        return self._carrier.explain(collective, nbytes, probe, op, algorithm)
+
     # --- collectives that reduce --------------------------------------------------------------
 
-    def all_reduce(self, x: torch.Tensor, op: Op = "sum", async_op: bool = False) -> Handle | None:
+    def all_reduce(
+        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
         _check_op(op, x)
         finish: Finish = []
@@ -92,11 +117,13 @@ class Comm:
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
             lambda back, call: back.all_reduce(flat, op, call),
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm,
         )  # fmt: skip
 
     def reduce(
-        self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False
-    ) -> Handle | None:
+        self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
         """Replace `x` on rank `dst` by the reduction of all ranks' `x`; the others keep theirs."""
         _check_op(op, x)
         self._member(dst)
@@ -104,12 +131,14 @@ class Comm:
         flat = self._carrier.stage(x, finish if self.rank == dst else None)
         return self._carrier.collective(
             f"reduce({op}, dst={dst})", x, lambda: [x.nbytes], _whole, async_op, finish,
-            lambda back, call: back.reduce(flat, dst, op, call), peer=dst,
+            lambda back, call: back.reduce(flat, dst, op, call),
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm, peer=dst,
         )  # fmt: skip
 
     def reduce_scatter(
-        self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False
-    ) -> Handle | None:
+        self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
         """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
         _check_op(op, out)
         self._check_list("reduce_scatter", "ins", ins, out)
@@ -119,29 +148,36 @@ class Comm:
         return self._carrier.collective(
             f"reduce_scatter({op})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.reduce_scatter(flat, chunks, op, call), alike=chunks,
+            lambda back, call: back.reduce_scatter(flat, chunks, op, call),
+            nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 
     def reduce_scatter_tensor(
-        self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False
-    ) -> Handle | None:
+        self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
         """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
         parts = equal_parts("reduce_scatter_tensor", x, self.size)
-        return self.reduce_scatter(out, parts, op, async_op)
+        return self.reduce_scatter(out, parts, op, async_op, algorithm)
 
     # --- collectives that move ----------------------------------------------------------------
 
-    def broadcast(self, x: torch.Tensor, src: int = 0, async_op: bool = False) -> Handle | None:
+    def broadcast(
+        self, x: torch.Tensor, src: int = 0, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """Replace `x` on all ranks by that of rank `src`."""
         self._member(src)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.collective(
             f"broadcast(src={src})", x, lambda: [x.nbytes], _whole, async_op, finish,
-            lambda back, call: back.broadcast(flat, src, call), peer=src,
+            lambda back, call: back.broadcast(flat, src, call),
+            nbytes=x.nbytes, algorithm=algorithm, peer=src,
         )  # fmt: skip
 
-    def all_gather(self, outs: Tensors, x: torch.Tensor, async_op: bool = False) -> Handle | None:
+    def all_gather(
+        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
         self._check_list("all_gather", "outs", outs, x)
         finish: Finish = []
@@ -150,19 +186,20 @@ class Comm:
         return self._carrier.collective(
             "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
             async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
-            alike=chunks,
+            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 
     def all_gather_into_tensor(
-        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """`out` becomes all ranks' `x` one after the other."""
         parts = equal_parts("all_gather_into_tensor", out, self.size)
-        return self.all_gather(parts, x, async_op)
+        return self.all_gather(parts, x, async_op, algorithm)
 
     def gather(
-        self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False
-    ) -> Handle | None:
+        self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
         """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
         finish: Finish = []
         chunks = self._rooted("gather", "outs", outs, x, dst, finish)
@@ -170,12 +207,14 @@ class Comm:
         return self._carrier.collective(
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.gather(flat, chunks, dst, call), peer=dst, alike=(),
+            lambda back, call: back.gather(flat, chunks, dst, call),
+            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # nobody knows the others' sizes
         )  # fmt: skip
 
     def scatter(
-        self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False
-    ) -> Handle | None:
+        self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
         """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
         finish: Finish = []
         chunks = self._rooted("scatter", "ins", ins, out, src, None)
@@ -183,10 +222,13 @@ class Comm:
         return self._carrier.collective(
             f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.scatter(flat, chunks, src, call), peer=src, alike=(),
+            lambda back, call: back.scatter(flat, chunks, src, call),
+            nbytes=0, algorithm=algorithm, peer=src, alike=(),
         )  # fmt: skip
 
-    def all_to_all(self, outs: Tensors, ins: Tensors, async_op: bool = False) -> Handle | None:
+    def all_to_all(
+        self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """outs[j] of rank i becomes ins[i] of rank j: a transposition over the ranks."""
         self._check_list("all_to_all", "outs", outs)
         self._check_list("all_to_all", "ins", ins, outs[self.rank])
@@ -196,22 +238,41 @@ class Comm:
         return self._carrier.collective(
             "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.all_to_all(arriving, leaving, call), alike=(),
+            lambda back, call: back.all_to_all(arriving, leaving, call),
+            nbytes=0, algorithm=algorithm, alike=(),
         )  # fmt: skip
 
     def all_to_all_single(
-        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """Part i of `out` becomes part `rank` of rank i's `x`; both are n equal parts."""
         outs, ins = (equal_parts("all_to_all_single", y, self.size) for y in (out, x))
-        return self.all_to_all(outs, ins, async_op)
+        return self.all_to_all(outs, ins, async_op, algorithm)
 
-    def barrier(self) -> None:
+    def ring_exchange(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """`x` goes to the next rank, `out` becomes that of the one before (of the last, on rank
+        0). Both are as large on all ranks."""
+        if out.numel() != x.numel() or out.dtype != x.dtype:
+            raise ValueError(
+                f"ring_exchange: out is {describe(out)}, x is {describe(x)}; make them equal"
+            )
+        finish: Finish = []
+        leaving, arriving = self._carrier.stage(x, None), self._carrier.stage(out, finish)
+        return self._carrier.collective(
+            "ring_exchange", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.ring_exchange(arriving, leaving, call),
+            nbytes=x.nbytes, algorithm=algorithm,
+        )  # fmt: skip
+
+    def barrier(self, algorithm: str = "") -> None:
         """Return when all ranks of the group have called it."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self._own_device())
         self._carrier.collective(
             "barrier", nothing, lambda: [0], _whole, False, [],
             lambda back, call: back.barrier(nothing.new_zeros(1), call),
+            nbytes=0, algorithm=algorithm,
         )  # fmt: skip
 
     def all_gather_object(self, thing: Any) -> list[Any]:
@@ -280,6 +341,8 @@ class Comm:
     def _check_list(
         self, op: str, name: str, tensors: Tensors, mine: torch.Tensor | None = None
     ) -> None:
+        for x in (*tensors, *([] if mine is None else [mine])):
+            check_tensor(x)
         if len(tensors) != self.size:
             raise ValueError(
                 f"{op}: {name} has {len(tensors)} tensors for {self.size} ranks; give one for each"
@@ -317,9 +380,23 @@ def _whole(chunk_bytes: list[int], rank: int) -> int:
 
 
 def _check_op(op: str, x: torch.Tensor) -> None:
+    check_tensor(x)
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}")
     if op in ("min", "max") and x.is_complex():
         raise ValueError(f"{x.dtype} has no order, so no {op}; reduce its real and imaginary parts")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"the mean of {x.dtype} has no exact result; sum and divide, or convert")
+    if x.device.type == "cpu" and not _can_reduce(op, x.dtype):
+        raise ValueError(f"torch knows no {op} of {x.dtype}; convert it first, as to torch.int32")
+
+
+@cache
+def _can_reduce(op: str, dtype: torch.dtype) -> bool:
+    """Asked before the ranks meet: found out under way it looks as if a peer had failed."""
+    try:
+        with here.carrying():
+            REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+    except NotImplementedError:
+        return False
+    return True

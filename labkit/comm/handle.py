@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from labkit.comm.board import Board, Note
-from labkit.comm.surroundings import here
+from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.wire import LaneWork, Work
 from labkit.events import CommEvent
 
@@ -24,13 +24,14 @@ class Handle:
         event: CommEvent | None = None,
         board: Board | None = None,
         note: Note | None = None,
+        clock: Clock = HOST_CLOCK,
     ):
         self._work: Work | None = work
         self._what, self._finish = what, finish
         self._event, self._board, self._note = event, board, note
-        self._end = None
+        self._clock, self._end = clock, None
         if event is not None and hasattr(work, "get_future"):  # torch's: it does not tell when
-            self._end = here.clock.end_of(work)
+            self._end = clock.end_of(work)
 
     def wait(self) -> None:
         """Block until the operation is done (on CUDA: until the current stream waits for it).
@@ -40,7 +41,7 @@ class Handle:
         if self._work is None:
             return
         if self._event and not self._event.blocking:
-            here.clock.mark(self._event, "wait_began_s")
+            self._clock.mark(self._event, "wait_began_s")
         if self._board and self._note:
             self._board.wait(self._note)
         try:
@@ -66,11 +67,13 @@ class Handle:
         """Fill in what is known now, `ended_s` last: with it the event is complete."""
         counted = isinstance(sent_bytes, int) and not isinstance(sent_bytes, bool)
         event.wire_bytes = int(sent_bytes) if counted else event.bus_bytes  # type: ignore[call-overload]
-        here.clock.mark(event, "wait_ended_s")
+        self._clock.mark(event, "wait_ended_s")
         if isinstance(self._work, LaneWork):
             event.lane = "caller" if event.blocking else "lane"
-            event.began_s, event.ended_s = self._work.began_s, self._work.ended_s
+            self._clock.mark(event, "began_s", at=[self._work.began_s])
+            self._clock.mark(event, "ended_s", at=[self._work.ended_s])
         else:
             event.lane = "backend"
-            here.clock.mark(event, "ended_s", at=self._end)
-            event.ended_s = min(event.ended_s, event.wait_ended_s)
+            self._clock.mark(event, "ended_s", at=self._end)
+            if event.wait_ended_s:  # the host's clock: the news may come after the wait is over
+                event.ended_s = min(event.ended_s, event.wait_ended_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.comm.board import Board
-from labkit.comm.clock import Clock, HostClock
+from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.link import Link
 from labkit.events import CommEvent
 
@@ -28,7 +28,7 @@ class Surroundings:
     link: Link | None = None
     shared: Path | None = None
     carrying: Callable[[], AbstractContextManager[None]] = nullcontext
-    clock: Clock = field(default_factory=HostClock)
+    clock: Clock = HOST_CLOCK
 
 
 here = Surroundings()

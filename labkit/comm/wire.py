@@ -4,16 +4,19 @@
 delivered it; the receiver then really waits for it, and nothing else has to know.
 """
 
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
+import torch.distributed as dist
 
 from labkit.comm.link import Link
 
@@ -27,12 +30,16 @@ class Work(Protocol):
 
 
 class Wire:
-    """Messages between the ranks of one group. Tensors must be contiguous, of any dtype."""
+    """Messages between the ranks of one group. Tensors must be contiguous, of any dtype.
+    `nodes` are the ranks on each machine."""
+
+    nodes: Sequence[Sequence[int]]
 
     def __init__(self, group: Any):
         self._group = ref(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
+        self.nodes = nodes_of(dist.get_process_group_ranks(group))
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to rank `peer` of the group; do not write to `x` before it is waited for."""
@@ -189,6 +196,14 @@ def living(group: "ref[Any]") -> Any:
     if found is None:
         raise RuntimeError("its process group was destroyed; make a new Comm")
     return found
+
+
+def nodes_of(global_ranks: Sequence[int]) -> list[list[int]]:
+    """Which ranks of a group are on one machine, counted inside the group. torchrun says how many
+    each machine has (LOCAL_WORLD_SIZE); without it, all are on one."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or len(global_ranks) + max(global_ranks))
+    ranks = range(len(global_ranks))
+    return [list(node) for _, node in groupby(ranks, lambda rank: global_ranks[rank] // per_node)]
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

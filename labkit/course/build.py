@@ -18,6 +18,7 @@ from labkit.course.editions import (
 )
 
 CELL_LIMIT_S = 60
+WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel its picture is shown
 
 
 def build(names: list[str], everything: bool = False) -> None:
@@ -44,11 +45,15 @@ def execute(notebook: Notebook) -> Notebook:
         timeout=CELL_LIMIT_S,
         kernel_name="python3",
         record_timing=False,
+        store_widget_state=False,
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(NOTEBOOKS)}},
     )
     client.execute()
     notebook.metadata.language_info = {"name": "python"}  # not the versions of who built it
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(WIDGET, None)
     return notebook
 
 

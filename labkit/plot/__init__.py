@@ -6,6 +6,7 @@
     plot.memory(trace)     # the step in detail: what held how many bytes
     plot.compare({"ddp": one, "zero": other})
     plot.view(trace)       # all of it, with sliders
+    plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -16,6 +17,7 @@ from typing import Any
 _HOME = {
     "compare": "labkit.plot.strategies",
     "memory": "labkit.plot.memories",
+    "mesh": "labkit.plot.meshes",
     "timeline": "labkit.plot.timelines",
     "view": "labkit.plot.widget",
 }

@@ -15,12 +15,13 @@ from typing import NamedTuple
 from labkit.events import CommEvent
 from labkit.plot.style import PHASES, UNFINISHED, WAITING, shade
 from labkit.trace import RankTrace, Span, Trace
-from labkit.trace.measures import lanes, waiting
+from labkit.trace.measures import Intervals, lanes, union, waiting, without
 
 TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
 MOST_LANES = 2  # of communication at full height below the first; more of them share this space
 RANK_GAP = 0.4
+MESSAGES = "messages"
 
 
 class Bar(NamedTuple):
@@ -36,6 +37,7 @@ class Bar(NamedTuple):
     names_to: float
     edge: str = ""  # a colour of the outline that is always there
     open: bool = False  # never ended: reaches to the end of the picture
+    free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all of it
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RankBars:
     """The bars of one rank, those in front last."""
 
     bars: list[Bar]
-    groups: list[str]  # of each lane of communication, top down
+    groups: list[str]  # of each lane of communication, top down; MESSAGES where it has no others
 
     @property
     def height(self) -> float:
@@ -67,7 +69,9 @@ def end_of(trace: Trace) -> float:
 
 def bars_of(one: RankTrace, end_s: float) -> RankBars:
     """Everything one rank did; what has no end is open until `end_s`."""
-    bars = [*_spans(one, end_s), *_waits(one, end_s)]
+    waits = _waits(one, end_s)
+    waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
+    bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(one, end_s)] + waits
     began = {id(x): max(x.began_s, x.issued_s) for x in one.comms}  # 0.0: not begun, only issued
     closed = [
         x if x.ended_s else replace(x, began_s=began[id(x)], ended_s=end_s) for x in one.comms
@@ -77,7 +81,18 @@ def bars_of(one: RankTrace, end_s: float) -> RankBars:
     for lane, (_, events) in enumerate(found):
         place = lane_place(lane, len(found))
         bars += [_comm(one.rank, x, place, id(x) in unfinished) for x in events]
-    return RankBars(bars, [group for group, _ in found])
+    together = {x.group for x in closed if not _is_message(x)}
+    return RankBars(bars, [_row_name(group, group in together) for group, _ in found])
+
+
+def _is_message(event: CommEvent) -> bool:
+    """From one rank to one other."""
+    return event.op in ("send", "recv") and event.peer is not None
+
+
+def _row_name(group: str, together: bool) -> str:
+    """Where no operation is of all ranks, their group's name would say that they took part."""
+    return group if together or group.partition(" of world ")[0] != "default" else MESSAGES
 
 
 def _times(one: RankTrace) -> Iterator[float]:
@@ -120,13 +135,23 @@ def _module_names(span: Span) -> tuple[str, ...]:
     return tuple(".".join(parts[i:]) for i in range(len(parts)) if not parts[i].isdigit())
 
 
-def _waits(one: RankTrace, end_s: float) -> Iterator[Bar]:
-    for begin_s, ended_s in waiting(one):
-        yield _wait(begin_s, ended_s, "waiting", False)
-    for event in one.comms:  # a blocking one is waited for from the moment it was issued
-        begin_s = event.wait_began_s or (event.issued_s if event.blocking else 0.0)
-        if begin_s and not event.wait_ended_s and not event.ended_s:
-            yield _wait(begin_s, end_s, f"waiting for {event.op} {event.seq}", True)
+def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
+    """Where its name may stand."""
+    over = [x for x in waited_ms if x[0] < bar.end_ms and x[1] > bar.begin_ms]
+    left = without([(bar.begin_ms, bar.end_ms)], over)
+    return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
+
+
+def _waits(one: RankTrace, end_s: float) -> list[Bar]:
+    """When it stood still; what it still waits for at the end, from the first of them on."""
+    waits = [_wait(begin_s, ended_s, "waiting", False) for begin_s, ended_s in waiting(one)]
+    still = [
+        _wait(began_s, end_s, f"waiting for {_event_names(x)[0]}", True)
+        for x in one.comms
+        if not x.ended_s and (x.blocking or x.wait_began_s)
+        for began_s in [x.wait_began_s or x.issued_s]  # a blocking one is waited for at once
+    ]
+    return waits + sorted(still, key=lambda bar: bar.begin_ms)[:1]
 
 
 def _wait(begin_s: float, end_s: float, name: str, is_open: bool) -> Bar:
@@ -136,11 +161,17 @@ def _wait(begin_s: float, end_s: float, name: str, is_open: bool) -> Bar:
 
 def _comm(rank: int, event: CommEvent, place: tuple[float, float], is_open: bool) -> Bar:
     number = event.seq
-    if event.op in ("send", "recv") and event.peer is not None:  # the same on both ends
+    if event.peer is not None and _is_message(event):  # the same on both ends
         number += rank + event.ranks[event.peer] + event.tag
-    whole = f"{event.op} {event.seq}"
-    names = (whole, str(event.seq))
     return Bar(
-        *place, event.began_s * 1e3, event.ended_s * 1e3, shade(event.op, number), names,
-        place[1], UNFINISHED if is_open else "", is_open,
+        *place, event.began_s * 1e3, event.ended_s * 1e3, shade(event.op, number),
+        _event_names(event), place[1], UNFINISHED if is_open else "", is_open,
     )  # fmt: skip
+
+
+def _event_names(event: CommEvent) -> tuple[str, ...]:
+    """ "send → 2" with the global rank of the other end; "all_reduce 7" with its number."""
+    if event.peer is not None and _is_message(event):
+        way = f"{'→' if event.op == 'send' else '←'} {event.ranks[event.peer]}"
+        return f"{event.op} {way}", way
+    return f"{event.op} {event.seq}", str(event.seq)

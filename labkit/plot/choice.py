@@ -6,7 +6,8 @@ from labkit.trace import Trace
 
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
-    """`step`, or the first timed one that is not the run's first, which has to warm up.
+    """`step`, or the one that never ended, or the first timed one that is not the run's first,
+    which has to warm up.
 
     None where the run counted no steps: then all of it is shown. Raises ValueError when there is
     no such step, or nothing at all.
@@ -18,7 +19,8 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
         )
     steps = trace.steps()
     if step is None:
-        return usual_steps(trace)[0] if steps else None
+        unfinished = [x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s]
+        return max(unfinished, default=usual_steps(trace)[0]) if steps else None
     if step not in steps:
         raise ValueError(f"no step {step} in this trace; it has {listed(steps)}")
     return step

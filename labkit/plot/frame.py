@@ -75,20 +75,24 @@ def unfinished(trace: Trace) -> bool:
     return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
 
 
-def title_of(part: Trace, step: int | None, ranks: Sequence[int]) -> str:
+def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:
+    """Which of the run's `steps`, how many ranks, how long; how much communication was hidden, if
+    there was computing to hide it."""
     shown = Trace({rank: part.ranks[rank] for rank in ranks})
     last_ms = end_of(part) * 1e3
     last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
+    which = [f"Step {step}"] if steps > 1 else []
     words = [
-        "The whole run" if step is None else f"Step {step}",
+        *(["The whole run"] if step is None else which),
         f"{of}{part.size} rank{'s' * (part.size != 1)}",
         f"unfinished after {last}" if unfinished(part) else last,
     ]
-    if any(x.ended_s for one in shown.ranks.values() for x in one.comms):
+    of_ranks = shown.ranks.values()
+    if any(x.ended_s for one in of_ranks for x in one.comms) and any(x.spans for x in of_ranks):
         words.append(f"{overlap(shown):.0%} of communication hidden behind computing")
-    if part.about.get("link"):
-        words.append("paced")
+    if link := part.about.get("link"):
+        words.append(f"paced to {link['gbps']:g} Gbit/s")
     return "  ·  ".join(words)
 
 
@@ -98,4 +102,4 @@ def group_name(group: str) -> str:
     if name == "default":
         return "all ranks"
     name = name[name.find("(") + 1 :].removesuffix(")")
-    return name if len(name) <= 16 else name[:14] + " …"
+    return name if len(name) <= 16 else name[:14].rstrip(", ") + " …"

@@ -106,7 +106,7 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self.axes.set_title(title_of(part, step, chosen), loc="left")
+        self.axes.set_title(title_of(part, step, chosen, len(self.trace.steps())), loc="left")
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
@@ -155,10 +155,13 @@ class TimelineView:
         names: list[Name] = []
         px_per_pt = self.figure.dpi / 72
         for bar in sorted(self.bars, key=lambda x: x.begin_ms - x.end_ms):
-            begin_ms, end_ms = max(bar.begin_ms, self._from_ms), min(bar.end_ms, self._to_ms)
-            room_pt = ((end_ms - begin_ms) * self._px_per_ms - 8) / px_per_pt
-            if len(names) == MOST_NAMES or room_pt < NAME_PT / 2:
+            if len(names) == MOST_NAMES:
                 break
+            free_ms = bar.free_ms or (bar.begin_ms, bar.end_ms)
+            begin_ms, end_ms = max(free_ms[0], self._from_ms), min(free_ms[1], self._to_ms)
+            room_pt = ((end_ms - begin_ms) * self._px_per_ms - 8) / px_per_pt
+            if room_pt < NAME_PT / 2:
+                continue
             fitting = [x for x in bar.names if self.names.width_pt(x) <= room_pt]
             if fitting and (bar.names_to - bar.top) * self._px_per_row > NAME_PX:
                 middle = (begin_ms + end_ms) / 2, (bar.top + bar.names_to) / 2

@@ -178,8 +178,9 @@ class Detail:
                 span.moved_bytes = (span.moved_bytes or 0) + nbytes
 
     def _category_of_new(self, span: Any) -> int:
-        computing = span.phase if span is not None else "forward" if torch.is_grad_enabled() else ""
-        return ACTIVATIONS if computing in ("forward", "user") else OTHER
+        if span is not None and span.phase in ("backward", "optimizer"):
+            return OTHER
+        return ACTIVATIONS if self._spans.in_forward else OTHER
 
     def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
         if x.layout is torch.strided and x.device.type != "meta":

@@ -5,7 +5,8 @@ or hangs leaves its story behind.
 
 import platform
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,15 @@ import torch
 from torch import nn
 
 from labkit.comm import here, listen_with
-from labkit.comm.clock import HostClock, clock_here
+from labkit.comm.clock import HOST_CLOCK, Clock, StreamClock, clock_here
 from labkit.events import CommEvent
 from labkit.recording.detail import Detail
 from labkit.recording.spans import Spans
-from labkit.trace import RankTrace, Step
+from labkit.trace import RankTrace, Span, Step
 from labkit.trace.folder import add_metrics
 from labkit.trace.rankfile import RankFile
 
 FLUSH_S = 0.5
-MOST_PUT_OFF = 6
 
 
 class Recorder:
@@ -58,7 +58,7 @@ class Recorder:
             raise RuntimeError("this process is being recorded already; end that block first")
         Recorder.now, here.clock = self, self._clock
         self._on.callback(setattr, Recorder, "now", None)
-        self._on.callback(setattr, here, "clock", HostClock())
+        self._on.callback(setattr, here, "clock", HOST_CLOCK)
         self._on.enter_context(self._spans)
         self._on.enter_context(listen_with(self._heard))
         if self._writer:
@@ -69,17 +69,19 @@ class Recorder:
     def __exit__(self, kind: type | None, *rest: Any) -> None:
         """Ends the step, if there was anything in it; so a run that is turned on again begins
         with a new one."""
-        self._end_detail()
-        self.trace.complete = kind is None
-        if self._count() > self._in_step:
-            if kind is None:
+        try:
+            self._end_detail()
+            self.trace.complete = kind is None
+            if self.step_is_empty:
+                self.trace.steps.pop()
+            elif kind is None:
                 self._end_step()
             else:  # all that is open stays so: here it was cut off
-                self.trace.steps.append(self._step)
                 self.trace.spans += self._spans.still_open()
                 self._spans.step += 1
-        self._clock.settle(patience_s=5.0)
-        self._on.__exit__(kind, *rest)
+            self._clock.settle(patience_s=5.0)
+        finally:
+            self._on.__exit__(kind, *rest)
 
     def leave_to_ranks(self) -> None:
         """This process only drives a world, whose ranks record themselves.
@@ -93,6 +95,11 @@ class Recorder:
             )
         if self._writer:
             self._writer.off = True
+
+    def close(self) -> None:
+        """No more is coming."""
+        if self._writer:
+            self._writer.close()
 
     def _heard(self, event: CommEvent) -> None:
         event.step = self._spans.step
@@ -108,6 +115,7 @@ class Recorder:
             here.carrying = self._detail.inside_the_door
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
         self._clock.mark(self._step, "began_s")
+        self.trace.steps.append(self._step)
 
     def _step_ended(self, optimizer: Any) -> None:
         self._optimizers.add(optimizer)
@@ -119,7 +127,6 @@ class Recorder:
 
     def _end_step(self) -> None:
         self._clock.mark(self._step, "ended_s")
-        self.trace.steps.append(self._step)
         self._spans.step += 1
 
     def _end_detail(self) -> None:
@@ -131,7 +138,23 @@ class Recorder:
     def _count(self) -> int:
         return len(self.trace.spans) + len(self.trace.comms) + len(self._spans.still_open())
 
+    @property
+    def in_step(self) -> bool:
+        """Whether anything has happened in this step."""
+        return self._count() > self._in_step
+
+    @property
+    def step_is_empty(self) -> bool:
+        """Whether the last step in the trace is one in which nothing has happened yet."""
+        steps = self.trace.steps
+        return bool(steps) and steps[-1] is self._step and not self.in_step
+
+    def still_open(self) -> list[Span]:
+        return self._spans.still_open()
+
     def _met(self, root: nn.Module) -> None:
+        if self._clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
+            self._use(StreamClock())
         if root not in self._roots:
             self._roots.add(root)
             if self._detail:
@@ -144,11 +167,18 @@ class Recorder:
     def settle(self) -> bool:
         return self._clock.settle()
 
+    def _use(self, clock: Clock) -> None:
+        self._clock = self._spans.clock = here.clock = clock
+        self.trace.device = f"cuda:{torch.cuda.current_device()}"
+
     # --- what users say ---
 
     def metric(self, values: dict[str, Any]) -> None:
-        step, rank = self._spans.step, self.trace.rank
-        self.metrics.append({"step": step, "rank": rank, **values})
+        step = self._spans.step
+        if not self.in_step and step > 0:
+            step -= 1  # the optimizer's step has just ended this one
+        told = {name: x if name == "step" else float(x) for name, x in values.items()}
+        self.metrics.append({"step": step, "rank": self.trace.rank, **told})
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -160,12 +190,14 @@ class Recorder:
 
 
 class _Writer:
-    """Appends what is new to the rank's file, from a thread of its own."""
+    """Appends what is new to the rank's file, from a thread of its own. Whatever goes wrong with
+    the file, training goes on: it ends the writing, and is told as a warning."""
 
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
         self._file: RankFile | None = None
         self._written = [0, 0, 0, 0, 0]
+        self._early: dict[int, Span] = {}  # written while open: the file follows them to their end
         self._stop = threading.Event()
         self.off = False
 
@@ -177,36 +209,51 @@ class _Writer:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         self._stop.set()
         self._thread.join()
-        self._write(self._counts())
-        if self._file and kind is None:
+        self._write()
+        if self._file and kind is None and not self.off:
             self._file.mark_end()
 
+    def close(self) -> None:
+        if self._file:
+            self._file.close(complete=False)  # an end mark is there, if all went well
+
     def _work(self) -> None:
-        put_off = 0
+        long_open: list[Span] = []
         while not self._stop.wait(FLUSH_S):
-            until = self._counts()
-            if not self._recorder.settle() and put_off < MOST_PUT_OFF:
-                put_off += 1  # the GPU is behind: times written now would be the host's
-            elif any(until):
-                self._write(until)
-                put_off = 0
+            open_now = self._recorder.still_open()
+            self._write([span for span in open_now if any(span is one for one in long_open)])
+            long_open = open_now
+
+    def _write(self, long_open: Sequence[Span] = ()) -> None:
+        """All that is new, and spans that have been open since the last time."""
+        if self.off:
+            return
+        self._recorder.settle()
+        trace, until = self._recorder.trace, self._counts()
+        if self._file is None and not self._recorder.begun and not self._stop.is_set():
+            return  # it may be a world's ranks that are recorded
+        lists = zip(self._lists(), self._written, until, strict=True)
+        steps, spans, comms, memory, metrics = (one[begin:end] for one, begin, end in lists)
+        self._written = until
+        spans = [span for span in spans if self._early.pop(id(span), None) is None]
+        early = [span for span in long_open if id(span) not in self._early]
+        self._early |= {id(span): span for span in early}
+        try:
+            if self._file is None:
+                args = (trace.rank, trace.size, trace.device, trace.host)
+                self._file = RankFile(self._folder, *args)
+            self._file.append([*steps, *spans, *early, *comms, *memory])
+            if metrics:
+                add_metrics(self._folder, metrics)
+        except OSError as error:
+            self.off = True
+            warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
 
     def _lists(self) -> list[list[Any]]:
         trace = self._recorder.trace
         return [trace.steps, trace.spans, trace.comms, trace.memory, self._recorder.metrics]
 
     def _counts(self) -> list[int]:
-        return [len(one) for one in self._lists()]
-
-    def _write(self, until: list[int]) -> None:
-        if self.off:
-            return
-        trace = self._recorder.trace
-        if self._file is None:
-            self._file = RankFile(self._folder, trace.rank, trace.size, trace.device, trace.host)
-        new = zip(self._lists(), self._written, until, strict=True)
-        *things, metrics = (one[begin:end] for one, begin, end in new)
-        self._written = until
-        self._file.append(thing for some in things for thing in some)
-        if metrics:
-            add_metrics(self._folder, metrics)
+        """How much of each there is to write; a step only once anything has happened in it."""
+        steps, *others = [len(one) for one in self._lists()]
+        return [steps - self._recorder.step_is_empty, *others]

@@ -5,8 +5,10 @@ notebook    record() ── its spec travels with every world.run ──> a Reco
 one rank    record() ── a Recorder here
 """
 
+import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 from labkit.comm import Comm
 from labkit.recording.recorder import Recorder
 from labkit.trace import Trace
-from labkit.trace.folder import begin_run, read_run
+from labkit.trace.folder import add_metrics, begin_run, read_run
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Recording:
         Raises RuntimeError for a second world: a run folder tells of one.
         """
         if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
+            warnings.warn(
+                "this record() has seen its ranks stopped, and records no more; begin a new block",
+                stacklevel=2,
+            )
             return None
         if self._world is None:
             self._here.leave_to_ranks()
@@ -82,8 +88,9 @@ def record(
     """Record what the ranks do in this block; the trace is filled when the block ends.
 
     Around `world.run(...)` in a notebook all ranks are recorded; in a single process, or on a
-    rank that torchrun or a World has started, that process. Training steps are told apart by the
-    steps of the optimizer.
+    rank that torchrun or a World has started, that process: open the folder with
+    `labkit.read_run` to see all ranks. Training steps are told apart by the steps of the
+    optimizer. What is sent past labkit's door, as torch's own DDP does, is not seen.
 
     Args:
         path: keep the run as this folder, written while it runs; see `labkit.read_run`.
@@ -108,6 +115,11 @@ def record(
         rank, size = comm.ranks[comm.rank], comm.size
     except RuntimeError:  # no process group: one process alone, or the driver of a world
         size = 1
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise RuntimeError(
+                "record(): torchrun has started several processes, and this one has no process "
+                "group yet; call labkit.attach() or init_process_group before record()"
+            ) from None
     folder = Path(path) if path is not None else None
     if folder is not None:
         if rank == 0:
@@ -122,8 +134,10 @@ def record(
             yield trace
     finally:
         Recording.now = None
+        recorder.close()
         if recording.of_world:
             assert recording.folder is not None
+            add_metrics(recording.folder, recorder.metrics)  # what the driver itself has noted
             _fill(trace, read_run(recording.folder))
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
@@ -148,6 +162,8 @@ class OnRank:
     def following(self, spec: Spec | None) -> Iterator[None]:
         """Record this block if there is a spec."""
         if spec != self._spec:
+            if self._recorder is not None:
+                self._recorder.close()
             self._spec, self._recorder = spec, None
             if spec is not None:
                 args = (self._rank, self._size, Path(spec.folder), spec.detail_step)

@@ -10,11 +10,12 @@
 Nothing in a model, a strategy or a training loop knows of it.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -51,11 +52,12 @@ class Spans:
         met: Callable[[nn.Module], None],
     ):
         self.step = 0
-        self._clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
+        self.clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
         self._open: list[Span] = []  # outermost first
         self._own: Span | None = None  # the module whose backward runs
-        self._names: dict[nn.Module, str] = {}
-        self._last: Span | None = None  # the outermost forward that ended last
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._loss: Span | None = None  # begun when the last outermost forward ended
+        self._on, self._thread = False, 0
         self._marked: Callable[[], object] = lambda: None  # the tensor that was marked last
         self._hooks = ExitStack()
 
@@ -66,8 +68,11 @@ class Spans:
         ):
             self._hooks.callback(handle.remove)
         call, backward, forward = nn.Module.__call__, torch.autograd.backward, self._forward
+        self._thread, self._on = threading.get_ident(), True
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+                return call(module, *args, **kwargs)  # one program is recorded, as it was written
             return forward(call, module, args, kwargs)
 
         self._put(nn.Module, "__call__", recorded_call)
@@ -81,8 +86,12 @@ class Spans:
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
-        self._open, self._own, self._last = [], None, None
-        self._names = {}  # keeps no model alive
+        self._open, self._own, self._loss, self._on = [], None, None, False
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a module's forward runs, or the loss of one is computed."""
+        return self._loss is not None or (bool(self._open) and self._open[-1].phase == "forward")
 
     @property
     def innermost(self) -> Span | None:
@@ -93,44 +102,54 @@ class Spans:
         return [*self._open, self._own] if self._own else list(self._open)
 
     def begin(self, phase: str, module: str, kind: str = "") -> Span:
-        depth = len(self._open) + (self._own is not None)
+        depth = len(self._open) - self._of_user() + (self._own is not None)
         span = Span(phase, module, self.step, 0.0, 0.0, depth, kind)
-        self._clock.mark(span, "began_s")
+        self.clock.mark(span, "began_s")
         self._open.append(span)
         return span
 
     def end(self, span: Span) -> None:
         """End `span`, and what an error has left open inside it."""
+        if not any(one is span for one in self._open):
+            return
         while self._open:
             last = self._open.pop()
-            self._clock.mark(last, "ended_s")
+            self.clock.mark(last, "ended_s")
             self._done(last)
             if last is span:
                 return
 
+    def _of_user(self) -> int:
+        """How many of the open spans the user has opened: they are no part of the nesting."""
+        return sum(one.phase == "user" for one in self._open)
+
     # --- forward ---
 
     def _forward(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._open:
+        outermost = len(self._open) == self._of_user()
+        if outermost:
             self._met(module)
-        if module not in self._names:
-            self._name_all(module)
-        if self._open:  # where this one's input was made, backward goes back to the parent
+        name = self._names.get(module)
+        if name is None:
+            name = self._name_all(module)
+        if not outermost:  # where this one's input was made, backward goes back to the parent
             self._mark(args, self._open[-1])
-        span = self.begin("forward", self._names[module], type(module).__name__)
+        span = self.begin("forward", name, type(module).__name__)
         try:
             output = call(module, *args, **kwargs)
             self._mark((output,), span)
             return output
         finally:
             self.end(span)
-            if not self._open:
-                self._last = span
+            if outermost:  # from here to backward, the loss is computed
+                self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
+                self.clock.mark(self._loss, "began_s")
 
-    def _name_all(self, root: nn.Module) -> None:
+    def _name_all(self, root: nn.Module) -> str:
         """Names from the root; a wrapper that holds one `module` does not lengthen them."""
         for name, module in root.named_modules():
             self._names.setdefault(module, name.removeprefix("module.") if name != "module" else "")
+        return self._names[root]
 
     # --- backward ---
 
@@ -151,11 +170,12 @@ class Spans:
                 self._mark(value.values(), span)
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._last is not None and self._last.step == self.step and not self._open:
-            loss = Span("forward", "loss", self.step, self._last.ended_s, 0.0, 0, "loss")
-            self._clock.mark(loss, "ended_s")
+        if threading.get_ident() != self._thread:
+            return backward(*args, **kwargs)
+        loss, self._loss = self._loss, None
+        if loss is not None and loss.step == self.step and len(self._open) == self._of_user():
+            self.clock.mark(loss, "ended_s")
             self._done(loss)
-        self._last = None
         self._end_own()
         whole = self.begin("backward", "")
         try:
@@ -166,27 +186,33 @@ class Spans:
 
     def _backward_of(self, module: str, kind: str, gradients: Any) -> None:
         """Autograd is about to run the first node of `module`'s backward."""
+        if not self._on:
+            return  # a graph from before the recording ended
         if self._own is None:  # what strategies do when backward is over is not the last module's
             torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
         self._end_own()
-        self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
-        self._clock.mark(self._own, "began_s")
+        depth = len(self._open) - self._of_user()
+        self._own = Span("backward", module, self.step, 0.0, 0.0, depth, kind)
+        self.clock.mark(self._own, "began_s")
 
     def _end_own(self) -> None:
         if self._own is not None:
-            self._clock.mark(self._own, "ended_s")
+            self.clock.mark(self._own, "ended_s")
             self._done(self._own)
             self._own = None
 
     # --- optimizer ---
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.begin("optimizer", "", type(optimizer).__name__)
+        kind = type(optimizer).__name__
+        if self._open and (self._open[-1].phase, self._open[-1].kind) == ("optimizer", kind):
+            self.end(self._open[-1])  # an error ended that step
+        self.begin("optimizer", "", kind)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._open and self._open[-1].phase == "optimizer":
             self.end(self._open[-1])
-        if not self._open:
+        if len(self._open) == self._of_user():
             self._step_ended(optimizer)
 
 
@@ -195,4 +221,4 @@ def _maker(x: torch.Tensor) -> Any:
     node = x.grad_fn
     while node is not None and type(node).__name__ in VIEWS:
         node = node.next_functions[0][0]
-    return node
+    return None if type(node).__name__ == "AccumulateGrad" else node  # a parameter, or its view

@@ -56,9 +56,12 @@ def waiting(one: RankTrace) -> Intervals:
 
 
 def computing(one: RankTrace) -> Intervals:
-    """When it computed: its outermost spans, less the waits inside them."""
+    """When it computed: its outermost spans, less the waits inside them. Those of the user count
+    where nothing else is in them: one around the whole loop says nothing of computing."""
     spans = [x for x in one.spans if x.depth == 0 and x.ended_s]
-    return without(union((x.began_s, x.ended_s) for x in spans), waiting(one))
+    known = union((x.began_s, x.ended_s) for x in spans if x.phase != "user")
+    own = [(x.began_s, x.ended_s) for x in spans if x.phase == "user"]
+    return without(union([*known, *(x for x in own if not common([x], known))]), waiting(one))
 
 
 def communicating(one: RankTrace) -> Intervals:

@@ -82,7 +82,10 @@ class Failures:
         kind, text, guilty = self._story()
         others = [rank for rank in range(self._world.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
-        text += f"\n({stopped} stopped; the next run starts new ranks, what these kept is gone.)"
+        text += (
+            f"\n({stopped} stopped; the next run starts new ranks. What these kept is gone: run "
+            "the cells that made your variables again.)"
+        )
         return RankError(cells.with_titles(text), kind, guilty)
 
     def _story(self) -> tuple[str, str, tuple[int, ...]]:

@@ -208,8 +208,8 @@ class World:
         values: dict[int, pickling.Parcel] = {}
         unharmed = False
         recording = Recording.now
+        spec = recording.spec_for(self, self._about()) if recording else None
         try:
-            spec = recording.spec_for(self, self._about()) if recording else None
             for rank in targets:
                 with suppress(EOFError):  # it has died: `failures` will see
                     ranks.controls[rank].send((*message, spec))

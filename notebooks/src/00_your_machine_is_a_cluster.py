@@ -18,6 +18,7 @@ from labkit.check import lab_00 as check
 from labkit.check import predict, report
 from labkit.course import show
 
+guess = predict()  # nothing yet: that is for you, in step 3
 # %load_ext labkit
 
 # %% [markdown]
@@ -68,6 +69,10 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 # %% [markdown]
 # `%%ranks 4` runs a cell on four ranks. The first one starts them and says what they run on. Each
 # has the names `rank`, `size`, `comm`, `device` and `torch`.
+#
+# A rank is a process of its own: such a cell does not see the names of this notebook (what you
+# import or define in other cells), and its names do not come back here. Only the value of its last
+# line does.
 
 # %%
 # %%ranks 4
@@ -78,7 +83,8 @@ f"process {os.getpid()} has x = {x.item()}"
 
 # %% [markdown]
 # Four processes, four different `x`. Ranks keep their variables from cell to cell, as a notebook
-# does.
+# does, until one fails: then all are stopped, new ones start, and you run the cells that made your
+# variables again.
 #
 # `comm` is each rank's door to the others. An **all-reduce** adds up the tensors of all ranks and
 # gives everyone the sum, in place:
@@ -131,8 +137,8 @@ note.item()
 #
 # In each round, all who have it send it to one who has not: a **tree**. After k rounds 2ᵏ ranks
 # have it. Let S be the bytes of the tensor and n the ranks. Each rank but the first must receive S
-# bytes once, whatever the algorithm. What follows for the sum over all ranks? And what does rank 0
-# send itself, in the picture?
+# bytes once, whatever the algorithm. What follows for the bytes that all ranks send together? And
+# how many of them does rank 0 send, in the picture?
 
 # %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -144,26 +150,32 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is how labkit broadcasts: the function itself, not a copy. All ranks run it. `position`
-# counts the ranks from the one that has the tensor; `reach` is how many have it by now.
+# This is how labkit broadcasts: the function itself, not a copy. All ranks run it, each with its
+# `wire` to the others. `root` is the rank that has the tensor; `position` counts the ranks from
+# there; `reach` is how many have it by now.
 
 # %%
-show("comm/algorithms.py:tree_broadcast", since="n, position")
+show("comm/algorithms/broadcast.py:tree_broadcast")
 
 # %% [markdown]
 # - `position < reach`: I have it, so I send it `reach` places further, if somebody is there.
 # - `reach <= position < 2 * reach`: it is my turn to receive, from `reach` places back.
 # - `reach *= 2`: twice as many have it. All others do nothing in this round.
 #
-# `yield` hands over a message that must arrive before the next line runs.
+# `isend` and `irecv` only start a message; `tag` is a label that keeps the messages of one call
+# apart from those of the next. `yield` hands the message to the loop that drives this function
+# (`run`, in the same file), which waits for it and then goes on with the next line. In your own
+# functions, call `comm.send` and `comm.recv`: they wait by themselves, no `yield`.
 
 # %% [markdown]
 # ## 5. Run it
 #
 # `%%ranks` is for trying things. In a program you make a `World` and give it a function; you get
-# one value per rank. `listen()` collects what a rank does through its door.
+# one value per rank. `listen()` collects what a rank does through its door; `wire_bytes` is what
+# this rank itself sent for it.
 #
-# (`backend="gloo"`, because there labkit's own tree does the work. NCCL would use one of its own.)
+# `backend="gloo"`, because there labkit's own tree does the work. NCCL, NVIDIA's library for GPUs,
+# has an algorithm of its own. (The line "gloo as asked" below says that you got what you asked for.)
 
 
 # %%
@@ -186,9 +198,10 @@ sent
 guess.beside(sent_by_all_bytes=sum(sent), sent_by_rank_0_bytes=sent[0])
 
 # %% [markdown]
-# The bytes are equal to the byte. They are also the same as if rank 0 sent three times. So why a
-# tree? **Time.** Inside one machine messages are too fast to see it, so give every rank a wire of
-# 0.1 gigabits per second: real bytes, delivered as late as such a wire would.
+# If you got it right, predicted and measured are equal to the byte. All ranks together send as much
+# as if rank 0 sent three times. So why a tree? **Time.** Inside one machine messages are too fast
+# to see it, so give every rank a wire of 0.1 gigabits per second: real bytes, delivered as late as
+# such a wire would.
 
 
 # %%
@@ -203,20 +216,42 @@ def one_by_one():
 
 
 slow = World(4, backend="gloo", link=Link(gbps=0.1))
+_ = slow.run(one_by_one)  # once before we record: now all ranks are up and connected
 
 # %%
-with record() as trace:
+with record() as sent_in_turn:
     slow.run(one_by_one)
-plot.timeline(trace)
+plot.timeline(sent_in_turn)
 
 # %% [markdown]
-# One row for each rank, time to the right. Rank 3 waits for three messages, one after the other,
-# since they all leave by rank 0's wire. Now the tree:
+# Time goes to the right. Each rank has two rows: above, what its program does (here it waits, rank 0
+# too, since a send returns when the message has arrived); below, its messages, and with whom. The two
+# greys only tell one message from the next. *Paced* means that the wires are slowed down.
+#
+# Rank 3 gets its message last, since all three leave by rank 0's wire. Now the tree:
 
 # %%
-with record() as trace:
+with record() as sent_by_tree:
     slow.run(by_tree)
-plot.timeline(trace)
+plot.timeline(sent_by_tree)
+
+# %% [markdown]
+# A bar is now a whole broadcast: its rounds are inside. The picture is as wide as before, but look at
+# its milliseconds. Both beside each other:
+
+
+# %%
+def end_ms(trace):
+    ranks = trace.from_zero().ranks.values()
+    return 1000 * max(event.ended_s for one in ranks for event in one.comms)
+
+
+fig, axes = plt.subplots(figsize=(8, 1.3))
+ends_ms = [end_ms(sent_by_tree), end_ms(sent_in_turn)]
+bars = axes.barh(["by tree", "one by one"], ends_ms, color="#0072B2")
+axes.bar_label(bars, fmt="{:,.0f} ms", padding=4)
+axes.set(xlim=(0, 1.2 * max(ends_ms)), xlabel="ms until all ranks have the tensor")
+axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # Two rounds instead of three. With 1,024 ranks it is 10 rounds instead of 1,023.
@@ -248,6 +283,9 @@ pair.run(careless_swap)
 # program runs, until one day the tensors are larger. The MPI standard calls such a program
 # *unsafe*.
 #
+# In the message, `group default` is the group of all ranks, `0->1` says from whom to whom, `tag 0` is
+# the label that a message has if you give none, and `message 1` the first one of these.
+#
 # The second classic: ranks that call different collectives.
 
 
@@ -272,14 +310,25 @@ pair.run(disagree)
 # %% [markdown]
 # ## 7. Build it
 #
-# Your functions get `comm`, this rank's door: `comm.rank`, `comm.size`, `comm.send(x, dst)`,
-# `comm.recv(x, src)`, `comm.all_reduce(x)` and the rest. A check runs them on real ranks and tells
-# you what is wrong. Try a wrong answer, too.
+# Your functions get `comm`, this rank's door. It knows `comm.rank` and `comm.size`, and it moves
+# tensors, nothing else. A check runs your function on real ranks and tells you what is wrong. Try a
+# wrong answer, too.
+#
+# | call | what it does |
+# |---|---|
+# | `comm.send(x, dst)`, `comm.recv(x, src)` | `x` of one rank goes into `x` of another |
+# | `comm.all_reduce(x)` | `x` becomes the sum of all ranks' `x` |
+# | `comm.all_reduce(x, op="max")` | the same with the largest, element by element |
+# | `comm.broadcast(x, src)` | the `x` of rank `src` becomes everybody's |
+# | `comm.all_gather(outs, x)` | `outs`, a list of n tensors, becomes the `x` of rank 0, 1, ... |
+#
+# `help(Comm)` lists all of them.
 
 # %% [markdown]
 # ### Exercise 1: The average
 #
-# Each rank has a number. Return the mean of all of them, on every rank, with a single all-reduce.
+# Each rank has a number, a Python float. Put it into a tensor first. Return the mean of all of them,
+# on every rank, with a single all-reduce.
 
 
 # %%
@@ -343,19 +392,31 @@ def my_broadcast(comm, x):
 check.my_broadcast(my_broadcast)
 
 # %% [markdown]
-# Your broadcast on the slow wire. One by one it takes three rounds, with a tree two:
+# Your broadcast on the slow wires. One by one it takes three rounds, with a tree two, and here the
+# rounds show, since each message is a call of its own:
 
 # %%
-with record() as trace:
+slow.run(lambda: Comm().barrier())  # all ranks are awake
+with record() as of_mine:
     slow.run(lambda: my_broadcast(Comm(), torch.ones(2**18)))
-plot.timeline(trace)
+plot.timeline(of_mine)
 
 # %% [markdown]
 # ### Exercise 4, open: Where is the maximum?
 #
-# Each of 4 ranks has 1,000 values. Return `(rank, index)` of the largest of all, on every rank. The
-# score is the bytes that all ranks send together: fewer is better. A number of `torch.uint8` takes
-# 1 byte, of `torch.int16` 2, of `torch.float32` 4. (A broadcast counts on every rank.)
+# Each of 4 ranks has 1,000 values. Return `(rank, index)` of the largest of all, on every rank. Two
+# values may lie as close as float32 can.
+#
+# The score is the bytes that all ranks really send, together: fewer is better. A number of
+# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. What the operations send on
+# 4 ranks, if `x` has S bytes:
+#
+# | operation | bytes sent by all ranks |
+# |---|---|
+# | `send` | S |
+# | `broadcast` | 3 S |
+# | `all_reduce` | 6 S |
+# | `all_gather` | 12 S: each of 4 tensors goes to 3 ranks |
 
 
 # %%

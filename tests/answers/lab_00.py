@@ -5,7 +5,7 @@ from answers import wrong
 # ---- average(comm, value)
 
 
-@wrong("00.average", "rank 0 returned 10.0, but 5.0 is right")
+@wrong("00.average", "rank 0 returned -2.75, but -1.375 is right")
 def forgets_to_divide(comm, value):
     x = torch.tensor(value)
     comm.all_reduce(x)
@@ -41,10 +41,53 @@ def ranks_disagree_on_the_shape(comm, value):
     return x[0].item() / comm.size
 
 
+@wrong("00.average", "returned 0.25, but -1.375 is right")
+def takes_half_of_the_largest(comm, value):
+    x = torch.tensor(value)
+    comm.all_reduce(x, op="max")
+    return x.item() / 2
+
+
+@wrong("00.average", "but -1.375 is right")
+def counts_in_whole_numbers(comm, value):
+    x = torch.tensor(value).to(torch.int64)
+    comm.all_reduce(x)
+    return x.item() // comm.size
+
+
+@wrong("00.average", "only tensors travel, not a float; put it into one: torch.tensor([value])")
+def hands_over_the_number(comm, value):
+    comm.all_reduce(value)
+    return value / comm.size
+
+
+@wrong("00.average", "your function has a `yield`, so its body never ran")
+def yields(comm, value):
+    x = torch.tensor(value)
+    yield comm.all_reduce(x)
+    return x.item() / comm.size
+
+
 # ---- swap(comm, x)
 
 
-@wrong("00.swap", "the ranks hang: ranks 0 and 1 wait for each other")
+@wrong("00.swap", "All of them wait in a send: one must do the other first")
+def both_send_first(comm, x):
+    theirs = torch.empty_like(x)
+    comm.send(x, comm.rank ^ 1)
+    comm.recv(theirs, comm.rank ^ 1)
+    return theirs
+
+
+@wrong("00.swap", "rank 0 returns before its send is over")
+def does_not_wait_for_its_send(comm, x):
+    theirs = torch.empty_like(x)
+    comm.isend(x, comm.rank ^ 1)
+    comm.recv(theirs, comm.rank ^ 1)
+    return theirs
+
+
+@wrong("00.swap", "All of them wait in a recv: one must do the other first")
 def both_receive_first(comm, x):
     theirs = torch.empty_like(x)
     comm.recv(theirs, comm.rank ^ 1)
@@ -123,6 +166,37 @@ def sends_to_itself(comm, x):
         comm.recv(x, 0)
 
 
+@wrong("00.my_broadcast", "comm.send(x, 2)  # rank 0")
+def knows_four_ranks_only(comm, x):
+    if comm.rank == 0:
+        comm.send(x, 2)  # rank 0
+    else:
+        comm.send(x, 3)  # rank 1
+
+
+@wrong("00.my_broadcast", "isend only starts it and returns a handle: wait for the handle")
+def waits_for_nothing(comm, x):
+    if comm.rank == 0:
+        for other in range(1, comm.size):
+            comm.isend(x, other)
+    else:
+        comm.irecv(x, 0)
+
+
+@wrong("00.my_broadcast", "2 ranks send 0 bytes together, fewer than the 20 of x")
+def knows_the_numbers(comm, x):
+    x.copy_(torch.arange(5.0))
+
+
+@wrong("00.my_broadcast", "your function has a `yield`")
+def yields_as_the_library_does(comm, x):
+    for other in range(1, comm.size):
+        if comm.rank == 0:
+            yield comm.isend(x, other)
+        elif comm.rank == other:
+            yield comm.irecv(x, 0)
+
+
 # ---- find_max(comm, values)
 
 
@@ -144,3 +218,60 @@ def returns_the_value(comm, values):
     largest = values.max().clone()
     comm.all_reduce(largest, op="max")
     return largest.item()
+
+
+@wrong("00.find_max", "the two largest lie as close as float32 can")
+def sends_half_precision(comm, values):
+    return _place(comm, values, values.max().half())
+
+
+@wrong("00.find_max", "the two largest lie as close as float32 can")
+def sends_a_byte(comm, values):
+    return _place(comm, values, (values.max() * 25 + 128).clamp(0, 255).to(torch.uint8))
+
+
+@wrong("00.find_max", "rank 0 returned (3, ")
+def rounds_and_takes_the_last_of_equals(comm, values):
+    mine = values.max().half().reshape(1)
+    every = [torch.empty_like(mine) for _ in range(comm.size)]
+    comm.all_gather(every, mine)
+    winner = max(range(comm.size), key=lambda rank: (float(every[rank]), rank))
+    index = values.argmax().to(torch.int16).reshape(1)
+    comm.broadcast(index, src=winner)
+    return winner, int(index)
+
+
+@wrong("00.find_max", "all values are below zero")
+def starts_from_zero(comm, values):
+    board = torch.zeros(comm.size)
+    board[comm.rank] = values.max()
+    comm.all_reduce(board, op="max")
+    winner = int(board.argmax())
+    index = values.argmax().reshape(1)
+    comm.broadcast(index, src=winner)
+    return winner, int(index)
+
+
+@wrong("00.find_max", "raised NotImplementedError")
+def finds_no_maximum_of_uint16(comm, values):
+    index = values.argmax().to(torch.uint16).reshape(1)
+    outs = [torch.empty_like(index) for _ in range(comm.size)]
+    comm.all_gather(outs, index)
+    return 0, int(torch.cat(outs).max())
+
+
+@wrong("00.find_max", "raised ValueError: torch knows no max of torch.uint16")
+def reduces_uint16(comm, values):
+    index = values.argmax().to(torch.uint16).reshape(1)
+    comm.all_reduce(index, op="max")
+    return 0, int(index)
+
+
+def _place(comm, values, mine):
+    """The right place, if `mine` is told without loss."""
+    every = [torch.empty_like(mine.reshape(1)) for _ in range(comm.size)]
+    comm.all_gather(every, mine.reshape(1))
+    winner = int(torch.cat(every).argmax())
+    index = values.argmax().to(torch.int16).reshape(1)
+    comm.broadcast(index, src=winner)
+    return winner, int(index)

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import torch
 
-from labkit.comm.backs import Back, Call
+from labkit.comm.algorithms import Chunks
+from labkit.comm.back import Back, Call, Kind
+from labkit.comm.chooser import Choice
 from labkit.comm.shm import collectives
-from labkit.comm.shm.collectives import Chunks
 from labkit.comm.shm.mail import Inbox, Outbox
 from labkit.comm.shm.slots import Slots
 from labkit.comm.surroundings import here
 from labkit.comm.wire import Lane, LaneWork, Work
 
+SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
+
 
 class Shared(Back):
-    """Rank `rank` of the `size` ranks of one group, all on this machine, which meet under `name`,
-    a name of their own, in `folder`. CPU tensors only.
+    """Rank `rank` of the `size` ranks of one group, all on this machine, which meet in the file
+    `place`, of that group only, and in others beside it. CPU tensors only. An algorithm that is
+    asked for by name is one of messages: `messages` carries it.
 
     Collectives run one after the other, in the order in which they were called: a blocking one in
     the caller's thread, an asynchronous one (and what comes behind it) on a lane. The work's
@@ -27,14 +31,31 @@ class Shared(Back):
 
     transport = "shm"
 
-    def __init__(self, folder: Path, name: str, rank: int, size: int, timeout_s: float):
-        self._path, self._rank, self._size, self._timeout_s = folder / name, rank, size, timeout_s
+    def __init__(self, place: Path, rank: int, size: int, timeout_s: float, messages: Back):
+        self._path, self._rank, self._size, self._timeout_s = place, rank, size, timeout_s
+        self._messages, self.forced = messages, messages.forced
         self._slots: Slots | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._lane: Lane | None = None
         self._last: LaneWork | None = None  # of those on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
+
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+        if asked == SLOTS or not (asked or collective in self.forced):
+            return SLOTS
+        return self._messages.choose(collective, nbytes, x, asked)
+
+    def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
+        name = self.choose(collective, nbytes, x, asked)
+        by_messages = self._messages.explain(collective, nbytes, x, "" if name == SLOTS else asked)
+        if name != SLOTS:
+            return by_messages
+        why = f"the ranks share memory. Over gloo it would be {by_messages}"
+        return Choice(collective, SLOTS, why)
+
+    def serving(self, algorithm: str) -> Back:
+        return self if algorithm == SLOTS else self._messages
 
     def _start(self, call: Call, collective: Callable[[Slots], int]) -> Work:
         work = LaneWork(partial(self._carry, collective))
@@ -75,6 +96,9 @@ class Shared(Back):
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
         return self._start(call, lambda slots: collectives.all_to_all(slots, outs, ins))
+
+    def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.ring_exchange(slots, out, x))
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return self._start(call, collectives.barrier)

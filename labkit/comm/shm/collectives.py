@@ -12,14 +12,14 @@ Every slice is reduced by one rank, over all ranks in their order: the result is
 ranks, to the bit, and the same in every run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from labkit.comm.shm.region import ALIGNED
+from labkit.comm.algorithms import Chunks
+from labkit.comm.back import share_memory
+from labkit.comm.shm.pieces import agreed_pieces, part_bytes, pieces, slices
 from labkit.comm.shm.slots import DONE, FILLED, REDUCED, Slots
-
-Chunks = list[torch.Tensor]
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -42,19 +42,19 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
         return _reduce_at_once(slots, x, op, wanted)
     copied_bytes = 0
     for piece in x.split(slots.slot_bytes // x.element_size()):
-        slices = _slices(piece, slots.size)
+        cut = slices(piece, slots.size)
         slots.begin()
         for rank in slots.others:
-            copied_bytes += slots.fill(*slices[rank])
+            copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
-        own, begin = slices[slots.rank]
+        own, begin = cut[slots.rank]
         _reduce(slots, slots.view(slots.rank, begin, own.numel(), own.dtype), own, begin, op)
         slots.announce(REDUCED)
         if wanted:
             for rank in (slots.rank, *slots.others):
                 slots.wait((rank,), REDUCED)
-                part, begin = slices[rank]
+                part, begin = cut[rank]
                 copied_bytes += slots.take(part, rank, begin)
         slots.announce(DONE)
     return copied_bytes
@@ -76,8 +76,8 @@ def reduce_scatter(slots: Slots, out: torch.Tensor, chunks: Chunks, op: str) -> 
     own = chunks[slots.rank]
     target = torch.empty_like(out) if share_memory(out, *chunks) else out
     copied_bytes = 0
-    room_bytes = _part_bytes(slots)
-    for begin, end in _pieces(max(chunk.nbytes for chunk in chunks), room_bytes, out):
+    room_bytes = part_bytes(slots)
+    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), room_bytes, out):
         slots.begin()
         for rank in slots.others:
             copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
@@ -97,7 +97,7 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
         x = x.clone() if share_memory(x, *chunks) else x
         own.copy_(x)
     copied_bytes = 0
-    for begin, end in _pieces(max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
+    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
         slots.begin()
         copied_bytes += slots.fill(x[begin:end])
         slots.announce(FILLED)
@@ -111,7 +111,7 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
 def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
     """`x` becomes that of the root. Copies: S in on the root, S out on the others."""
     copied_bytes = 0
-    for begin, end in _pieces(x.nbytes, slots.slot_bytes, x):
+    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
         slots.begin()
         if slots.rank == root:
             copied_bytes += slots.fill(x[begin:end])
@@ -131,7 +131,7 @@ def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> i
     if chunks is not None:
         chunks[root].copy_(x)
     copied_bytes = 0
-    for begin, end in _agreed_pieces(slots, x.nbytes, slots.slot_bytes, x):
+    for begin, end in agreed_pieces(slots, x.nbytes, slots.slot_bytes, x):
         if slots.rank != root:
             copied_bytes += slots.fill(x[begin:end])
         slots.announce(FILLED)
@@ -144,10 +144,10 @@ def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> i
 
 def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
     """`x` becomes the root's chunk r. Copies: on the root the others' in, S/n out."""
-    room_bytes = _part_bytes(slots)
+    room_bytes = part_bytes(slots)
     longest_bytes = max(chunk.nbytes for chunk in chunks) if chunks else 0
     copied_bytes = 0
-    for begin, end in _agreed_pieces(slots, longest_bytes, room_bytes, x):
+    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, x):
         if chunks is not None:
             for rank in slots.others:
                 copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
@@ -164,10 +164,10 @@ def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
     """outs[i] becomes rank i's ins[r]. Copies: all but one's own in, as much out."""
     leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
     outs[slots.rank].copy_(leaving[slots.rank])
-    room_bytes = _part_bytes(slots)
+    room_bytes = part_bytes(slots)
     longest_bytes = max(x.nbytes for x in leaving)
     copied_bytes = 0
-    for begin, end in _agreed_pieces(slots, longest_bytes, room_bytes, ins[0]):
+    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, ins[0]):
         for rank in slots.others:
             copied_bytes += slots.fill(leaving[rank][begin:end], rank * room_bytes)
         slots.announce(FILLED)
@@ -186,7 +186,19 @@ def barrier(slots: Slots) -> int:
     return 0
 
 
-# --- parts ---------------------------------------------------------------------------------------
+def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
+    """`out` becomes the `x` of the rank before. Copies: S in, S out."""
+    leaving = x.clone() if share_memory(x, out) else x
+    before = (slots.rank - 1) % slots.size
+    copied_bytes = 0
+    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
+        slots.begin()
+        copied_bytes += slots.fill(leaving[begin:end])
+        slots.announce(FILLED)
+        slots.wait((before,), FILLED)
+        copied_bytes += slots.take(out[begin:end], before)
+        slots.announce(DONE)
+    return copied_bytes
 
 
 def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str) -> None:
@@ -202,47 +214,3 @@ def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: 
         out.copy_(total)
     if op == "mean":
         out.div_(slots.size)
-
-
-def _slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
-    """`piece` cut into n slices that begin with a line of the cache, each with its first byte."""
-    line = ALIGNED // piece.element_size()
-    step = -(-piece.numel() // (n * line)) * line
-    begins = [min(i * step, piece.numel()) for i in range(n)]
-    return [(piece[begin : begin + step], begin * piece.element_size()) for begin in begins]
-
-
-def _pieces(longest_bytes: int, room_bytes: int, x: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(begin, end) in elements of `x`'s dtype of the pieces of the longest tensor; a shorter one's
-    last are empty."""
-    step = room_bytes // x.element_size()
-    for begin in range(0, longest_bytes // x.element_size(), step):
-        yield begin, begin + step
-
-
-def _agreed_pieces(
-    slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
-) -> Iterator[tuple[int, int]]:
-    """As `_pieces`, where no rank knows the longest tensor: at least one piece, with which each
-    tells how long its own is."""
-    step, begin, numel = room_bytes // x.element_size(), 0, 1
-    while begin < numel:
-        slots.begin()
-        slots.tell_length(own_bytes)
-        yield begin, begin + step
-        if begin == 0:
-            slots.wait(slots.others, FILLED)
-            numel = slots.longest() // x.element_size()
-        slots.announce(DONE)
-        begin += step
-
-
-def _part_bytes(slots: Slots) -> int:
-    """The room in a slot for each rank."""
-    return slots.slot_bytes // slots.size // ALIGNED * ALIGNED
-
-
-def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `x` is in the same storage as one of the others (and so may overlap with it)."""
-    storage = x.untyped_storage().data_ptr()
-    return any(other.untyped_storage().data_ptr() == storage for other in others)

@@ -1,0 +1,120 @@
+"""What the checks of lab 05 run on the ranks, and what a single process gets.
+
+One small model, the same on all ranks; each rank has its share of a batch of random rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.comm import listen
+from labkit.parallel import DDP
+from labkit.parallel.ddp import MB
+
+Student = Callable[..., Any]
+Gradients = dict[str, Tensor | None]
+
+
+def right_gradients(size: int, seed: int = 0, rows: int = 0) -> dict[str, Tensor]:
+    """The gradients of a single process on the whole batch."""
+    model, (x, y) = small_model(), some_rows(rows or 4 * size, seed)
+    F.mse_loss(model(x), y).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_bytes() -> list[int]:
+    return [p.nbytes for p in small_model().parameters()]
+
+
+def small_model() -> nn.Sequential:
+    """Small, the same on all ranks; not all of its 8 parameters divide by 3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        )
+
+
+def some_rows(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=generator)
+    return x, torch.randn(rows, 3, generator=generator) * torch.arange(1, rows + 1)[:, None]
+
+
+def gradients_now(model: nn.Module) -> Gradients:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
+    model, (x, y) = small_model(), some_rows(4 * comm.size)
+    mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+    F.mse_loss(model(x[mine]), y[mine]).backward()
+    student(comm, model)
+    return gradients_now(model), [p.detach() for p in model.parameters()]
+
+
+class _Passing(torch.autograd.Function):
+    """Hands on its input; tells when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
+        ctx.tell = tell
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.tell()
+        return gradient, None
+
+
+def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
+    """Of each step: all-reduces asked for when backward comes to the first layer, how many of
+    them block, how many were waited for, and the gradients; and how many were never waited for."""
+    model, steps = small_model(), []
+    overlapped = student(comm, model)
+    for step in range(2):
+        x, y = some_rows(4 * comm.size, seed=step)
+        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        model.zero_grad()
+        with listen() as events:
+            seen: list[tuple[int, int, int]] = []
+
+            def look(events: list[Any] = events, seen: list[Any] = seen) -> None:
+                blocking = sum(e.blocking for e in events)
+                seen.append((len(events), blocking, sum(e.wait_ended_s > 0 for e in events)))
+
+            out = model[1:](_Passing.apply(model[0](x[mine]), look))
+            F.mse_loss(out, y[mine]).backward()
+            overlapped.finish()
+            never = sum(not event.wait_ended_s for event in events)
+        copies = {
+            n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+        }
+        steps.append((*seen[0], copies))
+    return steps, never
+
+
+def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients, int]:
+    model = small_model()
+    ddp = DDP(model, comm, bucket_mb=200 / MB)
+    x, y = (
+        part.split(sum(rows))[comm.rank].split(rows) for part in some_rows(comm.size * sum(rows))
+    )
+    with listen() as events:
+        student(ddp, list(zip(x, y)))
+    return gradients_now(model), sum(event.bus_bytes for event in events)
+
+
+def sent_in_buckets(
+    comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
+) -> list[int]:
+    counts = student(list(nbytes), list(ready_us))
+    if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
+        first = 0
+        for count in counts:
+            comm.all_reduce(torch.zeros(sum(nbytes[first : first + count]) // 4))
+            first += count
+    return counts

@@ -1,0 +1,169 @@
+"""What each algorithm costs, in the alpha-beta-gamma model. Plain numbers, no torch.
+
+    seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
+
+    alpha    seconds of a message, however small          n    ranks
+    beta     seconds per byte on a wire                   S    bytes (of all chunks together)
+    gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
+
+`steps` counts messages one after the other, `sent_bytes` those through the busiest rank (in or out;
+both at once are counted once, as wires carry both ways). The exact bytes that each rank sends,
+also where nothing divides, are in sent.py. Source: those of the algorithms.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+PIECE_BYTES = 1 << 20  # a longer tensor travels in pieces: one is reduced while others are sent
+
+
+@dataclass(frozen=True)
+class Cost:
+    steps: float
+    sent_bytes: float
+    reduced_bytes: float = 0.0
+
+    def seconds(
+        self, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0
+    ) -> float:
+        return (
+            self.steps * alpha_s
+            + self.sent_bytes * beta_s_per_byte
+            + self.reduced_bytes * gamma_s_per_byte
+        )
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.steps + other.steps,
+            self.sent_bytes + other.sent_bytes,
+            self.reduced_bytes + other.reduced_bytes,
+        )
+
+
+def piece_count(nbytes: float) -> int:
+    return max(1, ceil(nbytes / PIECE_BYTES))
+
+
+def rounds(n: int) -> int:
+    """ceil(log2 n): how often something must double to reach n ranks."""
+    return (n - 1).bit_length()
+
+
+def power_of_two(n: int) -> int:
+    """The largest power of two that is not above n."""
+    return 1 << (n.bit_length() - 1)
+
+
+def double_tree(n: int) -> list[list[int | None]]:
+    """The parents of all ranks, None of the root, in each of two trees. In the first the odd ranks
+    are leaves: a rank's parent has its lowest bit moved up by one. The second is the first mirrored
+    (n even) or shifted by one (n odd), which makes the even ranks the leaves."""
+
+    def parent(rank: int) -> int | None:
+        lowest = rank & -rank
+        above = rank ^ lowest | lowest << 1
+        return None if rank == 0 else above if above < n else rank ^ lowest
+
+    first = [parent(rank) for rank in range(n)]
+    place = [n - 1 - rank if n % 2 == 0 else (rank - 1) % n for rank in range(n)]
+    above = [first[place[rank]] for rank in range(n)]
+    return [first, [None if one is None else place.index(one) for one in above]]
+
+
+def depth(parents: list[int | None], rank: int) -> int:
+    above = parents[rank]
+    return 0 if above is None else 1 + depth(parents, above)
+
+
+def _chain(n: int, S: float) -> Cost:
+    P = piece_count(S)
+    return Cost(P + n - 2, (P + n - 2) / P * S)
+
+
+def _rings(n: int, S: float) -> Cost:
+    return Cost((n - 1) * piece_count(S / n), (n - 1) / n * S)
+
+
+def _halving(n: int, S: float) -> Cost:
+    core = power_of_two(n)
+    cost = Cost(rounds(core), (core - 1) / core * S, (core - 1) / core * S)
+    return cost + Cost(2, S + S / n, S) if core < n else cost
+
+
+def _recursive_doubling(n: int, S: float) -> Cost:
+    steps = rounds(power_of_two(n))
+    cost = Cost(steps, steps * S, steps * S)
+    return cost + _fold(S) if power_of_two(n) < n else cost
+
+
+def _halving_doubling(n: int, S: float) -> Cost:
+    core = power_of_two(n)
+    part = (core - 1) / core * S
+    cost = Cost(2 * rounds(core), 2 * part, part)
+    return cost + _fold(S) if core < n else cost
+
+
+def _fold(S: float) -> Cost:
+    return Cost(2, 2 * S, S)
+
+
+def _double_tree(n: int, S: float) -> Cost:
+    P = piece_count(S / 2)
+    ticks = P + 2 * max(depth(double_tree(n)[0], rank) for rank in range(n))
+    return Cost(ticks, ticks / P * 2 * S, ticks / P * S)
+
+
+COSTS: dict[str, dict[str, Callable[[int, float], Cost]]] = {
+    "broadcast": {
+        "flat": lambda n, S: Cost(n - 1, (n - 1) * S),
+        "tree": lambda n, S: Cost(rounds(n), rounds(n) * S),
+        "chain": _chain,
+    },
+    "reduce": {
+        "flat": lambda n, S: Cost(n - 1, (n - 1) * S, (n - 1) * S),
+        "tree": lambda n, S: Cost(rounds(n), rounds(n) * S, rounds(n) * S),
+        "chain": lambda n, S: _chain(n, S) + Cost(0, 0, _chain(n, S).sent_bytes),
+    },
+    "gather": {
+        "flat": lambda n, S: Cost(n - 1, (n - 1) / n * S),
+        "tree": lambda n, S: Cost(rounds(n), (n - 1) / n * S),
+    },
+    "scatter": {
+        "flat": lambda n, S: Cost(n - 1, (n - 1) / n * S),
+        "tree": lambda n, S: Cost(rounds(n), (n - 1) / n * S),
+    },
+    "all_gather": {
+        "ring": _rings,
+        "recursive_doubling": lambda n, S: Cost(rounds(n), (n - 1) / n * S),
+        "bruck": lambda n, S: Cost(rounds(n), (n - 1) / n * S),
+    },
+    "reduce_scatter": {
+        "ring": lambda n, S: Cost(n - 1, (n - 1) / n * S, (n - 1) / n * S),
+        "recursive_halving": _halving,
+    },
+    "all_reduce": {
+        "naive": lambda n, S: Cost(2 * (n - 1), 2 * (n - 1) * S, (n - 1) * S),
+        "tree": lambda n, S: Cost(2 * rounds(n), 2 * rounds(n) * S, rounds(n) * S),
+        "ring": lambda n, S: _rings(n, S) + _rings(n, S) + Cost(0, 0, (n - 1) / n * S),
+        "recursive_doubling": _recursive_doubling,
+        "halving_doubling": _halving_doubling,
+        "double_tree": _double_tree,
+    },
+    "all_to_all": {"pairwise": lambda n, S: Cost(n - 1, (n - 1) / n * S)},
+    "barrier": {"dissemination": lambda n, S: Cost(rounds(n), 0)},
+    "ring_exchange": {"next": lambda n, S: Cost(1, S)},
+}
+
+
+def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
+    """Of one operation on n ranks. `nbytes` is S: for gather, scatter, all-gather, reduce-scatter
+    and all-to-all that of all n chunks together."""
+    return Cost(0, 0) if n == 1 else COSTS[collective][algorithm](n, nbytes)
+
+
+def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
+    """Of a hierarchical all-reduce, inside nodes and between them: their wires differ."""
+    k = ranks_per_node
+    ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
+    return ring, cost("all_reduce", "ring", nodes, nbytes / k)

@@ -1,0 +1,171 @@
+"""Which algorithm carries an operation: by its bytes and the number of ranks, from a stored table,
+so that results and bytes are the same on every run. NCCL chooses in the same way.
+
+The table (table.json) was measured once and says how. It can be overruled, first match wins:
+
+    comm.all_reduce(x, algorithm="tree")                      for one call
+    LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
+                                                              of a group, as NCCL reads NCCL_ALGO
+
+All ranks must choose alike. `comm.explain("all_reduce", nbytes)` says which one runs, and why.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
+
+VARIABLE = "LABKIT_ALGO"
+GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
+TABLE = Path(__file__).parent / "table.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `explain` returns; printed, it is a sentence."""
+
+    collective: str
+    algorithm: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.collective} by {self.algorithm}: {self.why}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Row:
+    """From so many bytes on, this algorithm; `otherwise` where that one cannot serve."""
+
+    from_bytes: int
+    algorithm: str
+    otherwise: str = ""
+
+
+class Chooser:
+    """The choices for groups of `size` ranks. `own`: whether there is gloo's own all-reduce.
+
+    Raises ValueError where LABKIT_ALGO names what is not there.
+    """
+
+    def __init__(self, size: int, own: bool = False, table: Mapping[str, Any] | None = None):
+        self._size, self._own = size, own
+        self._table = stored_table() if table is None else table
+        self._rows = {collective: self._rows_of(collective) for collective in ALGORITHMS}
+        self.forced = overrides(os.environ.get(VARIABLE, ""))
+
+    def choose(self, collective: str, nbytes: int, own_can: bool = False, asked: str = "") -> str:
+        """The name of the algorithm. `nbytes` of all chunks together; `own_can`: gloo's own knows
+        this dtype and reduction. Raises ValueError for a name in `asked` that cannot serve."""
+        if asked:
+            if problem := self._problem(collective, asked, own_can):
+                raise ValueError(problem)
+            return asked
+        forced = self.forced.get(collective)
+        if forced is not None and not self._problem(collective, forced, own_can):
+            return forced
+        row = self._row(collective, nbytes)
+        return row.algorithm if row.algorithm != GLOO or own_can else row.otherwise
+
+    def explain(
+        self, collective: str, nbytes: int, own_can: bool = False, asked: str = ""
+    ) -> Choice:
+        """What `choose` chooses, and why."""
+        if collective not in ALGORITHMS:
+            raise ValueError(
+                f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
+            )
+        name = self.choose(collective, nbytes, own_can, asked)
+        forced, row = self.forced.get(collective), self._row(collective, nbytes)
+        if asked:
+            return Choice(collective, name, "the call asks for it")
+        if name == forced:
+            return Choice(collective, name, f"{VARIABLE} asks for it")
+        why = f"{nbytes} bytes on {self._size} ranks; the table says {row.algorithm}"
+        limits = [other.from_bytes for other in self._rows[collective] if other is not row]
+        above = min((limit for limit in limits if limit > row.from_bytes), default=None)
+        if row.from_bytes or above is not None:
+            why += f" from {row.from_bytes}" + (f" to {above - 1}" if above else " bytes on")
+        if name != row.algorithm:
+            why += f", which cannot serve here: {name} in its stead"
+        if forced is not None:
+            problem = self._problem(collective, forced, own_can)
+            why += f" ({VARIABLE} asks for {forced}, but {problem})"
+        return Choice(collective, name, f"{why}. The table: {self._table['source']}")
+
+    def _row(self, collective: str, nbytes: int) -> Row:
+        for row in self._rows[collective]:
+            if nbytes >= row.from_bytes:
+                return row
+        raise AssertionError("a table begins at 0 bytes")
+
+    def _rows_of(self, collective: str) -> list[Row]:
+        """The rows for the largest number of ranks in the table that is not above this one, the
+        largest first; what this number of ranks does not allow is replaced."""
+        by_size = self._table[collective]
+        sizes = sorted(map(int, by_size))
+        nearest = max((size for size in sizes if size <= self._size), default=sizes[0])
+        rows = [Row(**row) for row in by_size[str(nearest)]]
+        return [
+            Row(row.from_bytes, row.otherwise) if self._not_for_size(collective, row) else row
+            for row in sorted(rows, key=lambda row: -row.from_bytes)
+        ]
+
+    def _not_for_size(self, collective: str, row: Row) -> bool:
+        if row.algorithm == GLOO:
+            return not self._own
+        return bool(self._problem(collective, row.algorithm, own_can=True))
+
+    def _problem(self, collective: str, name: str, own_can: bool) -> str:
+        """Why the algorithm cannot serve; nothing if it can."""
+        if name == GLOO and collective == "all_reduce":
+            if self._own and own_can:
+                return ""
+            return (
+                "gloo's own all-reduce serves float32 and float64, no mean and no modelled wire; "
+                "take 'ring', which is the same"
+            )
+        check_name(collective, name)
+        if (collective, name) in POWERS_OF_TWO_ONLY and self._size & (self._size - 1):
+            return (
+                f"{collective} by {name} needs a power of two of ranks, not {self._size}; "
+                f"choose one of {', '.join(n for n in names(collective) if n != name)}"
+            )
+        return ""
+
+
+def names(collective: str) -> list[str]:
+    return [*ALGORITHMS[collective], *([GLOO] if collective == "all_reduce" else [])]
+
+
+def check_name(collective: str, name: str) -> None:
+    if name not in names(collective):
+        raise ValueError(
+            f"{collective} has no algorithm {name!r}; choose one of {', '.join(names(collective))}"
+        )
+
+
+def overrides(text: str) -> dict[str, str]:
+    """ "all_reduce:tree,broadcast:chain" -> a name for each collective."""
+    found = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        collective, colon, name = (part.strip() for part in pair.partition(":"))
+        if not colon or collective not in ALGORITHMS:
+            raise ValueError(
+                f"{VARIABLE}={text!r}: {pair!r} is not collective:algorithm; the collectives are "
+                f"{', '.join(ALGORITHMS)}"
+            )
+        check_name(collective, name)
+        found[collective] = name
+    return found
+
+
+@cache
+def stored_table() -> dict[str, Any]:
+    return dict(json.loads(TABLE.read_text(encoding="utf-8")))

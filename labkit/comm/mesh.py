@@ -1,0 +1,139 @@
+"""A mesh: the ranks in a box of named axes, and a `Comm` along each axis.
+
+    Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
+
+                 tp 0   tp 1                       tp 0   tp 1
+        dp 0   [  0      1  ]             dp 0   [  4      5  ]
+        dp 1   [  2      3  ]             dp 1   [  6      7  ]
+                    pp 0                              pp 1
+
+    rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5)
+
+Ranks that are neighbours on the last axis are neighbours on the machine: the strategy that sends
+most belongs there. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", arXiv 2104.04473, section 3.2 (takeaway 1: tensor parallelism
+inside a node).
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+
+from labkit.comm.door import Comm
+
+
+class Mesh:
+    """The ranks of `comm` (all, if none is given) along named axes, outermost first.
+
+    Attributes:
+        sizes: axis -> how many ranks along it.
+        <axis>: the `Comm` of this rank along that axis, as `mesh.dp`; `mesh["dp"]` is the same.
+
+    All ranks make it at once. Raises ValueError when the axes do not take all ranks.
+
+    >>> mesh = Mesh(dp=2, tp=2)
+    >>> mesh.tp.all_reduce(x)
+    """
+
+    def __init__(self, comm: Comm | None = None, /, **sizes: int):
+        self.comm = comm or Comm()
+        self.sizes = dict(sizes)
+        check_sizes(self.sizes, self.comm.size)
+        self._comms = {axis: self._along(axis) for axis in self.sizes}
+
+    def __getitem__(self, axis: str) -> Comm:
+        if axis not in self._comms:
+            raise KeyError(f"this mesh has no axis {axis!r}; it has {', '.join(self._comms)}")
+        return self._comms[axis]
+
+    def __getattr__(self, axis: str) -> Comm:
+        if axis.startswith("_") or axis not in self._comms:
+            have = ", ".join(self.__dict__.get("_comms", ()))
+            raise AttributeError(f"this mesh has no axis {axis!r}; it has {have}")
+        return self._comms[axis]
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"Mesh({axes}; this is rank {self.comm.rank} at {self.coordinates()})"
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """Where `rank` (this one, if none is given) stands: axis -> index."""
+        return coordinates(self.sizes, self.comm.rank if rank is None else rank)
+
+    def rank_at(self, **where: int) -> int:
+        """The rank at these indices; on axes that are not named, this rank's own."""
+        return rank_at(self.sizes, self.coordinates() | where)
+
+    def _along(self, axis: str) -> Comm:
+        """Every line along `axis` becomes a group, made by all ranks in the same order."""
+        if self.sizes[axis] == self.comm.size:
+            return self.comm
+        own = [self.comm.subgroup(line) for line in lines(self.sizes, axis)]
+        return next(one for one in own if one is not None)
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Index of `rank` on each axis. Raises ValueError for a rank outside the mesh."""
+    if rank not in range(prod(sizes.values())):
+        raise ValueError(f"rank {rank} is not in a mesh of {prod(sizes.values())} ranks")
+    where = {}
+    for axis in reversed(list(sizes)):
+        rank, where[axis] = divmod(rank, sizes[axis])
+    return {axis: where[axis] for axis in sizes}
+
+
+def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
+    """The rank at these indices. Raises ValueError for an axis or an index that is not there."""
+    rank = 0
+    for axis in where:
+        if axis not in sizes:
+            raise ValueError(f"no axis {axis!r} in this mesh; it has {', '.join(sizes)}")
+    for axis, size in sizes.items():
+        if where[axis] not in range(size):
+            raise ValueError(f"{axis}={where[axis]}: this axis has 0 to {size - 1}")
+        rank = rank * size + where[axis]
+    return rank
+
+
+def lines(sizes: Mapping[str, int], axis: str) -> Iterator[list[int]]:
+    """The ranks of each line along `axis`: those that differ on that axis only."""
+    others = {name: range(size) for name, size in sizes.items() if name != axis}
+    for indices in product(*others.values()):
+        where = dict(zip(others, indices, strict=True))
+        yield [rank_at(sizes, where | {axis: index}) for index in range(sizes[axis])]
+
+
+def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
+    """Raises ValueError when the axes do not take `ranks` ranks, naming sizes that would."""
+    taken = [name for name in sizes if name.startswith("_") or hasattr(Mesh, name)]
+    if not sizes or taken or "comm" in sizes or "sizes" in sizes:
+        raise ValueError(
+            f"a mesh needs axes with names of their own, as Mesh(dp=2, tp=2), not {dict(sizes)}"
+        )
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{axis}={size!r}: an axis has at least 1 rank, a whole number")
+    if prod(sizes.values()) != ranks:
+        axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        asked = list(sizes.values())
+        closest = sorted(
+            factorisations(ranks, len(sizes)),
+            key=lambda found: sum(abs(one - other) for one, other in zip(found, asked)),
+        )
+        fit = " or ".join(
+            "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, found)) + ")"
+            for found in closest[:3]
+        )
+        takes = f"Mesh({axes}) takes {prod(sizes.values())} ranks, and there are {ranks}"
+        raise ValueError(f"{takes}: {fit} would do")
+
+
+def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `number` as an ordered product of `parts` factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in factorisations(number // first, parts - 1):
+                yield (first, *rest)

@@ -1,0 +1,131 @@
+"""A mesh as a picture: where each rank stands, who is in whose group, and what crosses nodes."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from matplotlib.collections import LineCollection, PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Circle, FancyBboxPatch
+
+from labkit.comm import Mesh
+from labkit.comm.mesh import coordinates, lines
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
+
+AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # innermost first
+MOST_RANKS = 256
+RADIUS, GAP = 0.27, 0.6
+
+Place = tuple[float, float]
+
+
+@styled
+def mesh(
+    shape: Mesh | Mapping[str, int], ranks_per_node: int | None = None, figure: Figure | None = None
+) -> Figure:
+    """The ranks of a mesh, joined along each axis in the axis's colour.
+
+    Args:
+        shape: a `Mesh`, or its sizes as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
+        ranks_per_node: draw a box around the ranks of each machine, which have neighbouring
+            numbers; a link that leaves its box is drawn dashed.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError for a mesh of more than 256 ranks.
+    """
+    sizes = dict(shape.sizes if isinstance(shape, Mesh) else shape)
+    places = _places(sizes)
+    if len(places) > MOST_RANKS:
+        raise ValueError(
+            f"a mesh of {len(places)} ranks cannot be read as a picture; draw one of at most "
+            f"{MOST_RANKS}, for example with a smaller outermost axis"
+        )
+    node_of = [rank // (ranks_per_node or len(places)) for rank in range(len(places))]
+    width = max(x for x, _ in places) + 2 * GAP
+    height = max(y for _, y in places) + 2 * GAP
+    if figure is None:
+        figure = Picture(min(8.0, max(2.4, 9.0 * height / width + 0.8)))
+    axes = figure.add_axes((0.02, 0.0, 0.96, 0.86))
+    axes.set(xlim=(-GAP, width - GAP), ylim=(height - GAP, -GAP), aspect="equal")
+    axes.axis("off")
+    if ranks_per_node is not None:
+        axes.add_collection(PatchCollection(_boxes(places, node_of), fc=FAINT, ec=MUTED, lw=0.8))
+    legend = []
+    for axis, colour in zip(reversed(list(sizes)), AXES):
+        segments, styles = _links(sizes, axis, places, node_of)
+        axes.add_collection(
+            LineCollection(segments, colors=colour, linestyles=styles, lw=2.2, zorder=2)
+        )
+        legend.append(Line2D([], [], color=colour, lw=2.5, label=f"{axis} = {sizes[axis]}"))
+    dots = PatchCollection([Circle(place, RADIUS) for place in places], fc=PAPER, ec=INK, zorder=3)
+    axes.add_collection(dots)
+    for rank, (x, y) in enumerate(places):
+        axes.text(x, y, str(rank), ha="center", va="center", fontsize=_points(len(places)))
+    figure.legend(
+        handles=legend[::-1], loc="upper left", ncols=len(legend), bbox_to_anchor=(0.02, 0.9),
+        borderaxespad=0.0,
+    )  # fmt: skip
+    nodes = f"  ·  nodes of {ranks_per_node} ranks, dashed: between nodes" if ranks_per_node else ""
+    figure.text(0.02, 0.93, f"Mesh of {len(places)} ranks{nodes}", color=INK, fontsize="large")
+    return figure
+
+
+def _places(sizes: Mapping[str, int]) -> list[Place]:
+    """The innermost axis to the right; each further one beside or below all that, whichever keeps
+    the picture wider than high, but not a ribbon."""
+    total = 1
+    for size in sizes.values():
+        total *= size
+    step, extent = {}, [1.0, 1.0]
+    for depth, axis in enumerate(reversed(list(sizes))):
+        along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
+        step[axis] = (along, extent[along])
+        extent[along] = extent[along] * sizes[axis] + (GAP if depth else 0.0)
+    places = []
+    for rank in range(total):
+        place = [0.0, 0.0]
+        for axis, index in coordinates(sizes, rank).items():
+            along, length = step[axis]
+            place[along] += index * length
+        places.append((place[0], place[1]))
+    return places
+
+
+def _links(
+    sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
+) -> tuple[list[list[Place]], list[str]]:
+    """A line between neighbours on `axis`; a little bent, so that it passes by what is between."""
+    segments, styles = [], []
+    for line in lines(sizes, axis):
+        for one, other in pairwise(line):
+            (x, y), (u, v) = places[one], places[other]
+            far = max(abs(u - x), abs(v - y)) > 1.5
+            bend = 0.42 if far else 0.0
+            middle = ((x + u) / 2 + bend * (x == u), (y + v) / 2 - bend * (y == v))
+            corner = (2 * middle[0] - (x + u) / 2, 2 * middle[1] - (y + v) / 2)
+            segments.append([_bezier((x, y), corner, (u, v), t / 12) for t in range(13)])
+            styles.append("-" if node_of[one] == node_of[other] else (0, (3, 1.5)))
+    return segments, styles  # type: ignore[return-value]
+
+
+def _bezier(begin: Place, corner: Place, end: Place, t: float) -> Place:
+    a, b, c = (1 - t) ** 2, 2 * t * (1 - t), t**2
+    return (
+        a * begin[0] + b * corner[0] + c * end[0],
+        a * begin[1] + b * corner[1] + c * end[1],
+    )
+
+
+def _boxes(places: list[Place], node_of: list[int]) -> list[FancyBboxPatch]:
+    boxes = []
+    for node in sorted(set(node_of)):
+        xs, ys = zip(*(place for place, of in zip(places, node_of) if of == node))
+        size = (max(xs) - min(xs), max(ys) - min(ys))
+        style = f"round,pad={RADIUS + 0.09},rounding_size=0.15"
+        boxes.append(FancyBboxPatch((min(xs), min(ys)), *size, boxstyle=style))
+    return boxes
+
+
+def _points(ranks: int) -> float:
+    return SMALL_PT + 1 if ranks <= 32 else SMALL_PT - 1 if ranks <= 96 else SMALL_PT - 3

@@ -1,0 +1,154 @@
+"""Meshes: who stands where, who is in whose group, and what wrong sizes are told."""
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.collections import LineCollection
+
+from labkit import Mesh, World, plot
+from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
+
+SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_coordinates_and_ranks_are_each_others_inverse(sizes: dict[str, int]) -> None:
+    size = prod(sizes.values())
+    where = [coordinates(sizes, rank) for rank in range(size)]
+    assert [rank_at(sizes, one) for one in where] == list(range(size))
+    assert where == sorted(where, key=lambda one: list(one.values())), "the last varies fastest"
+    assert [list(one) for one in where] == [list(sizes)] * size
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]) -> None:
+    for axis in sizes:
+        found = list(lines(sizes, axis))
+        assert sorted(rank for line in found for rank in line) == list(range(prod(sizes.values())))
+        for line in found:
+            where = [coordinates(sizes, rank) for rank in line]
+            assert [one.pop(axis) for one in where] == list(range(sizes[axis]))
+            assert all(one == where[0] for one in where)
+
+
+def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, int]]:
+    mesh = Mesh(**sizes)
+    sums = {}
+    for axis in sizes:
+        x = torch.tensor([float(mesh.comm.rank)])
+        mesh[axis].all_reduce(x)
+        sums[axis] = x.item()
+    assert all(getattr(mesh, axis) is mesh[axis] for axis in sizes)
+    assert all(mesh[axis].rank == mesh.coordinates()[axis] for axis in sizes)
+    return {axis: mesh[axis].ranks for axis in sizes}, sums, mesh.coordinates()
+
+
+def test_megatrons_eight_ranks() -> None:
+    with World(8) as world:
+        found = world.run(groups, pp=2, dp=2, tp=2)
+        ranks, sums, where = found[5]
+        assert ranks == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)}
+        assert sums == {"pp": 6.0, "dp": 12.0, "tp": 9.0}
+        assert where == {"pp": 1, "dp": 0, "tp": 1}
+        for rank, (of_rank, _, _) in enumerate(found):
+            for axis, members in of_rank.items():
+                assert rank in members and found[members[0]][0][axis] == members
+
+
+def test_axes_of_one_rank_and_of_all() -> None:
+    with World(3) as world:
+        for rank, (ranks, sums, _) in enumerate(world.run(groups, dp=3, tp=1)):
+            assert ranks == {"dp": (0, 1, 2), "tp": (rank,)}
+            assert sums == {"dp": 3.0, "tp": float(rank)}
+
+
+def test_a_mesh_over_ranks_at_a_place() -> None:
+    def play() -> tuple[int, str]:
+        mesh = Mesh(dp=2, tp=2)
+        return mesh.rank_at(dp=1), repr(mesh)
+
+    with World(4) as world:
+        found = world.run(play)
+    assert [rank for rank, _ in found] == [2, 3, 2, 3]
+    assert found[3][1] == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
+
+
+def test_wrong_sizes_are_told_with_sizes_that_would_do() -> None:
+    with pytest.raises(ValueError, match=r"takes 6 ranks, and there are 8: \(dp=2, tp=4\) or") as e:
+        check_sizes({"dp": 2, "tp": 3}, 8)
+    assert "(dp=4, tp=2)" in str(e.value)
+    with pytest.raises(ValueError, match=r"\(dp=7\) would do"):
+        check_sizes({"dp": 4}, 7)
+    for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
+        with pytest.raises(ValueError, match="names of their own"):
+            check_sizes(wrong, 2)
+    for size in (0, -2, 1.5, "2"):
+        with pytest.raises(ValueError, match="at least 1 rank"):
+            check_sizes({"dp": size}, 2)  # type: ignore[dict-item]
+
+
+def test_places_that_are_not_there() -> None:
+    sizes = {"dp": 2, "tp": 3}
+    with pytest.raises(ValueError, match="rank 6 is not in a mesh of 6"):
+        coordinates(sizes, 6)
+    with pytest.raises(ValueError, match="no axis 'pp'"):
+        rank_at(sizes, {"dp": 0, "tp": 0, "pp": 0})
+    with pytest.raises(ValueError, match="tp=3: this axis has 0 to 2"):
+        rank_at(sizes, {"dp": 0, "tp": 3})
+
+    def play() -> list[str]:
+        mesh = Mesh(dp=1)
+        told = []
+        for ask in (lambda: mesh["pp"], lambda: mesh.pp):
+            try:
+                ask()
+            except (KeyError, AttributeError) as error:
+                told.append(str(error))
+        return told
+
+    with World(1) as world:
+        (told,) = world.run(play)
+    assert all("no axis 'pp'; it has dp" in one for one in told)
+
+
+def test_factorisations() -> None:
+    assert sorted(factorisations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert len(list(factorisations(8, 3))) == 10
+
+
+def drawn(sizes: dict[str, int], ranks_per_node: int | None = None) -> tuple[Any, Any]:
+    figure = plot.mesh(sizes, ranks_per_node)
+    figure.canvas.draw()
+    return figure, figure.axes[0]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]) -> None:
+    figure, axes = drawn(sizes)
+    size = prod(sizes.values())
+    assert [text.get_text() for text in axes.texts] == [str(rank) for rank in range(size)]
+    places = [text.get_position() for text in axes.texts]
+    apart = [
+        max(abs(x - u), abs(y - v)) for i, (x, y) in enumerate(places) for u, v in places[i + 1 :]
+    ]
+    assert min(apart, default=1) > 0.9
+    links = [one for one in axes.collections if isinstance(one, LineCollection)]
+    assert [len(one.get_segments()) for one in links] == [
+        size // n * (n - 1) for n in reversed(sizes.values())
+    ]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [f"{axis} = {n}" for axis, n in sizes.items()]
+
+
+def test_links_between_nodes_are_dashed() -> None:
+    _, axes = drawn({"pp": 2, "dp": 2, "tp": 2}, 4)
+    tp, dp, pp = [one for one in axes.collections if isinstance(one, LineCollection)]
+    dashed = [[bool(on) for _, on in one.get_linestyle()] for one in (tp, dp, pp)]
+    assert dashed == [[False] * 4, [False] * 4, [True] * 4]
+
+
+def test_a_mesh_too_large_to_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="512 ranks cannot be read"):
+        plot.mesh({"dp": 8, "tp": 64})

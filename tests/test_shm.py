@@ -50,10 +50,10 @@ def transports() -> set[str]:
 @pytest.mark.parametrize(
     "options, transport",
     [
-        ({}, "shm"),
-        ({"device": "cpu"}, "shm"),
-        ({"start": "spawn"}, "shm"),
-        ({"backend": "gloo"}, "gloo"),
+        ({}, "gloo"),
+        ({"transport": "shm"}, "shm"),
+        ({"transport": "shm", "device": "cpu"}, "shm"),
+        ({"transport": "shm", "start": "spawn"}, "shm"),
         ({"link": Link(gbps=1000)}, "gloo"),
     ],
     ids=str,
@@ -62,6 +62,13 @@ def test_the_transport_is_picked_and_named(options: dict, transport: str) -> Non
     with World(2, **options) as world:
         assert world.run(transports) == [{transport}] * 2
         assert ("shared memory" in world.picked) == (transport == "shm")
+
+
+def test_shared_memory_is_refused_where_it_does_not_serve() -> None:
+    with pytest.raises(ValueError, match="and a link"):
+        World(2, transport="shm", link=Link(gbps=1))
+    with pytest.raises(ValueError, match='"shm" shares memory'):
+        World(2, transport="rdma")
 
 
 def test_ranks_that_no_world_has_started_use_gloo() -> None:
@@ -105,7 +112,7 @@ def test_the_contract_in_tiny_pieces() -> None:
         check(Comm())
 
     for size in (2, 3):
-        with World(size) as world:
+        with World(size, transport="shm") as world:
             world.run(tiny)
 
 
@@ -115,7 +122,7 @@ def test_the_contract_thoroughly_in_tiny_pieces() -> None:
         with_tiny_pieces()
         comm_contract.check_thoroughly(Comm())
 
-    with World(4) as world:
+    with World(4, transport="shm") as world:
         world.run(tiny)
 
 
@@ -124,7 +131,7 @@ def test_eight_ranks_on_few_cores() -> None:
         for part in comm_contract.CONTRACT[:-1]:
             part(Comm())
 
-    with World(8) as world:
+    with World(8, transport="shm") as world:
         world.run(all_but_long_tensors)
 
 
@@ -301,7 +308,7 @@ def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
         comm_contract.point_to_point(Comm())
         comm_contract.in_flight(Comm())
 
-    with World(3) as world:
+    with World(3, transport="shm") as world:
         world.run(napping)
 
 
@@ -325,7 +332,7 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) ->
         else:
             comm.send(x, 1)
 
-    with World(2, timeout_s=0.5, check=False) as world:
+    with World(2, transport="shm", timeout_s=0.5, check=False) as world:
         with pytest.raises(RankError, match="(?s)failed: Timed out waiting 1.5 s for") as told:
             world.run(alone)
         assert told.value.kind == "stuck"
@@ -340,7 +347,7 @@ def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> 
             comm.recv(torch.ones(3), 0)
 
     told = pytest.raises(RankError, match="a message of 8 bytes came for a tensor of 12")
-    with World(2, check=False) as world, told:
+    with World(2, transport="shm", check=False) as world, told:
         world.run(mismatch)
 
 
@@ -369,7 +376,7 @@ def use_everything() -> list[str]:
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="a file in memory is Linux's")
 def test_what_all_have_mapped_has_no_name_any_more() -> None:
     before = in_shared_memory()
-    with World(3) as world:
+    with World(3, transport="shm") as world:
         assert len(in_shared_memory() - before) == 1
         assert world.run(use_everything) == [[]] * 3
         world.restart()
@@ -390,7 +397,7 @@ def test_a_rank_killed_in_the_middle_takes_the_others_along(asynchronous: bool) 
                 handle.wait()
 
     before = in_shared_memory()
-    with World(3) as world:
+    with World(3, transport="shm") as world:
         pids = world.run(os.getpid)
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
             world.run(until_killed)
@@ -406,7 +413,7 @@ def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
         comm = Comm()
         while True:
             comm.all_reduce(torch.ones(300_000))
-    world = World(2)
+    world = World(2, transport="shm")
     say(*world.run(os.getpid))
     say(*world.run(lambda: str(labkit.comm.here.shared))[:1])
     threading.Thread(target=world.run, args=(forever,), daemon=True).start()
@@ -423,7 +430,7 @@ def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
 
 def test_without_a_folder_in_memory_the_worlds_own_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
-    with World(2) as world:
+    with World(2, transport="shm") as world:
         shared = world.run(shared_folder)[0]
         assert not shared.startswith(str(MEMORY)) and Path(shared, "board").exists()
         assert world.run(transports) == [{"shm"}] * 2
@@ -440,5 +447,8 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
 
     if not hasattr(os, "posix_fallocate"):
         pytest.skip("this system does not reserve room")
-    with World(2) as world, pytest.raises(RankError, match="no room for .* MB.*backend=.gloo"):
+    with (
+        World(2, transport="shm") as world,
+        pytest.raises(RankError, match="no room for .* MB.*backend=.gloo"),
+    ):
         world.run(full)

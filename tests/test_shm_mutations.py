@@ -21,7 +21,7 @@ from labkit.comm.shm.slots import Slots
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with World(4, timeout_s=5) as world:
+    with World(4, transport="shm", timeout_s=5) as world:
         yield world
 
 

@@ -125,7 +125,7 @@ def bench_shm(
     """Measure every operation at every size, on worlds of `ranks`; rank 0's times."""
     found: list[ShmTimes] = []
     for n in ranks:
-        with World(n, check=check) as world:
+        with World(n, transport="shm", check=check) as world:
             found += world.run(_measure, sizes)[0]
     return found
 

@@ -37,14 +37,14 @@ class World:
         size: number of ranks.
         backend, device: "gloo" or "nccl", "cpu" or "cuda". Not given: NCCL when there is a GPU
             for each rank, gloo ranks that share the GPUs when there are fewer, else gloo on the
-            CPU. `world.picked` says what and why. Where gloo was not asked for by name, and no
-            link, CPU tensors travel through memory that the ranks share.
+            CPU. `world.picked` says what and why.
         threads: torch's threads on each rank.
         timeout_s: how long a rank waits for another before the run fails.
         link: a modelled wire, to see a slow network on one machine.
         seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
         check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
+        transport: "shm": CPU tensors of gloo ranks travel through memory that they share.
 
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)
@@ -62,6 +62,7 @@ class World:
         seed: int = 0,
         check: bool = True,
         start: str | None = None,
+        transport: str | None = None,
     ):
         me = current()
         if me is not None and (me.control is not None or me.size > 1):
@@ -78,7 +79,14 @@ class World:
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device)
         self.backend, self.device = self._pick.backend, self._pick.device
-        self.shares_memory = backend is None and self.backend == "gloo" and link is None
+        if transport not in (None, "shm"):
+            raise ValueError(f'transport={transport!r}: "shm" shares memory; leave it out for gloo')
+        self.shares_memory = transport == "shm"
+        if self.shares_memory and (self.backend != "gloo" or link is not None):
+            raise ValueError(
+                f'transport="shm" is for the CPU tensors of gloo ranks without a link; this world '
+                f"has {self.backend}{' and a link' if link else ''}"
+            )
         self._start_with = start
         self._alive: Ranks | None = None
         self._closed = False

@@ -5,7 +5,6 @@ Also the machine's copy rate in the same run, all ranks copying at once as in a 
 operation that copies its tensor in and out can be faster than that lets it.
 """
 
-import ctypes
 import math
 import statistics
 import time
@@ -21,7 +20,7 @@ from labkit.world import World
 SIZES = tuple(4096 * 4**k for k in range(8))  # bytes: 4 KiB to 64 MiB
 RANKS = (2, 4)
 TURNS, TURN_S = 7, 0.03  # each side has so many turns, and calls about so long in each
-COPIED_BYTES = 1 << 20  # a piece in the cache, as the transport's own
+COPIED_BYTES = 1 << 27  # in all, to time one copy
 Calls = tuple[Callable[[], object], Callable[[], object]]  # ours, gloo's
 
 
@@ -90,18 +89,18 @@ def _seconds(comm: Comm, call: Callable[[], object], repeat: int) -> float:
     return (time.perf_counter() - began_s) / repeat
 
 
-def _copy_bytes_per_s(comm: Comm) -> float:
-    """Of a rank while the others copy too."""
-    x, y = (torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
-    copy = lambda: ctypes.memmove(y.data_ptr(), x.data_ptr(), COPIED_BYTES)  # noqa: E731
-    return COPIED_BYTES / statistics.median(_seconds(comm, copy, 200) for _ in range(5))
+def _copy_bytes_per_s(comm: Comm, nbytes: int) -> float:
+    """From one tensor of this size to another, of a rank while the others copy too."""
+    x, y = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    repeat = max(1, COPIED_BYTES // nbytes)
+    return nbytes / statistics.median(_seconds(comm, lambda: y.copy_(x), repeat) for _ in range(7))
 
 
 def _measure(sizes: tuple[int, ...]) -> list[ShmTimes]:
     """On every rank."""
     comm, found = Comm(), []
-    copy_bytes_per_s = _copy_bytes_per_s(comm)
     for nbytes in sizes:
+        copy_bytes_per_s = _copy_bytes_per_s(comm, nbytes)
         for op, (ours, theirs) in _calls(comm, nbytes).items():
             with listen() as events:
                 ours()
@@ -136,7 +135,7 @@ def table(found: list[ShmTimes]) -> Table:
         title="Shared memory beside gloo (aim: at most 0.3 in the geometric mean, 0.6 at most)",
         title_justify="left",
     )
-    for name in ("", "ranks", "bytes", "shm us", "gloo us", "ratio", "of copy rate"):
+    for name in ("", "ranks", "bytes", "shm us", "gloo us", "ratio", "of memcpy"):
         shown.add_column(name, justify="left" if not name else "right")
     for op, n in dict.fromkeys((one.op, one.ranks) for one in found):
         rows = [one for one in found if (one.op, one.ranks) == (op, n)]

@@ -6,7 +6,6 @@ ring, so that a message travels while its sender and its receiver do something e
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from labkit.comm.shm import ring
 from labkit.comm.shm.ring import HEAD, READ, RECEIVER, SENDER, WRITTEN, Ring, padded, taken_word
 from labkit.comm.shm.slots import copy
-from labkit.comm.shm.words import fence
+from labkit.comm.shm.words import in_order
 from labkit.comm.surroundings import here
 from labkit.comm.wire import LaneWork
 
@@ -33,24 +32,28 @@ class Outbox(Ring):
         with self._lock:
             self._messages += 1
             number = self._messages
-            write = partial(self._write, x, tag, number)
             if not self._queued and self._fits(x.nbytes, number):
-                write()
+                self._write_whole(x, tag)
                 return Sent(self, number, x.nbytes)
             self._queued += 1
-            return Sent(self, number, x.nbytes, self._later(partial(self._write_queued, write)))
+            writing = self._later(partial(self._write_queued, x, tag, number))
+            return Sent(self, number, x.nbytes, writing)
 
     def _fits(self, nbytes: int, number: int) -> bool:
         room_bytes = ring.RING_BYTES - (self._written - self.words[READ])
         free = self.words[taken_word(number)] >= number - ring.MOST_UNTAKEN
         return free and room_bytes >= HEAD.size + nbytes
 
-    def _write_queued(self, write: Callable[[], None]) -> None:
-        write()
-        with self._lock:
-            self._queued -= 1
+    def _write_whole(self, x: torch.Tensor, tag: int) -> None:
+        """Append the message, for which there is room."""
+        HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
+        self._written += HEAD.size
+        for address, begin, nbytes in self._spans(self._written, x.nbytes):
+            copy(address, x.data_ptr() + begin, nbytes)
+        self._written += padded(x.nbytes)
+        self.words.announce(WRITTEN, self._written)
 
-    def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
+    def _write_queued(self, x: torch.Tensor, tag: int, number: int) -> None:
         """Append the message, as there comes to be room for it."""
         self.wait(taken_word(number), number - ring.MOST_UNTAKEN, inf)
         self.wait(READ, self._written + HEAD.size - ring.RING_BYTES, inf)
@@ -69,6 +72,8 @@ class Outbox(Ring):
             self.words.announce(WRITTEN, self._written)
         if not x.nbytes:
             self.words.announce(WRITTEN, self._written)
+        with self._lock:
+            self._queued -= 1
 
 
 class Sent:
@@ -129,7 +134,7 @@ class Inbox(Ring):
 
     def _take_out(self) -> None:
         while (written := self.words[WRITTEN]) > self._read:
-            fence()
+            in_order()
             if self._arriving is None:
                 tag, nbytes = HEAD.unpack_from(self._region.memory, self._head(self._read))
                 self._read += HEAD.size

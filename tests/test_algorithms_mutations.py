@@ -20,6 +20,8 @@ from labkit.comm.algorithms import (
 from labkit.comm.wire import Wire
 from labkit.events import chunk_sizes
 
+pytestmark = pytest.mark.slow
+
 
 def messages_of(collective: str, name: str, n: int) -> int:
     case = Case(collective, name, sizes_for(collective, name, n, 23), nodes=two_nodes(n))

@@ -27,6 +27,8 @@ from labkit.check.peak import PeakMemory
 from labkit.comm import CommError
 from labkit.course.editions import checked, solved, sources, student
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = Path(__file__).parent / "answers"
 LABS = {source.stem[:2]: source for source in sources()}
 

@@ -35,6 +35,8 @@ from labkit.trace.folder import read_run
 from labkit.trace.laws import broken_laws
 from labkit.trace.measures import with_costs
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 
 

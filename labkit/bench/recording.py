@@ -39,6 +39,7 @@ def _turns(model: str, turns: int) -> tuple[list[float], list[float]]:
 
     def timed(block: Callable[[], Any]) -> float:
         with block():
+            step()  # when a recording begins, Python's caches are cold: no part of a step's cost
             comm.barrier()
             began_s = time.perf_counter()
             for _ in range(STEPS):

@@ -26,6 +26,7 @@ def right_gradients(size: int, seed: int = 0, rows: int = 0) -> dict[str, Tensor
 
 
 def gradient_bytes() -> list[int]:
+    """Of each parameter of the small model, in order."""
     return [p.nbytes for p in small_model().parameters()]
 
 
@@ -39,16 +40,19 @@ def small_model() -> nn.Sequential:
 
 
 def some_rows(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, whose errors grow from row to row, so that shares differ."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 6, generator=generator)
     return x, torch.randn(rows, 3, generator=generator) * torch.arange(1, rows + 1)[:, None]
 
 
 def gradients_now(model: nn.Module) -> Gradients:
+    """As they are: a view of a bucket stays one."""
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
+    """What the student's function makes of one backward: gradients, weights."""
     model, (x, y) = small_model(), some_rows(4 * comm.size)
     mine = slice(4 * comm.rank, 4 * comm.rank + 4)
     F.mse_loss(model(x[mine]), y[mine]).backward()
@@ -98,6 +102,7 @@ def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gr
 
 
 def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients, int]:
+    """The gradients after the student's micro-batches of `rows`, and the bytes sent."""
     model = small_model()
     ddp = DDP(model, comm, bucket_mb=200 / MB)
     x, y = (
@@ -111,6 +116,7 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
 def sent_in_buckets(
     comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
 ) -> list[int]:
+    """The counts that the student chose; the buckets they mean are really sent."""
     counts = student(list(nbytes), list(ready_us))
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         first = 0

@@ -141,10 +141,12 @@ class Chooser:
 
 
 def names(collective: str) -> list[str]:
+    """The algorithms of a collective, gloo's own among them."""
     return [*ALGORITHMS[collective], *([GLOO] if collective == "all_reduce" else [])]
 
 
 def check_name(collective: str, name: str) -> None:
+    """Raises ValueError, listing the names, for one that is not there."""
     if name not in names(collective):
         raise ValueError(
             f"{collective} has no algorithm {name!r}; choose one of {', '.join(names(collective))}"
@@ -168,4 +170,5 @@ def overrides(text: str) -> dict[str, str]:
 
 @cache
 def stored_table() -> dict[str, Any]:
+    """table.json: collective -> ranks -> rows, and where it is from."""
     return dict(json.loads(TABLE.read_text(encoding="utf-8")))

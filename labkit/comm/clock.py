@@ -14,10 +14,20 @@ import torch
 
 
 class Clock(ABC):
+    """Tells when the program passes its points; see above."""
+
     @abstractmethod
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
         """Write the time of this point of the program, or of the moment `at`, into these fields
         of `thing`."""
+
+    def begin(self, span: Any) -> None:
+        """Write the time of now as the beginning of `span`."""
+        self.mark(span, "began_s")
+
+    def end(self, span: Any) -> None:
+        """Write the time of now as the end of `span`."""
+        self.mark(span, "ended_s")
 
     @abstractmethod
     def end_of(self, work: Any) -> Any:
@@ -37,6 +47,12 @@ class HostClock(Clock):
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(thing, field, time_s)
+
+    def begin(self, span: Any) -> None:
+        span.began_s = time.monotonic()
+
+    def end(self, span: Any) -> None:
+        span.ended_s = time.monotonic()
 
     def end_of(self, work: Any) -> list[float]:
         """A list that will hold the time, once there is one."""

@@ -381,22 +381,23 @@ def _whole(chunk_bytes: list[int], rank: int) -> int:
 
 def _check_op(op: str, x: torch.Tensor) -> None:
     check_tensor(x)
-    if op not in REDUCTIONS:
-        raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}")
-    if op in ("min", "max") and x.is_complex():
-        raise ValueError(f"{x.dtype} has no order, so no {op}; reduce its real and imaginary parts")
-    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"the mean of {x.dtype} has no exact result; sum and divide, or convert")
-    if x.device.type == "cpu" and not _can_reduce(op, x.dtype):
-        raise ValueError(f"torch knows no {op} of {x.dtype}; convert it first, as to torch.int32")
+    if problem := _refusal(op, x.dtype, x.is_cuda):
+        raise ValueError(problem)
 
 
 @cache
-def _can_reduce(op: str, dtype: torch.dtype) -> bool:
-    """Asked before the ranks meet: found out under way it looks as if a peer had failed."""
+def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
+    """Why these cannot be reduced so; nothing if they can. Asked before the ranks meet: found out
+    under way it looks as if a peer had failed."""
+    if op not in REDUCTIONS:
+        return f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}"
+    if op in ("min", "max") and dtype.is_complex:
+        return f"{dtype} has no order, so no {op}; reduce its real and imaginary parts"
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"the mean of {dtype} has no exact result; sum and divide, or convert"
     try:
         with here.carrying():
-            REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+            on_gpu or REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
     except NotImplementedError:
-        return False
-    return True
+        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32"
+    return ""

@@ -58,6 +58,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def write(notebook: Notebook, path: Path) -> None:
+    """A valid notebook, as a file."""
     path.parent.mkdir(exist_ok=True)
     nbformat.validate(notebook)
     path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")

@@ -42,10 +42,12 @@ def sources() -> list[Path]:
 
 
 def student_path(source: Path) -> Path:
+    """Where the student edition of a source stands."""
     return NOTEBOOKS / f"{source.stem}.ipynb"
 
 
 def solved_path(source: Path) -> Path:
+    """Where the solved one does."""
     return NOTEBOOKS / "solutions" / f"{source.stem}.ipynb"
 
 

@@ -29,6 +29,7 @@ LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 
 
 def new_axes(figure: Figure) -> Axes:
+    """Axes with room for the names of ranks and the legend, whatever the figure's size."""
     width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
     place = (
         LEFT_IN / width_in,
@@ -72,6 +73,7 @@ def add_legend(figure: Figure, trace: Trace) -> None:
 
 
 def unfinished(trace: Trace) -> bool:
+    """Whether anything in it never ended."""
     return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
 
 

@@ -47,6 +47,7 @@ def name_bars(axes: Axes, names: Sequence[str]) -> None:
 
 
 def legend_below(axes: Axes) -> None:
+    """A legend under the axes, in line with their names."""
     below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, axes.figure.dpi_scale_trans)
     axes.legend(
         loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,

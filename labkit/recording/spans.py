@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from torch.optim.optimizer import (
 from labkit.comm.clock import Clock
 from labkit.trace import Span
 
-MARK = "labkit: whose backward begins"
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its number, in order
+_LEAF = 2**64 - 1  # the number of the nodes that hold parameters
 VIEWS = {
     f"{name}Backward0"
     for name in (
@@ -54,11 +55,13 @@ class Spans:
         self.step = 0
         self.clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
         self._open: list[Span] = []  # outermost first
+        self._of_user: list[Span] = []  # opened by the user: no part of the nesting
         self._own: Span | None = None  # the module whose backward runs
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._names: dict[int, tuple[ref[nn.Module], str]] = {}  # id -> module, its name
+        self._marks: dict[tuple[str, str], torch.Tensor] = {}  # module, kind -> see `_hook_of`
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
-        self._marked: Callable[[], object] = lambda: None  # the tensor that was marked last
+        self._marked_until = -1  # autograd's next node at the last mark
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Spans":
@@ -67,16 +70,9 @@ class Spans:
             register_optimizer_step_post_hook(self._end_step),
         ):
             self._hooks.callback(handle.remove)
-        call, backward, forward = nn.Module.__call__, torch.autograd.backward, self._forward
         self._thread, self._on = threading.get_ident(), True
-
-        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-                return call(module, *args, **kwargs)  # one program is recorded, as it was written
-            return forward(call, module, args, kwargs)
-
-        self._put(nn.Module, "__call__", recorded_call)
-        self._put(torch.autograd, "backward", partial(self._backward, backward))
+        self._put(nn.Module, "__call__", self._recorded(nn.Module.__call__))
+        self._put(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
         return self
 
     def _put(self, place: Any, name: str, replacement: Any) -> None:
@@ -86,7 +82,9 @@ class Spans:
 
     def __exit__(self, *_: Any) -> None:
         self._hooks.close()
-        self._open, self._own, self._loss, self._on = [], None, None, False
+        self._open.clear()
+        self._of_user.clear()
+        self._own, self._loss, self._on = None, None, False
 
     @property
     def in_forward(self) -> bool:
@@ -96,85 +94,105 @@ class Spans:
     @property
     def innermost(self) -> Span | None:
         """What computes now."""
-        return self._own or (self._open[-1] if self._open else None)
+        return self._own or next((one[-1] for one in (self._open, self._of_user) if one), None)
 
     def still_open(self) -> list[Span]:
-        return [*self._open, self._own] if self._own else list(self._open)
+        return [*self._of_user, *self._open, *([self._own] if self._own else [])]
 
     def begin(self, phase: str, module: str, kind: str = "") -> Span:
-        depth = len(self._open) - self._of_user() + (self._own is not None)
+        depth = len(self._open) + (self._own is not None)
         span = Span(phase, module, self.step, 0.0, 0.0, depth, kind)
-        self.clock.mark(span, "began_s")
-        self._open.append(span)
+        self.clock.begin(span)
+        (self._of_user if phase == "user" else self._open).append(span)
         return span
 
     def end(self, span: Span) -> None:
         """End `span`, and what an error has left open inside it."""
-        if not any(one is span for one in self._open):
+        spans = self._of_user if span.phase == "user" else self._open
+        if not (spans and spans[-1] is span) and not any(one is span for one in spans):
             return
-        while self._open:
-            last = self._open.pop()
-            self.clock.mark(last, "ended_s")
+        while spans:
+            last = spans.pop()
+            self.clock.end(last)
             self._done(last)
             if last is span:
                 return
 
-    def _of_user(self) -> int:
-        """How many of the open spans the user has opened: they are no part of the nesting."""
-        return sum(one.phase == "user" for one in self._open)
-
     # --- forward ---
 
-    def _forward(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outermost = len(self._open) == self._of_user()
-        if outermost:
-            self._met(module)
-        name = self._names.get(module)
-        if name is None:
-            name = self._name_all(module)
-        if not outermost:  # where this one's input was made, backward goes back to the parent
-            self._mark(args, self._open[-1])
-        span = self.begin("forward", name, type(module).__name__)
-        try:
-            output = call(module, *args, **kwargs)
-            self._mark((output,), span)
-            return output
-        finally:
-            self.end(span)
-            if outermost:  # from here to backward, the loss is computed
-                self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
-                self.clock.mark(self._loss, "began_s")
+    def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which is that of all modules, with a span around it. It runs some hundred times
+        in a step, from cold caches: what it does not do is what makes it cheap."""
+        get_ident, is_compiling = threading.get_ident, torch.compiler.is_compiling
+        spans, clock = self._open, self.clock
+
+        def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or get_ident() != self._thread:
+                return call(module, *args, **kwargs)  # one program is recorded, as it was written
+            if outermost := not spans:
+                self._met(module)
+            known = self._names.get(id(module))
+            name = known[1] if known and known[0]() is module else self._name_all(module)
+            if not outermost and _next_node() != self._marked_until:
+                self._mark(args, spans[-1], by_parent=True)
+            span = Span("forward", name, self.step, 0.0, 0.0, len(spans), type(module).__name__)
+            clock.begin(span)
+            spans.append(span)
+            try:
+                output = call(module, *args, **kwargs)
+                if _next_node() != self._marked_until:
+                    self._mark((output,), span)
+                return output
+            finally:
+                self.end(span)
+                if outermost:  # from here to backward, the loss is computed
+                    self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
+                    clock.begin(self._loss)
+
+        return recorded_call
 
     def _name_all(self, root: nn.Module) -> str:
         """Names from the root; a wrapper that holds one `module` does not lengthen them."""
-        for name, module in root.named_modules():
-            self._names.setdefault(module, name.removeprefix("module.") if name != "module" else "")
-        return self._names[root]
+        for path, module in root.named_modules():
+            known = self._names.get(id(module))
+            if known is None or known[0]() is not module:
+                name = path.removeprefix("module.") if path != "module" else ""
+                self._names[id(module)] = ref(module), name
+        return self._names[id(root)][1]
 
     # --- backward ---
 
-    def _mark(self, values: Iterable[Any], span: Span) -> None:
-        """When backward comes to what made these tensors, it has come to the module of `span`."""
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if value is self._marked():  # mostly: one module's output is the next one's input
-                    continue
-                self._marked = ref(value)
-                node = _maker(value)
-                if node is not None and MARK not in node.metadata:
-                    node.metadata[MARK] = True
-                    node.register_prehook(partial(self._backward_of, span.module, span.kind))
-            elif isinstance(value, (tuple, list)):
-                self._mark(value, span)
-            elif isinstance(value, dict):
-                self._mark(value.values(), span)
+    def _mark(self, values: Iterable[Any], span: Span, by_parent: bool = False) -> None:
+        """When backward comes to what made these tensors, it has come to the module of `span`; or,
+        for a module's input, back to its parent's. Nodes from before the last mark are not looked
+        at: mostly, one module's output is the next one's input."""
+        since, self._marked_until = self._marked_until, _next_node()
+        marked = []
+        for value in _tensors(values):
+            node: Any = value.grad_fn
+            while node is not None and since <= (number := node._sequence_nr()) < _LEAF:
+                if not by_parent or type(node).__name__ not in VIEWS:
+                    if number not in marked:  # one node may have made several tensors
+                        marked.append(number)
+                        node._register_hook_dict(self._hook_of(span.module, span.kind))
+                    break
+                node = node.next_functions[0][0]  # of what `value` is a view of
+
+    def _hook_of(self, module: str, kind: str) -> torch.Tensor:
+        """A tensor that has the hook of this module's backward, made once. A node takes its hooks
+        over, as from a tensor of the user's, at a third of the price of `register_prehook`."""
+        mark = self._marks.get((module, kind))
+        if mark is None:
+            mark = self._marks[module, kind] = torch.empty(0)
+            mark._backward_hooks = {0: partial(self._backward_of, module, kind)}
+        return mark
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return backward(*args, **kwargs)
         loss, self._loss = self._loss, None
-        if loss is not None and loss.step == self.step and len(self._open) == self._of_user():
-            self.clock.mark(loss, "ended_s")
+        if loss is not None and loss.step == self.step and not self._open:
+            self.clock.end(loss)
             self._done(loss)
         self._end_own()
         whole = self.begin("backward", "")
@@ -184,20 +202,20 @@ class Spans:
             self._end_own()
             self.end(whole)
 
-    def _backward_of(self, module: str, kind: str, gradients: Any) -> None:
+    def _backward_of(self, module: str, kind: str, gradient: Any) -> None:
         """Autograd is about to run the first node of `module`'s backward."""
         if not self._on:
             return  # a graph from before the recording ended
-        if self._own is None:  # what strategies do when backward is over is not the last module's
+        if self._own is not None:
+            self._end_own()
+        else:  # what strategies do when backward is over is not the last module's
             torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
-        self._end_own()
-        depth = len(self._open) - self._of_user()
-        self._own = Span("backward", module, self.step, 0.0, 0.0, depth, kind)
-        self.clock.mark(self._own, "began_s")
+        self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
+        self.clock.begin(self._own)
 
     def _end_own(self) -> None:
         if self._own is not None:
-            self.clock.mark(self._own, "ended_s")
+            self.clock.end(self._own)
             self._done(self._own)
             self._own = None
 
@@ -212,13 +230,18 @@ class Spans:
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._open and self._open[-1].phase == "optimizer":
             self.end(self._open[-1])
-        if len(self._open) == self._of_user():
+        if not self._open:
             self._step_ended(optimizer)
 
 
-def _maker(x: torch.Tensor) -> Any:
-    """The node of autograd's graph that computed `x` or what `x` is a view of; None for a leaf."""
-    node = x.grad_fn
-    while node is not None and type(node).__name__ in VIEWS:
-        node = node.next_functions[0][0]
-    return None if type(node).__name__ == "AccumulateGrad" else node  # a parameter, or its view
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among `values`, also inside tuples and dicts."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found

@@ -91,6 +91,8 @@ class RankTrace:
 
 
 class MessageKey(NamedTuple):
+    """What a send and its receive have in common."""
+
     group: str
     source: int  # global ranks
     target: int

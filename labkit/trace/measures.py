@@ -47,6 +47,7 @@ def common(one: Intervals, other: Intervals) -> Intervals:
 
 
 def length_s(intervals: Intervals) -> float:
+    """Seconds in all of them together."""
     return sum(end - begin for begin, end in intervals)
 
 

@@ -20,6 +20,8 @@ PIECE_BYTES = 1 << 20  # a longer tensor travels in pieces: one is reduced while
 
 @dataclass(frozen=True)
 class Cost:
+    """What an algorithm asks of the slowest rank: messages in a row, bytes sent, bytes reduced."""
+
     steps: float
     sent_bytes: float
     reduced_bytes: float = 0.0
@@ -42,6 +44,7 @@ class Cost:
 
 
 def piece_count(nbytes: float) -> int:
+    """In how many pieces a tensor travels."""
     return max(1, ceil(nbytes / PIECE_BYTES))
 
 
@@ -72,6 +75,7 @@ def double_tree(n: int) -> list[list[int | None]]:
 
 
 def depth(parents: list[int | None], rank: int) -> int:
+    """How many steps `rank` is below the root."""
     above = parents[rank]
     return 0 if above is None else 1 + depth(parents, above)
 

@@ -95,6 +95,7 @@ def halved(call: Call) -> int:
 
 
 def recursively_doubled(call: Call) -> int:
+    """The whole in every round, and once more to or for a rank that was folded in."""
     core = power_of_two(call.n)
     if call.rank >= core:
         return call.whole
@@ -102,6 +103,7 @@ def recursively_doubled(call: Call) -> int:
 
 
 def halved_and_doubled(call: Call) -> int:
+    """All chunks but one's own on the way in, what has been doubled on the way out."""
     core = power_of_two(call.n)
     if call.rank >= core:
         return call.whole
@@ -119,6 +121,7 @@ def double_treed(call: Call) -> int:
 
 
 def hierarchical(call: Call) -> int:
+    """A ring inside the node, one along the column, and again one inside."""
     node = next(ranks for ranks in call.nodes if call.rank in ranks)
     columns, local = min(map(len, call.nodes)), node.index(call.rank)
     if local >= columns:

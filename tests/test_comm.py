@@ -41,7 +41,7 @@ KINDS = [(n, transport) for transport in ("shm", "gloo") for n in (1, 2, 3, 4)]
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[1]}-{kind[0]}")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, transport = request.param
-    with World(size, transport="shm" if transport == "shm" else None) as world:
+    with World(size, transport=transport) as world:
         yield world
 
 

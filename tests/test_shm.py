@@ -3,6 +3,7 @@ test_comm.py; here it is run with slots and rings of a few hundred bytes, so tha
 pieces, and here is what this transport promises beyond it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import comm_contract
 import pytest
@@ -18,10 +20,12 @@ import torch.distributed as dist
 from comm_contract import PLAIN, check, events_of
 from provoke import ROOT, driver, gone, until
 
-from labkit import Comm, Link, RankError, World, listen
+from labkit import Comm, Link, RankError, World, listen, record
 from labkit.comm import here
 from labkit.comm.shm import collectives, ring, slots, words
 from labkit.world import folders
+from labkit.world.pick import Pick
+from labkit.world.transport import Transport, pick_transport
 
 MEMORY = Path("/dev/shm")
 SLOT = slots.SLOT_BYTES
@@ -48,27 +52,81 @@ def transports() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "options, transport",
+    "options, said, transport",
     [
-        ({}, "gloo"),
-        ({"transport": "shm"}, "shm"),
-        ({"transport": "shm", "device": "cpu"}, "shm"),
-        ({"transport": "shm", "start": "spawn"}, "shm"),
-        ({"link": Link(gbps=1000)}, "gloo"),
+        ({}, "", "shm"),
+        ({"device": "cpu"}, "", "shm"),
+        ({"start": "spawn"}, "", "shm"),
+        ({"backend": "gloo"}, "", "gloo"),
+        ({"link": Link(gbps=1000)}, "", "gloo"),
+        ({"transport": "gloo"}, "shm", "gloo"),
+        ({"transport": "shm", "backend": "gloo"}, "gloo", "shm"),
+        ({}, "gloo", "gloo"),
+        ({"backend": "gloo"}, "shm", "shm"),
+        ({"link": Link(gbps=1000)}, "shm", "gloo"),
     ],
     ids=str,
 )
-def test_the_transport_is_picked_and_named(options: dict, transport: str) -> None:
+def test_the_transport_is_picked_and_named(
+    options: dict, said: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", said)
     with World(2, **options) as world:
         assert world.run(transports) == [{transport}] * 2
-        assert ("shared memory" in world.picked) == (transport == "shm")
+        assert world.transport == transport
+        assert ("through shared memory (shm)" in repr(world)) == (transport == "shm")
 
 
-def test_shared_memory_is_refused_where_it_does_not_serve() -> None:
+def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="and a link"):
         World(2, transport="shm", link=Link(gbps=1))
-    with pytest.raises(ValueError, match='"shm" shares memory'):
+    with pytest.raises(ValueError, match="transport='rdma': choose"):
         World(2, transport="rdma")
+    with pytest.raises(ValueError, match="this world has nccl"):
+        pick_transport(2, Pick("nccl", "cuda", "as asked"), "gloo", None, None)
+    monkeypatch.setenv("LABKIT_TRANSPORT", "rdma")
+    with pytest.raises(ValueError, match="LABKIT_TRANSPORT='rdma': choose"):
+        World(2)
+
+
+def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", "shm")
+    nccl = Pick("nccl", "cuda", "as asked")
+    assert pick_transport(2, nccl, None, None, None) == Transport("nccl")
+    monkeypatch.delenv("LABKIT_TRANSPORT")
+    shared_gpu = Pick("gloo", "cuda", "2 ranks share 1 GPU")
+    assert pick_transport(2, shared_gpu, None, None, None) == Transport("gloo")
+
+
+@pytest.mark.parametrize(
+    "free_bytes, ranks, transport",
+    [(134_217_728, 8, "shm"), (134_217_727, 1, "gloo"), (134_217_728, 9, "gloo")],
+)
+def test_shared_memory_is_picked_where_there_is_room(
+    free_bytes: int, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(folder: Path) -> SimpleNamespace:
+        assert folder == MEMORY
+        return SimpleNamespace(free=free_bytes)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    picked = pick_transport(ranks, Pick("gloo", "cpu", "no GPU"), None, None, None)
+    assert picked.name == transport
+    assert bool(picked.why_not) == (transport == "gloo")
+
+
+def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
+    with World(2) as world:
+        assert world.transport == "gloo"
+        assert world.picked.endswith("; no shared memory: there is no /nowhere")
+
+
+def test_a_recorded_run_names_the_transport(world2: World) -> None:
+    with record() as trace:
+        world2.run(lambda: Comm().barrier())
+    assert trace.about["transport"] == world2.transport == "shm"
 
 
 def test_ranks_that_no_world_has_started_use_gloo() -> None:
@@ -449,6 +507,6 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
         pytest.skip("this system does not reserve room")
     with (
         World(2, transport="shm") as world,
-        pytest.raises(RankError, match="no room for .* MB.*backend=.gloo"),
+        pytest.raises(RankError, match="no room for .* MB.*transport=.gloo"),
     ):
         world.run(full)

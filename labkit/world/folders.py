@@ -6,18 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")  # on Linux: a file there is memory and never touches a disk
-ROOM_BYTES = 128 << 20  # what shared memory of a few groups may take (Docker gives 64 MB in all)
 
 
 def memory_folder(beside: str) -> str:
     """A new folder for files that ranks map into their memory; `beside`, an ordinary folder, where
     the system has no better one."""
     try:
-        if shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
-            return tempfile.mkdtemp(prefix="labkit-", dir=MEMORY)
+        return tempfile.mkdtemp(prefix="labkit-", dir=MEMORY)
     except OSError:  # there is none, or not for us
-        pass
-    return beside
+        return beside
 
 
 def remove(folders: Iterable[str]) -> None:

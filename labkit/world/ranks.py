@@ -34,7 +34,7 @@ class Ranks:
     def __init__(self, world: "World"):
         self.size, self.owner = world.size, os.getpid()
         self.folder = tempfile.mkdtemp(prefix="labkit-")
-        self.shared = memory_folder(self.folder) if world.shares_memory else ""
+        self.shared = memory_folder(self.folder) if world.transport == "shm" else ""
         self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []

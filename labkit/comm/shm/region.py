@@ -56,7 +56,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise RuntimeError(
             f"{path.parent} has no room for {nbytes / 1e6:.1f} MB that the ranks would share "
-            f"({error.strerror}); make room, or leave transport out"
+            f'({error.strerror}); make room, or do without: World(..., transport="gloo")'
         ) from error
     finally:
         os.close(file)

@@ -75,7 +75,8 @@ def test_the_same_over_a_modelled_wire(size: int) -> None:
         world.run(strictly, check)
 
 
-def test_the_same_in_subgroups_at_once(world4: World) -> None:
+@pytest.mark.parametrize("transport", ("shm", "gloo"))
+def test_the_same_in_subgroups_at_once(transport: str) -> None:
     def in_halves() -> tuple[int, int, tuple[int, ...]]:
         comm = Comm()
         halves = [comm.subgroup([2, 0]), comm.subgroup([1, 3])]
@@ -87,7 +88,9 @@ def test_the_same_in_subgroups_at_once(world4: World) -> None:
         comm_contract.in_flight(mine)
         return mine.rank, mine.size, mine.ranks
 
-    assert world4.run(in_halves) == [(0, 2, (0, 2)), (0, 2, (1, 3)), (1, 2, (0, 2)), (1, 2, (1, 3))]
+    members = [(0, 2, (0, 2)), (0, 2, (1, 3)), (1, 2, (0, 2)), (1, 2, (1, 3))]
+    with World(4, transport=transport) as world:
+        assert world.run(in_halves) == members
 
 
 def test_a_subgroup_of_one_and_of_all(world2: World) -> None:
@@ -129,12 +132,14 @@ def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) 
     check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
 
 
-def test_bytes_in_a_subgroup_count_its_ranks(world4: World) -> None:
+@pytest.mark.parametrize("transport", ("shm", "gloo"))
+def test_bytes_in_a_subgroup_count_its_ranks(transport: str) -> None:
     def events() -> Any:
         subgroup = Comm().subgroup([0, 2, 3])
         return subgroup and events_of(subgroup, 1001)
 
-    ranks = [found for found in world4.run(events) if found]
+    with World(4, transport=transport) as world:
+        ranks = [found for found in world.run(events) if found]
     check_bytes(ranks, 1001)
     assert {event.ranks for events in ranks for event in events.values()} == {(0, 2, 3)}
 

@@ -3,11 +3,14 @@ test_comm.py; here it is run with slots and rings of a few hundred bytes, so tha
 pieces, and here is what this transport promises beyond it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from comm_contract import PLAIN, check, events_of
 from provoke import ROOT, driver, gone, until
 
-from labkit import Comm, Link, RankError, World, listen, record
+from labkit import Comm, Link, Mesh, RankError, RankInterrupt, World, listen, record
 from labkit.comm import here
 from labkit.comm.shm import collectives, ring, slots, words
 from labkit.world import folders
@@ -30,6 +33,19 @@ from labkit.world.transport import Transport, pick_transport
 MEMORY = Path("/dev/shm")
 SLOT = slots.SLOT_BYTES
 LENGTHS = (0, 1, 3, 1000, 8192, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 5)
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator[World]:
+    """As the suite's, also where LABKIT_TRANSPORT has the rest of it run over gloo."""
+    with World(2, transport="shm") as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    with World(4, transport="shm") as world:
+        yield world
 
 
 def in_shared_memory() -> set[str]:
@@ -93,7 +109,7 @@ def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")
     nccl = Pick("nccl", "cuda", "as asked")
     assert pick_transport(2, nccl, None, None, None) == Transport("nccl")
-    monkeypatch.delenv("LABKIT_TRANSPORT")
+    monkeypatch.setenv("LABKIT_TRANSPORT", "")
     shared_gpu = Pick("gloo", "cuda", "2 ranks share 1 GPU")
     assert pick_transport(2, shared_gpu, None, None, None) == Transport("gloo")
 
@@ -109,6 +125,7 @@ def test_shared_memory_is_picked_where_there_is_room(
         assert folder == MEMORY
         return SimpleNamespace(free=free_bytes)
 
+    monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr(os, "access", lambda *_: True)
     picked = pick_transport(ranks, Pick("gloo", "cpu", "no GPU"), None, None, None)
@@ -117,6 +134,7 @@ def test_shared_memory_is_picked_where_there_is_room(
 
 
 def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
     monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
     with World(2) as world:
         assert world.transport == "gloo"
@@ -191,6 +209,22 @@ def test_eight_ranks_on_few_cores() -> None:
 
     with World(8, transport="shm") as world:
         world.run(all_but_long_tensors)
+
+
+def test_an_algorithm_from_the_environment_is_one_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LABKIT_ALGO", "all_reduce:ring")
+
+    def used() -> list[tuple[str, str]]:
+        comm = Comm()
+        with listen() as events:
+            comm.all_reduce(torch.ones(3))
+            comm.broadcast(torch.ones(3))
+        return [(event.algorithm, event.transport) for event in events]
+
+    with World(2, transport="shm") as world:
+        assert world.run(used) == [[("ring", "gloo"), ("slots", "shm")]] * 2
 
 
 def ours_and_gloos(op: str) -> list[torch.Tensor]:
@@ -278,6 +312,35 @@ def test_a_blocking_collective_queues_behind_those_under_way(world2: World) -> N
     for times in world2.run(mixed):
         assert times == sorted(times)
         assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_operations_of_several_groups_under_way_at_once(transport: str) -> None:
+    """As a training step on a mesh has them: both axes, all ranks, and messages to a neighbour."""
+
+    def step() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        comm, dp, tp = Comm(), mesh.dp, mesh.tp
+        for k in range(5):
+            sums = [torch.full((100_001,), float(comm.rank + k)) for _ in range(3)]
+            there, back = torch.full((70_000,), float(comm.rank)), torch.empty(70_000)
+            handles = [
+                tp.irecv(back, 1 - tp.rank, tag=k),
+                *(one.all_reduce(x, async_op=True) for one, x in zip((comm, dp, tp), sums)),
+                tp.isend(there, 1 - tp.rank, tag=k),
+            ]
+            small = torch.tensor([float(comm.rank)])
+            tp.all_reduce(small)  # blocking, while all those are under way
+            for handle in reversed(handles):
+                assert handle is not None
+                handle.wait()
+            assert small.item() == sum(tp.ranks)
+            assert (back == tp.ranks[1 - tp.rank]).all()
+            for one, x in zip((comm, dp, tp), sums):
+                assert (x == sum(one.ranks) + k * one.size).all(), (one, k)
+
+    with World(4, transport=transport) as world:
+        world.run(step)
 
 
 def test_a_send_is_over_when_it_is_taken_and_not_before(world2: World) -> None:
@@ -463,6 +526,76 @@ def test_a_rank_killed_in_the_middle_takes_the_others_along(asynchronous: bool) 
         assert in_shared_memory() <= before
         world.run(use_everything)
     assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(asynchronous: bool) -> None:
+    def until_wrong() -> None:
+        comm = Comm()
+        for k in range(10_000):
+            if comm.rank == 1 and k == 20:
+                raise ArithmeticError("on purpose")
+            handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
+            if handle is not None:
+                handle.wait()
+
+    before = in_shared_memory()
+    with World(3, transport="shm", timeout_s=100) as world:
+        with pytest.raises(RankError, match="rank 1 raised ArithmeticError: on purpose"):
+            world.run(until_wrong)
+        assert in_shared_memory() <= before
+        world.run(use_everything)
+
+
+@pytest.mark.parametrize("way", ["blocking", "async", "recv"])
+def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
+    """Rank 1 never comes; the others wait in the three ways that there are."""
+
+    def wait() -> None:
+        comm = Comm()
+        if comm.rank == 1:
+            time.sleep(600)
+        if way == "recv":
+            comm.recv(torch.ones(3), 1)
+        handle = comm.all_reduce(torch.ones(300_000), async_op=way == "async")
+        assert handle is not None
+        handle.wait()
+
+    before = in_shared_memory()
+    with World(3, transport="shm", timeout_s=100) as world:
+        pids = world.run(os.getpid)
+        later = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        later.start()
+        with pytest.raises(RankInterrupt):
+            world.run(wait)
+        later.join()
+        assert gone(pids)
+        assert in_shared_memory() <= before
+        world.run(use_everything)
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("way", ["blocking", "async", "recv", "send"])
+def test_who_waits_for_whom_is_told(way: str) -> None:
+    def wait() -> None:
+        comm, x = Comm(), torch.ones(300_000)
+        if comm.rank == 1:
+            return
+        if way == "recv":
+            comm.recv(x, 1)
+        elif way == "send":
+            comm.send(x, 1)
+        else:
+            handle = comm.all_reduce(x, async_op=way == "async")
+            assert handle is not None
+            handle.wait()
+
+    call = {"recv": r"recv\(from 1\)", "send": r"send\(to 1\)"}.get(way, r"all_reduce\(sum\)")
+    with World(3, transport="shm", timeout_s=1) as world, pytest.raises(RankError) as told:
+        world.run(wait)
+    said = str(told.value)
+    assert re.search(call, said) and "float32 [300000]" in said and "test_shm.py:" in said
+    assert re.search(r"rank(s 0 and 2| 0| 2) ", said) and "rank 1" in said, said
 
 
 def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ class Transport:
     name: str
     why_not: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why_not})" if self.why_not else self.name
+
 
 def pick_transport(
     size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | None

@@ -200,9 +200,10 @@ class World:
 
     def _about(self) -> dict[str, Any]:
         """What a recorded run writes down of this world."""
-        names = ("backend", "device", "transport", "threads", "seed")
-        about = {"world_size": self.size, **{name: getattr(self, name) for name in names}}
-        return {**about, **({"link": asdict(self.link)} if self.link else {})}
+        about = {"world_size": self.size, "backend": self.backend, "device": self.device}
+        about["transport"] = self.transport
+        link = {"link": asdict(self.link)} if self.link else {}
+        return {**about, "threads": self.threads, "seed": self.seed, **link}
 
     def _listen(
         self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts

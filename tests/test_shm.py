@@ -43,9 +43,9 @@ def world4() -> Iterator[World]:
 
 
 def in_shared_memory() -> set[str]:
-    """What labkit has in the system's folder for shared memory."""
+    """What this process has in the system's folder for shared memory."""
     names = os.listdir(MEMORY) if MEMORY.is_dir() else []
-    return {name for name in names if name.startswith("labkit-")}
+    return {name for name in names if name.startswith(f"labkit-{os.getpid()}-")}
 
 
 def with_tiny_pieces() -> None:

@@ -1,5 +1,6 @@
 """The folders of a world: one for sockets, the board and files, one whose files are memory."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ def memory_folder(beside: str) -> str:
     """A new folder for files that ranks map into their memory; `beside`, an ordinary folder, where
     the system has no better one."""
     try:
-        return tempfile.mkdtemp(prefix="labkit-", dir=MEMORY)
+        return tempfile.mkdtemp(prefix=f"labkit-{os.getpid()}-", dir=MEMORY)  # whose it is
     except OSError:  # there is none, or not for us
         return beside
 

@@ -81,19 +81,20 @@ def compare(
 def bench(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="world, door, ddp, recording, plot; all of them if none."),
+        typer.Argument(help="world, door, ddp, shm, recording, plot; all of them if none."),
     ] = None,
     turns: Annotated[
         int, typer.Option(help="Turns of the DDP and recording measurements.", min=3)
     ] = 40,
 ) -> None:
     """Measure labkit beside its peers, in one run. Close other programs first."""
-    from labkit.bench import ddp, door, plot, recording, world
+    from labkit.bench import ddp, door, plot, recording, shm, world
 
     benches = {
         "world": lambda: world.table(world.bench_world()),
         "door": lambda: door.table(door.bench_door()),
         "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
+        "shm": lambda: shm.table(shm.bench_shm()),
         "recording": lambda: recording.table(recording.bench_recording(turns=turns)),
         "plot": lambda: plot.table(plot.bench_plot()),
     }

@@ -19,6 +19,7 @@ from rich.table import Table
 from labkit import __version__
 from labkit.world import RankError, World, attach
 from labkit.world.pick import check_size, pick
+from labkit.world.transport import pick_transport
 
 LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
 OLDEST_TORCH = (2, 11)
@@ -107,9 +108,9 @@ def _picks(found: Findings) -> None:
         try:
             check_size(size)
             choice = pick(size, None, None)
-            found.add(
-                "ranks", f"World({size})", f"{choice.backend} on {choice.device}: {choice.why}"
-            )
+            transport = pick_transport(size, choice, None, None, None)
+            what = f"{choice.backend} on {choice.device}: {choice.why}"
+            found.add("ranks", f"World({size})", f"{what}; tensors by {transport}")
         except ValueError as error:
             found.add("ranks", f"World({size})", str(error))
 

@@ -4,7 +4,7 @@ Three byte counts stand on every event, and they answer three different question
 
     payload_bytes   how large is the tensor the operation is about?   S
     bus_bytes       what must pass a rank's link, whatever the algorithm?  S x nccl-tests factor
-    wire_bytes      what did the algorithm used here really send?
+    wire_bytes      what did the algorithm used here really send? (through shared memory: copy)
 
 Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport. It is
 what each rank must send where all do the same (all-reduce, all-gather, reduce-scatter,
@@ -70,6 +70,7 @@ class CommEvent:
     peer: int | None = None  # root of a broadcast, or the other end of a message
     tag: int = 0
     step: int = 0  # of the training, where somebody counts
+    transport: str = ""  # what carried it: "shm" (shared memory), "gloo", "nccl", or "fake"
     lane: str = ""  # who carried it: "caller" itself, the "lane" of the group, or the "backend"
     algorithm: str = ""  # "ring", "tree", ...; the backend's name where it chooses itself
     wire_bytes: int = 0  # known when the operation has ended

@@ -538,6 +538,10 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
     fives = [[5] * n if op in ("gather", "scatter", "all_to_all") else shares for op in ranks[0]]
     for op, sizes in zip(ranks[0], fives):
         for rank, event in enumerate(events[op] for events in ranks):
+            if event.transport == "shm":
+                copied = copied_bytes(op, n, rank, whole_bytes, share(rank))
+                assert event.wire_bytes == copied, (op, rank)
+                continue
             if op in ("send", "recv"):
                 assert event.wire_bytes == event.bus_bytes, op
                 continue
@@ -545,6 +549,25 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
             itemsize = 1 if op == "barrier" else 4  # a byte to tell in each round of the barrier
             expected_bytes = sent_bytes(op, event.algorithm, itemsize, call)
             assert event.wire_bytes == expected_bytes, (op, event.algorithm, rank)
+
+
+def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -> int:
+    """Through shared memory, of tensors that are small enough to be reduced by all: what a rank
+    copies into its slot (or ring), and what it copies out."""
+    into_and_out = {
+        **dict.fromkeys(("all_reduce", "reduce"), (whole_bytes, 0)),
+        "reduce_scatter": (whole_bytes - own_bytes, 0),
+        "all_gather": (own_bytes, whole_bytes - own_bytes),
+        "broadcast": (whole_bytes, 0) if rank == n - 1 else (0, whole_bytes),
+        "gather": (0, (n - 1) * 20) if rank == 0 else (20, 0),
+        "scatter": ((n - 1) * 20, 0) if rank == 0 else (0, 20),
+        "all_to_all": ((n - 1) * 20, (n - 1) * 20),
+        "ring_exchange": (whole_bytes, whole_bytes),
+        "barrier": (0, 0),
+        "send": (whole_bytes, 0),
+        "recv": (0, whole_bytes),
+    }
+    return sum(into_and_out[op])
 
 
 def kernel_sent_bytes() -> int:

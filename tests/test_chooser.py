@@ -132,7 +132,7 @@ def test_the_stored_table_names_what_there_is_and_says_how_it_was_made() -> None
 # --- at the door -------------------------------------------------------------------------------
 
 
-def test_events_and_explanations_name_what_runs(world2: World) -> None:
+def test_events_and_explanations_name_what_runs() -> None:
     def call() -> tuple[list[str], list[str], Choice]:
         comm = Comm()
         small, large = torch.ones(4), torch.ones(1 << 21)
@@ -154,7 +154,8 @@ def test_events_and_explanations_name_what_runs(world2: World) -> None:
         names = [event.algorithm for event in events]
         return names, [one.algorithm for one in explained], explained[1]
 
-    (names, explained, choice), _ = world2.run(call)
+    with World(2, backend="gloo") as world:
+        (names, explained, choice), _ = world.run(call)
     assert names[:-1] == explained and names[-1] == ""
     assert names[4:] == ["naive", "gloo", ""] and "gloo" in names[:2] and "gloo" not in names[2:4]
     assert "on 2 ranks" in str(choice) and stored_table()["source"] in str(choice)
@@ -171,7 +172,7 @@ def test_the_environment_decides_for_a_world(monkeypatch: pytest.MonkeyPatch) ->
             comm.barrier()
         return [event.algorithm for event in events]
 
-    with World(2) as world:
+    with World(2, backend="gloo") as world:
         assert world.run(names) == [["naive", "flat", "dissemination"]] * 2
 
 

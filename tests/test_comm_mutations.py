@@ -24,7 +24,7 @@ def world() -> Iterator[World]:
     flat_and_trees = "broadcast:tree,reduce:tree,gather:flat,scatter:flat"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LABKIT_ALGO", f"{rings},{flat_and_trees}")
-        with World(4) as world:
+        with World(4, backend="gloo") as world:
             yield world
 
 

@@ -103,7 +103,7 @@ def bench_ddp(
 def table(found: list[DdpTimes]) -> Table:
     """What `bench_ddp` found, with the ratios."""
     shown = Table(
-        title=f"A DDP step over gloo, {ROWS} x {LENGTH} tokens a rank (aim: at most 1.0)",
+        title=f"A DDP step (torch over gloo), {ROWS} x {LENGTH} tokens a rank (aim: at most 1.0)",
         title_justify="left",
     )
     for name in ("model", "ranks", "labkit, ms", "torch, ms", "no communication, ms"):

@@ -31,6 +31,7 @@ class Back(ABC):
     """Carries the operations of one group; tensors are flat and contiguous, roots are ranks
     inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
 
+    transport = ""  # the name that its events carry
     forced: Mapping[str, str] = {}  # algorithms that the environment asks for
 
     @abstractmethod
@@ -40,6 +41,10 @@ class Back(ABC):
     @abstractmethod
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
         """Its name. Raises ValueError where `asked`, if not empty, cannot serve."""
+
+    def serving(self, algorithm: str) -> "Back":
+        """The back that has this algorithm: itself, or another whom it passes the call to."""
+        return self
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work: ...
@@ -62,9 +67,9 @@ class Back(ABC):
     @abstractmethod
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work: ...
     @abstractmethod
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
     @abstractmethod
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work: ...
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
 
 
 def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@
     Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
+    Shared        memory that the ranks of one machine share (shm)
 
 All have the methods of `Back`, over flat contiguous tensors, and return work to wait for.
 Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
@@ -38,6 +39,8 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 class SendReceive(Back):
     """The algorithms of `labkit.comm.algorithms`; asynchronous ones run on a lane of their own.
     The work's `wait` returns the bytes this rank sent."""
+
+    transport = "gloo"
 
     def __init__(self, wire: Wire, own: bool = False):
         self.wire = wire
@@ -155,11 +158,11 @@ class SendReceive(Back):
 
         return self._start(call, exchanging)
 
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return Posted(self.wire.isend(x, peer, tag))
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.isend(x, peer, call.tag))
 
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return Posted(self.wire.irecv(x, peer, tag))
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.irecv(x, peer, call.tag))
 
 
 class Gloo(SendReceive):

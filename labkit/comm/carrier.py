@@ -3,6 +3,7 @@ number it, compare it with the other ranks' on the board, record it, and hand it
 moves the bytes of its device.
 """
 
+import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from labkit.comm.chooser import Choice
 from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.handle import Handle
 from labkit.comm.native import Native, Nothing
+from labkit.comm.shm import Shared
 from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
@@ -83,6 +85,7 @@ class Carrier:
         back = self._back(x)
         collective = what.partition("(")[0]
         name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
+        back = back.serving(name)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None and not here.listeners:
@@ -98,6 +101,7 @@ class Carrier:
                 chunks = chunk_bytes()
                 event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
                 event.blocking, event.algorithm = not async_op, name
+                event.transport = back.transport
             handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
         if async_op:
             return handle
@@ -114,14 +118,15 @@ class Carrier:
         ends: tuple[int, int],  # (from, to), ranks in the group
         tag: int,
         finish: list[Callable[[], object]],
-        start: Callable[[Back], Work],
+        start: Callable[[Back, Call], Work],
         blocking: bool,
     ) -> Handle:
         """Carry out one send or receive."""
         back = self._back(x)
+        call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
-            return Handle(start(back), op, finish)
+            return Handle(start(back, call), op, finish)
         source, target = self.ranks[ends[0]], self.ranks[ends[1]]
         note = Note(
             f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
@@ -134,8 +139,9 @@ class Carrier:
             peer = ends[1] if op == "send" else ends[0]
             bus_bytes = x.nbytes if op == "send" else 0
             event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
+            event.transport = back.transport
             event.blocking = blocking
-        return self._noted(note, event, not blocking, lambda: start(back), finish)
+        return self._noted(note, event, not blocking, lambda: start(back, call), finish)
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
@@ -224,7 +230,9 @@ class Carrier:
     def _back(self, x: torch.Tensor) -> Back:
         key = (x.device, here.link)
         if key not in self._backs:
-            self._backs[key] = self._new_back(x.device.type)
+            with _making:  # one for all threads
+                if key not in self._backs:
+                    self._backs[key] = self._new_back(x.device.type)
         return self._backs[key]
 
     def _new_back(self, device: str) -> Back:
@@ -239,7 +247,18 @@ class Carrier:
         group = living(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
+        if here.shared is not None and device == "cpu":
+            place = here.shared / self._alias()
+            return Shared(place, self.rank, self.size, self._timeout_s(), Gloo(group))
         return Gloo(group) if backend == "gloo" else Native(group)
+
+    def _alias(self) -> str:
+        """A name for files: of this group only, and the same on all its ranks."""
+        return hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
+
+    def _timeout_s(self) -> float:
+        timeout = self._timeout() or dist.default_pg_timeout
+        return timeout.total_seconds()
 
 
 _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()

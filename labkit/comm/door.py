@@ -310,8 +310,9 @@ class Comm:
         self._other(peer, tag)
         flat = self._carrier.stage(x, None)
         return self._carrier.message(
-            "send", x, (self.rank, peer), tag, [], lambda back: back.send(flat, peer, tag), blocking
-        )
+            "send", x, (self.rank, peer), tag, [],
+            lambda back, call: back.send(flat, peer, call), blocking,
+        )  # fmt: skip
 
     def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
         self._other(peer, tag)
@@ -319,7 +320,7 @@ class Comm:
         flat = self._carrier.stage(x, finish)
         return self._carrier.message(
             "recv", x, (peer, self.rank), tag, finish,
-            lambda back: back.receive(flat, peer, tag), blocking,
+            lambda back, call: back.receive(flat, peer, call), blocking,
         )  # fmt: skip
 
     # --- what can be wrong with a call ---------------------------------------------------------

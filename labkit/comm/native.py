@@ -23,7 +23,7 @@ class Native(Back):
         self._group = ref(group)
         self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
-        self._name = str(dist.get_backend(group))
+        self.transport = self._name = str(dist.get_backend(group))
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
         if asked not in ("", self._name):
@@ -84,11 +84,11 @@ class Native(Back):
         ]
         return All(dist.batch_isend_irecv(messages))
 
-    def send(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.group.send([x], peer, tag)
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.send([x], peer, call.tag)
 
-    def receive(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self.group.recv([x], peer, tag)
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.recv([x], peer, call.tag)
 
 
 class All:
@@ -107,6 +107,8 @@ class All:
 
 class Nothing(Back):
     """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
+
+    transport = "fake"
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
         return asked

@@ -20,11 +20,13 @@ from labkit.events import CommEvent
 class Surroundings:
     """`listeners` get every event at its issue; its later times are filled in. `carrying` is
     entered by the door, in whichever thread, around what makes memory for the operation; `clock`
-    tells the times of the events."""
+    tells the times of the events. `shared`, if given, is a folder in which all ranks can share
+    memory."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
     link: Link | None = None
+    shared: Path | None = None
     carrying: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Clock = HOST_CLOCK
 

@@ -138,7 +138,9 @@ class Lane:
         finalize(self, self._tasks.put, None).atexit = False
 
     def submit(self, function: Callable[[], Any]) -> "LaneWork":
-        work = LaneWork(function)
+        return self.put(LaneWork(function))
+
+    def put(self, work: "LaneWork") -> "LaneWork":
         self._tasks.put(work)
         return work
 

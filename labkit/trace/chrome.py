@@ -136,8 +136,8 @@ class _Page:
             f"{event.op} {event.seq}", "communication", ended.began_s, end_s, step=event.step,
             group=event.group, dtype=event.dtype, shape=list(event.shape),
             payload_bytes=event.payload_bytes, bus_bytes=event.bus_bytes,
-            wire_bytes=event.wire_bytes, algorithm=event.algorithm, blocking=event.blocking,
-            source=event.source,
+            wire_bytes=event.wire_bytes, transport=event.transport, algorithm=event.algorithm,
+            blocking=event.blocking, source=event.source,
         )  # fmt: skip
         return one
 

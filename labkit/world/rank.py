@@ -7,7 +7,6 @@ import faulthandler
 import io
 import os
 import random
-import shutil
 import signal
 import socket
 import struct
@@ -28,6 +27,7 @@ from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
 from labkit.world.errors import RemoteError
+from labkit.world.folders import remove
 from labkit.world.pickling import Unpicklable, dumps, unpack
 
 HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
@@ -43,6 +43,7 @@ class Spec:
     address: Any
     token: bytes
     folder: str
+    shared: str  # the folder for shared memory; "" where tensors take another way
     backend: str
     device: str
     threads: int
@@ -54,6 +55,10 @@ class Spec:
     path: list[str]
     env: dict[str, str]
 
+    @property
+    def folders(self) -> set[str]:
+        return {self.folder, self.shared}
+
 
 def live(spec: Spec) -> NoReturn:
     """The whole life of a rank."""
@@ -63,7 +68,7 @@ def live(spec: Spec) -> NoReturn:
         _serve(control)
         leave()
     except EOFError:  # the driver is gone
-        shutil.rmtree(spec.folder, ignore_errors=True)
+        remove(spec.folders)
         status = 1
     except BaseException as error:
         sys.__stderr__ and print(RemoteError.of(error).format(), file=sys.__stderr__)
@@ -99,6 +104,7 @@ def _wake_up(spec: Spec) -> Channel:
             device = torch.device("cuda", spec.rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         here.link = spec.link
+        here.shared = Path(spec.shared) if spec.shared else None
         if spec.check:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
         dist.init_process_group(
@@ -196,16 +202,16 @@ def spawned() -> NoReturn:
     import pickle
 
     spec = pickle.load(sys.stdin.buffer)
-    _die_with_driver(spec.folder)
+    _die_with_driver(spec.folders)
     live(spec)
 
 
-def _die_with_driver(folder: str) -> None:
+def _die_with_driver(folders: set[str]) -> None:
     """Standard input ends when the driver does, however it ends."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folders)
         if hasattr(os, "killpg"):
             os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
         os._exit(1)

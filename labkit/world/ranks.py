@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.comm import Board
 from labkit.world.channel import Channel, listener, ready
 from labkit.world.errors import RankError
+from labkit.world.folders import memory_folder, remove
 from labkit.world.interrupts import Interrupts, ignored
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
@@ -34,12 +34,15 @@ class Ranks:
     def __init__(self, world: "World"):
         self.size, self.owner = world.size, os.getpid()
         self.folder = tempfile.mkdtemp(prefix="labkit-")
+        self.shared = memory_folder(self.folder) if world.transport == "shm" else ""
         self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
-        self._cleanup = weakref.finalize(self, _abandon, self.folder, self.owner, self.ends)
+        self._cleanup = weakref.finalize(
+            self, _abandon, {self.folder, self.shared}, self.owner, self.ends
+        )
         try:
             with Interrupts() as interrupts:
                 self.starter: Starter = starter(world._start_with)
@@ -54,9 +57,10 @@ class Ranks:
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
-                backend=world.backend, device=world.device, threads=world.threads,
-                timeout_s=world.timeout_s, link=world.link, seed=world.seed, check=world.check,
-                cwd=os.getcwd(), path=sys.path, env=dict(os.environ),
+                shared=self.shared, backend=world.backend, device=world.device,
+                threads=world.threads, timeout_s=world.timeout_s, link=world.link,
+                seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
+                env=dict(os.environ),
             )
             for rank in range(world.size)
         ]  # fmt: skip
@@ -167,9 +171,9 @@ class Ranks:
             self._cleanup()
 
 
-def _abandon(folder: str, owner: int, ends: list[socket.socket]) -> None:
+def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
     """Nobody will talk to these ranks again: they end by themselves when they notice."""
     for end in ends:
         end.close()
     if os.getpid() == owner:  # not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folders)

@@ -9,7 +9,6 @@ came about, the server kills its ranks, removes their folders and ends.
 import ctypes
 import gc
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -17,6 +16,7 @@ from contextlib import suppress
 
 from labkit.world import rank
 from labkit.world.channel import Channel, ready
+from labkit.world.folders import remove
 from labkit.world.launch import kill_group
 from labkit.world.rank import Spec
 
@@ -47,7 +47,7 @@ def main(fd: int) -> None:
             if driver in talking:
                 kind, body = driver.recv()
                 if kind == "fork":
-                    folders.add(body[0].folder)
+                    folders |= body[0].folders
                     pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
                     children.update(pids)
                     driver.send(("forked", (pids, refusal)))
@@ -57,8 +57,7 @@ def main(fd: int) -> None:
         for pid in children:
             os.waitpid(pid, 0)
             kill_group(pid)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        remove(folders)
         os._exit(0)
 
 

@@ -28,6 +28,7 @@ from labkit.world.interrupts import Interrupts
 from labkit.world.output import RankOutput, interactive
 from labkit.world.pick import check_size, pick
 from labkit.world.ranks import TICK_S, Ranks
+from labkit.world.transport import pick_transport
 
 
 class World:
@@ -44,6 +45,9 @@ class World:
         seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
         check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
+        transport: "shm" (CPU tensors travel through memory that the ranks share) or "gloo"
+            (messages). Not given: what LABKIT_TRANSPORT says; else gloo where `backend` names it
+            or there is a link, and shm where it serves.
 
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)
@@ -61,6 +65,7 @@ class World:
         seed: int = 0,
         check: bool = True,
         start: str | None = None,
+        transport: str | None = None,
     ):
         me = current()
         if me is not None and (me.control is not None or me.size > 1):
@@ -77,6 +82,8 @@ class World:
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device)
         self.backend, self.device = self._pick.backend, self._pick.device
+        self._transport = pick_transport(size, self._pick, transport, backend, link)
+        self.transport = self._transport.name
         self._start_with = start
         self._alive: Ranks | None = None
         self._closed = False
@@ -90,7 +97,9 @@ class World:
     def picked(self) -> str:
         """What the ranks run on, and why."""
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
-        return f"{self.size} ranks, {self.backend} {where}: {self._pick.why}"
+        through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
+        why_not = self._transport.why_not and f"; no shared memory: {self._transport.why_not}"
+        return f"{self.size} ranks, {self.backend} {where}{through}: {self._pick.why}{why_not}"
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -192,6 +201,7 @@ class World:
     def _about(self) -> dict[str, Any]:
         """What a recorded run writes down of this world."""
         about = {"world_size": self.size, "backend": self.backend, "device": self.device}
+        about["transport"] = self.transport
         link = {"link": asdict(self.link)} if self.link else {}
         return {**about, "threads": self.threads, "seed": self.seed, **link}
 

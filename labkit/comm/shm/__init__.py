@@ -1,0 +1,33 @@
+"""Shared memory: how the ranks of a `World` on one machine move their CPU tensors.
+
+Ranks are processes; over gloo, what one tells another goes through the kernel's sockets, in at
+least two copies and some system calls. But memory can be mapped into several processes at once:
+
+         rank 0                    the shared region                   rank 1
+    +--------------+       +--------------------------------+     +--------------+
+    |  x  ---------+-copy->|  words of 0   | words of 1     |<-copy-+------  x   |
+    |              |       |  slots of 0   | slots of 1     |     |              |
+    |  x  <--------+-copy--|  ring 0 -> 1  | ring 1 -> 0    |--copy-+----->  x   |
+    +--------------+       +--------------------------------+     +--------------+
+
+Three rules make it safe without any lock between the ranks:
+
+    one writer      every word, slot and half ring is written by one rank only
+    data, then word a rank first writes the data, then a word that says it is there
+    leave, then word nobody writes over data before all readers have said that they are done
+
+    words.py        a word, and waiting for it: look for a while, then let the kernel wake us
+    region.py       the file that all map, and that has no name as soon as all have
+    slots.py        where each rank lays out pieces of its tensor: collectives go through them
+    collectives.py  the collectives
+    ring.py         a ring of bytes from one rank to another
+    mail.py         its two ends: send and receive
+    back.py         the back of the door that has all of it
+
+What it costs: a collective on S bytes copies 2 S on each rank where the ring over gloo sends
+2(n-1)/n S through the kernel; the bytes copied are the `wire_bytes` of its events.
+"""
+
+from labkit.comm.shm.back import Shared
+
+__all__ = ["Shared"]

@@ -1,0 +1,155 @@
+"""Numbers in shared memory, and how to wait until another process has written one.
+
+Each word is written by one process only, in one aligned store of the processor, so it needs no
+lock: it is an announcement. A reader looks for a while (the answer often comes within
+microseconds), and then sleeps until the writer wakes it. On Linux the kernel does that (futex:
+"sleep while this word is 7", "wake who sleeps on this word"); elsewhere a reader takes naps that
+grow. Either way a waiting rank leaves its core, and Python's lock, to the others.
+
+    writer                                    reader
+    copies the data                           word < expected: "I sleep" (one more in my note)
+    fence                                     fence
+    word = 7                                  sleep while the word is what I saw
+    fence                                     awake: one less in my note; look again
+    does anybody sleep? wake those on word    fence; read the data
+
+The fences keep the processor from moving a load or store past another: without them a reader
+could see the word before the data, or the writer miss the sleeper while the sleeper misses the
+word.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+WORD_BYTES = 8
+LOOKS, TURNS = 40, 12  # looks before the core is offered to others, and how often that is done
+X86 = platform.machine() in ("x86_64", "AMD64")
+SLEEP_S = 0.1  # then a sleeper looks again, whatever happens
+NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes nobody
+
+
+class Words:
+    """The 8-byte words at the start of `memory`. In those of `notes`, one for each process, a
+    process notes how many of its threads sleep; `me` is the number of this process."""
+
+    def __init__(self, memory: mmap.mmap, notes: Sequence[int], me: int):
+        self._words = memoryview(memory).cast("Q")
+        self._address = address_of(memory)
+        self._note, self._notes = notes[me], [note for note in notes if note != notes[me]]
+        self._sleepers = threading.Lock()  # threads of this process share its note
+
+    def __getitem__(self, i: int) -> int:
+        return self._words[i]
+
+    def announce(self, i: int, value: int) -> None:
+        """Write word `i`, after all that this process has written, and wake those who wait."""
+        words = self._words
+        in_order()
+        words[i] = value
+        fence()
+        for note in self._notes:
+            if words[note]:
+                wake(self._address + WORD_BYTES * i)
+                return
+
+    def wait(self, i: int, value: int, until_s: float, turns: int = TURNS) -> bool:
+        """Wait until word `i` is at least `value`; False when the time `until_s` comes first."""
+        words = self._words
+        for _ in range(turns):
+            for _ in range(LOOKS):
+                if words[i] >= value:
+                    in_order()
+                    return True
+            step_aside()
+        nap_s = NAPS_S[0]
+        while words[i] < value:
+            if time.monotonic() > until_s:
+                return False
+            self._count_sleepers(1)
+            if (seen := words[i]) < value:
+                sleep(self._address + WORD_BYTES * i, seen, nap_s)
+            self._count_sleepers(-1)
+            nap_s = min(2 * nap_s, NAPS_S[1])
+        in_order()
+        return True
+
+    def _count_sleepers(self, more: int) -> None:
+        with self._sleepers:
+            self._words[self._note] += more
+        fence()
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+_hinge = threading.Lock()
+
+
+def fence() -> None:
+    """All loads and stores before it are done before those after it. (What comes before a lock is
+    released and after one is taken cannot pass; here the one is followed by the other.)"""
+    with _hinge:
+        pass
+    with _hinge:
+        pass
+
+
+def in_order() -> None:
+    """A fence between two stores or two loads: x86 processors keep the order of these anyway."""
+    if not X86:
+        fence()
+
+
+# --- what the kernel does -----------------------------------------------------------------------
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, 2**31 - 1
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # its number among the system calls
+_system_call: Callable[..., int] | None = None
+if sys.platform == "linux" and sys.byteorder == "little" and platform.machine() in _FUTEX:
+    _system_call = ctypes.CDLL(None).syscall
+    _system_call.argtypes = [
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
+        ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_uint32,
+    ]  # fmt: skip
+_number = _FUTEX.get(platform.machine(), 0)
+_patience = _Timespec(0, int(SLEEP_S * 1e9))
+
+
+def wake(address: int) -> None:
+    """Wake all who sleep on the word at `address`."""
+    if _system_call is not None:
+        _system_call(_number, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
+
+
+def sleep(address: int, seen: int, nap_s: float) -> None:
+    """Sleep while the word at `address` is `seen`, or for a moment."""
+    if _system_call is not None:
+        low = seen & 0xFFFFFFFF  # the kernel compares four bytes
+        _system_call(_number, address, FUTEX_WAIT, low, _patience, None, 0)
+    else:
+        time.sleep(nap_s)
+
+
+def step_aside() -> None:
+    """Offer the core, and Python's lock, to whoever is ready."""
+    if _yield is not None:
+        _yield()
+    else:
+        time.sleep(0)
+
+
+_yield = ctypes.CDLL(None).sched_yield if os.name == "posix" else None

@@ -1,8 +1,9 @@
 """The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
 
-Within one size, all algorithms and the backend's own take turns, so that a machine that slows down
-slows all of them, and the ratio to the backend's own is taken turn by turn. A turn is a few calls
-one after the other, as long as the slowest rank takes.
+Within one size, all algorithms and the backend's own take turns of a few calls each, so that a
+machine that slows down slows all of them. A call lasts as long as it does on its slowest rank, and
+of all calls the tenth percentile is reported: what other programs add to a call has no upper end,
+and would say more of them than of the algorithm.
 """
 
 import os
@@ -11,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import geometric_mean, median
+from statistics import geometric_mean, quantiles
 from typing import Any
 
 import psutil
 import torch
+from rich.box import SIMPLE
 from rich.table import Table
 
 from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
@@ -25,7 +27,6 @@ from labkit.bench.sweep import (
     Point,
     Sweep,
     count_of,
-    in_binary_units,
     sizes_between,
 )
 from labkit.comm import listen
@@ -55,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank found for one algorithm: seconds of a call in each turn."""
+    """What one rank found for one algorithm: seconds of each call."""
 
     chosen: str
     seconds: list[float]
@@ -89,24 +90,26 @@ def _turns(case: Case) -> dict[str, Timed]:
         names = list(calls)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            found[name].seconds.append(_seconds(comm, calls[name], repeats[name]))
+            found[name].seconds.extend(_seconds(comm, calls[name], repeats[name]))
     return found
 
 
-def _seconds(comm: Any, once: Callable[[], None], repeats: int) -> float:
-    """Of one call, of so many in a row."""
+def _seconds(comm: Any, once: Callable[[], None], repeats: int) -> list[float]:
+    """Of so many calls in a row."""
+    seconds = []
     comm.barrier()
-    began_s = time.perf_counter()
     for _ in range(repeats):
+        began_s = time.perf_counter()
         once()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began_s) / repeats
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
 
 
 def _agreed_repeats(comm: Any, once: Callable[[], None]) -> int:
     """How many calls make a turn: rank 0 decides for all."""
-    once_s = min(_seconds(comm, once, 1) for _ in range(2))
+    once_s = min(_seconds(comm, once, 3))
     repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))])
     comm.broadcast(repeats)
     return int(repeats)
@@ -156,22 +159,24 @@ def bench_collectives(
 def _points(
     case: Case, n: int, nbytes: int, backend: str, found: list[dict[str, Timed]]
 ) -> list[Point]:
-    """The lines of the table: each turn is as long as its slowest rank takes."""
-    slowest = {
-        name: [max(turn) for turn in zip(*(rank[name].seconds for rank in found))]
-        for name in found[0]
-    }
+    """The lines of the table, from what each rank found."""
+    seconds = {name: _typical([rank[name].seconds for rank in found]) for name in found[0]}
     points = []
-    for name, seconds in slowest.items():
+    for name, time_s in seconds.items():
         wrongs = [rank[name].wrong for rank in found]
         points.append(Point(
             op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
             redop=case.redop, algorithm=name or backend, chosen=found[0][name].chosen,
-            own=not name, time_s=median(seconds),
-            ratio=median(ours / theirs for ours, theirs in zip(seconds, slowest[""])),
+            own=not name, time_s=time_s, ratio=time_s / seconds[""],
             wrong=sum(one for one in wrongs if one is not None) if case.check else None,
         ))  # fmt: skip
     return points
+
+
+def _typical(of_ranks: list[list[float]]) -> float:
+    """The tenth percentile of the calls; each is as long as on its slowest rank."""
+    calls = [max(call) for call in zip(*of_ranks)]
+    return quantiles(calls, n=10, method="inclusive")[0] if len(calls) > 1 else calls[0]
 
 
 def _serving(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
@@ -231,18 +236,18 @@ def tables(sweep: Sweep) -> list[Table]:
     shown = []
     for op, n, points in sweep.tables():
         table = Table(
-            title=f"{op} on {n} ranks: busbw = algbw x {BUS_FACTORS[op](n):.3g}",
-            title_justify="left", caption=_summary(points, backend), caption_justify="left",
+            title=f"{op} on {n} ranks: busbw = {BUS_FACTORS[op](n):.3g} algbw, in GB/s; "
+            f"the last column is time over that of {backend}'s own",
+            caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
+            title_justify="left", caption_justify="left", show_edge=False,
         )  # fmt: skip
-        for name in ("size", "count", "type", "redop", "root", "algorithm"):
-            table.add_column(name, justify="right" if name in ("size", "count") else "left")
-        for name in ("time, us", "algbw, GB/s", "busbw, GB/s", "#wrong", f"time / {backend}'s"):
+        for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
+            table.add_column(name, justify="right" if name in ("size, B", "count") else "left")
+        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}"):
             table.add_column(name, justify="right")
-        for i, point in enumerate(points):
+        for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
-                *_cells(point),
-                end_section=points[i + 1 : i + 2] != []
-                and points[i + 1].size_bytes != point.size_bytes,
+                *_cells(point), end_section=point.size_bytes != after.size_bytes,
                 style="bold" if point.algorithm == DEFAULT else None,
             )  # fmt: skip
         shown.append(table)
@@ -250,17 +255,16 @@ def tables(sweep: Sweep) -> list[Table]:
 
 
 def _cells(point: Point) -> list[str]:
-    name = point.algorithm
-    if name == DEFAULT:
-        name += f" ({point.chosen})"
+    name = f"{point.algorithm}'s own" if point.own else point.algorithm
+    if point.algorithm == DEFAULT:
+        name = f"→ {point.chosen}"
     return [
-        in_binary_units(point.size_bytes), str(point.count), point.dtype, point.redop or "none",
-        "-" if point.root is None else str(point.root),
-        f"{name}'s own" if point.own else name,
+        str(point.size_bytes), str(point.count), point.dtype, point.redop or "none",
+        "-1" if point.root is None else str(point.root), name,
         f"{point.time_s * 1e6:.1f}", f"{point.algbw_bytes_per_s / 1e9:.3f}",
         f"{point.busbw_bytes_per_s / 1e9:.3f}",
         "N/A" if point.wrong is None else str(point.wrong),
-        "1" if point.own else f"{point.ratio:.2f}",
+        "" if point.own else f"{point.ratio:.2f}",
     ]  # fmt: skip
 
 
@@ -271,6 +275,6 @@ def _summary(points: list[Point], backend: str) -> str:
         return ""
     worst = max(ratios, key=ratios.__getitem__)
     return (
-        f"default / {backend}'s own: geometric mean {geometric_mean(ratios.values()):.2f}, "
-        f"highest {ratios[worst]:.2f} at {in_binary_units(worst)}"
+        f"→ the default, over {backend}'s own: geometric mean "
+        f"{geometric_mean(ratios.values()):.2f}, highest {ratios[worst]:.2f} at {worst} bytes"
     )

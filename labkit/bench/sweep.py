@@ -41,9 +41,9 @@ class Point:
     """One line of the table: an operation of `size_bytes` by one algorithm.
 
     `algorithm` is "default" for what runs when none is asked for, `chosen` says which that was;
-    the backend's own has the backend's name and `own` True. `time_s` is the median over turns,
-    `ratio` that of the turn-by-turn ratios to the backend's own. `wrong` counts elements on all
-    ranks, None where they were not checked.
+    the backend's own has the backend's name and `own` True. `time_s` is of one call (the tenth
+    percentile, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
+    elements on all ranks, None where they were not checked.
     """
 
     op: str

@@ -12,6 +12,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from labkit.bench.fits import cost_of, fit_sweep
 from labkit.bench.sweep import Point, Sweep
 from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
@@ -49,6 +51,11 @@ def write_table(sweep: Sweep, path: str | Path) -> Path:
     fresh.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     fresh.replace(path)
     return path
+
+
+def user_table() -> Path:
+    """Where a table is written when no file is named: the user's folder for settings."""
+    return Path(typer.get_app_dir("labkit")) / "table.json"
 
 
 def _times(op: str, points: Sequence[Point]) -> Times:

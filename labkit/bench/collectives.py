@@ -21,6 +21,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
+from labkit.bench.fits import Fit
 from labkit.bench.sweep import (
     BUS_FACTORS,
     REDUCING,
@@ -35,9 +36,9 @@ from labkit.comm.chooser import table_note
 from labkit.world import World, attach, progress
 
 DEFAULT = "default"  # what runs when no algorithm is asked for
-OPS = ("all_reduce", "reduce_scatter", "all_gather")
+OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
-TURN_S, MOST_CALLS = 0.004, 50  # a turn of small calls is about so long, or so many
+TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
 BUFFERS = 5  # of the operation's size, that a rank holds while it checks
 
 
@@ -118,7 +119,7 @@ def _agreed_repeats(comm: Any, once: Callable[[], None]) -> int:
 def bench_collectives(
     sizes_bytes: Sequence[int] | None = None,
     ops: Sequence[str] = OPS,
-    ranks: Sequence[int] = (2, 4),
+    ranks: Sequence[int] = RANKS,
     algorithms: Sequence[str] | None = None,
     dtype: str = "float32",
     redop: str = "sum",
@@ -137,7 +138,7 @@ def bench_collectives(
 
     Raises ValueError for what does not exist or does not fit.
     """
-    sizes = list(sizes_bytes or sizes_between(1 << 12, 1 << 26, 4))
+    sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     points: list[Point] = []
@@ -205,12 +206,18 @@ def _check_input(
     ]:  # fmt: skip
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
-    if not ops or not ranks or algorithms == []:
-        raise ValueError("nothing to measure: name at least one operation, number of ranks, ...")
+    for what, named in [
+        ("operation", ops),
+        ("number of ranks", ranks),
+        ("size", sizes),
+        ("algorithm", [DEFAULT] if algorithms is None else algorithms),
+    ]:
+        if not named:
+            raise ValueError(f"nothing to measure: name at least one {what}")
     if wrong := [n for n in ranks if n < 2]:
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")
     if turns < 1:
-        raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for a median to trust")
+        raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
     need, free = BUFFERS * max(sizes) * max(ranks), psutil.virtual_memory().available
     if need > free:
         raise ValueError(
@@ -236,14 +243,13 @@ def tables(sweep: Sweep) -> list[Table]:
     shown = []
     for op, n, points in sweep.tables():
         table = Table(
-            title=f"{op} on {n} ranks: busbw = {BUS_FACTORS[op](n):.3g} algbw, in GB/s; "
-            f"the last column is time over that of {backend}'s own",
+            title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
             caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
             title_justify="left", caption_justify="left", show_edge=False,
         )  # fmt: skip
         for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
             table.add_column(name, justify="right" if name in ("size, B", "count") else "left")
-        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}"):
+        for name in ("time, us", "algbw", "busbw", "#wrong", f"over {backend}'s"):
             table.add_column(name, justify="right")
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
@@ -278,3 +284,19 @@ def _summary(points: list[Point], backend: str) -> str:
         f"→ the default, over {backend}'s own: geometric mean "
         f"{geometric_mean(ratios.values()):.2f}, highest {ratios[worst]:.2f} at {worst} bytes"
     )
+
+
+def fit_table(fits: list[Fit]) -> Table:
+    """alpha and beta of each algorithm, and how far the line is off."""
+    table = Table(
+        title="time = steps x alpha + bytes x beta",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", show_edge=False,
+    )  # fmt: skip
+    for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
+        table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
+    for one in fits:
+        table.add_row(
+            one.op, str(one.ranks), one.algorithm, f"{one.alpha_s * 1e6:.1f}",
+            f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
+        )  # fmt: skip
+    return table

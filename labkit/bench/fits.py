@@ -2,10 +2,10 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes are those of labkit/comm/algorithms/costs.py. alpha is the seconds of a message however
-small, beta the seconds per byte; what it takes to reduce a byte is inside beta here, since it grows
-as the bytes do. What has no formula (what a backend chooses by itself) counts as one step that
-sends its bus bytes: a straight line over size.
+steps and bytes are those of labkit/comm/algorithms/costs.py. alpha is the seconds of a message
+however small, beta the seconds per byte; what it takes to reduce a byte is inside beta here, since
+it grows as the bytes do. What has no formula (what a backend chooses by itself) counts as one step
+that sends its bus bytes: a straight line over size.
 
 The fit is least squares of the relative errors: absolute ones would leave 4 KiB, of microseconds,
 no say beside 64 MiB. Neither alpha nor beta can be negative.
@@ -20,7 +20,6 @@ from labkit.bench.sweep import BUS_FACTORS, Point, Sweep
 from labkit.comm.algorithms.costs import COSTS, Cost, cost
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
-SAME_COST = {("all_reduce", "gloo"): "ring", ("all_reduce", "hierarchical"): "ring"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,13 @@ class Fit:
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
     """By the formula of the algorithm, or the straight line of one that has none. gloo's own
-    all-reduce is a ring, and so is a hierarchical one inside one node."""
-    name = SAME_COST.get((op, algorithm), algorithm)
-    if name in COSTS.get(op, {}):
-        return cost(op, name, ranks, size_bytes)
-    return Cost(1, BUS_FACTORS[op](ranks) * size_bytes)
+    all-reduce is a ring whose pieces are not counted as steps."""
+    bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
+    if (op, algorithm) == ("all_reduce", "gloo"):
+        return Cost(2 * (ranks - 1), bus_bytes)
+    if algorithm in COSTS.get(op, {}):
+        return cost(op, algorithm, ranks, size_bytes)
+    return Cost(1, bus_bytes)
 
 
 def fit(points: Sequence[Point]) -> Fit:

@@ -1,4 +1,6 @@
-"""Bus bandwidth over size, one line for each algorithm, with the alpha-beta model beside it."""
+"""Bus bandwidth over size, one line for each algorithm, with the alpha-beta model beside it. Both
+axes are logarithmic: who is ahead at 4 KiB is to be seen as well as at 64 MiB.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +23,9 @@ from labkit.plot.style import (
     SMALL_PT,
 )
 
-PANEL_IN, LEGEND_IN = 3.2, 4.0
+PANEL_IN = 3.2
 MOST_TICKS = 9
+ROOM = 2.0  # below and, twice, above what was measured
 LEVELS = 3  # names of crossovers stand at so many heights, so that neighbours do not overlap
 
 
@@ -68,8 +71,8 @@ def bandwidth(
         beside.axis("off")
         beside.legend(
             *axes.get_legend_handles_labels(), loc="center left", borderaxespad=0,
-            fontsize=SMALL_PT, title="dashed: steps x alpha + bytes x beta", title_fontsize=SMALL_PT,
-            alignment="left",
+            fontsize=SMALL_PT, title="dashed: time = steps x alpha + bytes x beta",
+            title_fontsize=SMALL_PT, alignment="left",
         )  # fmt: skip
     return figure
 
@@ -91,13 +94,16 @@ def _draw(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
         if fit is not None:
             fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
             axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
-    axes.set_xscale("log")
+    axes.set(xscale="log", yscale="log")
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([in_binary_units(_rounded(size)) for size in shown])
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    axes.set_ylim(0, 1.3 * max(point.busbw_bytes_per_s for point in points) / 1e9)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    most, least = (end(p.busbw_bytes_per_s for p in points) / 1e9 for end in (max, min))
+    axes.set_ylim(least / ROOM, most * ROOM**2)
 
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
@@ -121,7 +127,7 @@ def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -
 def _words(fit: Fit) -> str:
     """alpha, and beta as the bandwidth that it stands for; how far the line is off."""
     rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
-    return f"{fit.alpha_s * 1e6:.3g} us, {rate}, error {fit.error:.0%}"
+    return f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
 
 
 def _rounded(size_bytes: int) -> int:

@@ -249,7 +249,7 @@ def tables(sweep: Sweep) -> list[Table]:
         )  # fmt: skip
         for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
             table.add_column(name, justify="right" if name in ("size, B", "count") else "left")
-        for name in ("time, us", "algbw", "busbw", "#wrong", f"over {backend}'s"):
+        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}"):
             table.add_column(name, justify="right")
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(

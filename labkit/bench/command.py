@@ -17,7 +17,7 @@ bench = typer.Typer(
     chain=True, invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
 console = Console()
-WIDTH = 96  # of the table of collectives, which does not fold
+WIDTH = 100  # of the table of collectives, which does not fold
 
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
 
@@ -127,6 +127,13 @@ def collectives(
     for path in filter(None, (save, plot, table)):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file")
+    if fit and dtype != "float32":
+        raise ValueError(f"a table is fitted to float32, in which models train; not to {dtype}")
+    if fit and (other := [op for op in _words(ops or "") if op not in choices.OPS]):
+        raise ValueError(
+            f"--fit with {other[0]}: a table chooses for {', '.join(choices.OPS)}; measure "
+            f"{other[0]} in a run without --fit"
+        )
     found = module.bench_collectives(
         sweep.sizes_between(sweep.parse_bytes(from_), sweep.parse_bytes(to), factor),
         (choices.OPS if fit else module.OPS) if ops is None else _words(ops),

@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import geometric_mean, quantiles
+from statistics import quantiles
 from typing import Any
 
 import psutil
 import torch
-from rich.box import SIMPLE
-from rich.table import Table
 
 from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
-from labkit.bench.fits import Fit
 from labkit.bench.sweep import (
     BUS_FACTORS,
+    DEFAULT,
     REDUCING,
     Point,
     Sweep,
@@ -34,8 +32,10 @@ from labkit.comm import listen
 from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.chooser import table_note
 from labkit.world import World, attach, progress
+from labkit.world.attach import Rank
+from labkit.world.pick import pick
 
-DEFAULT = "default"  # what runs when no algorithm is asked for
+COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
@@ -65,11 +65,12 @@ class Timed:
 
 
 def _turns(case: Case) -> dict[str, Timed]:
-    """On each rank: all algorithms of `case` and, as "", the backend's own."""
+    """On each rank: all algorithms of `case`, as "" the backend's own, and as COPY what this rank
+    takes to copy as many bytes in its memory while the others do."""
     me = attach()
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
-    calls: dict[str, Callable[[], None]] = {
+    calls: dict[str, Callable[[], object]] = {
         name: partial(call, comm, buffers, case.redop, "" if name == DEFAULT else name)
         for name in case.algorithms
     }
@@ -86,33 +87,34 @@ def _turns(case: Case) -> dict[str, Timed]:
         )  # fmt: skip
     del right
     buffers.zero()
-    repeats = {name: _agreed_repeats(comm, once) for name, once in calls.items()}
+    calls[COPY], found[COPY] = lambda: buffers.got.copy_(buffers.given), Timed("", [], None)
+    repeats = {name: _agreed_repeats(me, once) for name, once in calls.items()}
     for turn in range(case.turns):
         names = list(calls)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            found[name].seconds.extend(_seconds(comm, calls[name], repeats[name]))
+            found[name].seconds.extend(_seconds(me, calls[name], repeats[name]))
     return found
 
 
-def _seconds(comm: Any, once: Callable[[], None], repeats: int) -> list[float]:
+def _seconds(me: Rank, once: Callable[[], object], repeats: int) -> list[float]:
     """Of so many calls in a row."""
     seconds = []
-    comm.barrier()
+    me.comm.barrier()
     for _ in range(repeats):
         began_s = time.perf_counter()
         once()
-        if torch.cuda.is_available():
+        if me.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began_s)
     return seconds
 
 
-def _agreed_repeats(comm: Any, once: Callable[[], None]) -> int:
+def _agreed_repeats(me: Rank, once: Callable[[], object]) -> int:
     """How many calls make a turn: rank 0 decides for all."""
-    once_s = min(_seconds(comm, once, 3))
-    repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))])
-    comm.broadcast(repeats)
+    once_s = min(_seconds(me, once, 3))
+    repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))], device=me.device)
+    me.comm.broadcast(repeats)
     return int(repeats)
 
 
@@ -146,7 +148,8 @@ def bench_collectives(
     for n in dict.fromkeys(ranks):
         todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
         counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
-        with World(n, check=False, timeout_s=120) as world:
+        on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
+        with World(n, device=None if on_gpus else "cpu", check=False, timeout_s=120) as world:
             backend = world.backend
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
@@ -163,12 +166,13 @@ def _points(
     """The lines of the table, from what each rank found."""
     seconds = {name: _typical([rank[name].seconds for rank in found]) for name in found[0]}
     points = []
+    copy_s = seconds.pop(COPY)
     for name, time_s in seconds.items():
         wrongs = [rank[name].wrong for rank in found]
         points.append(Point(
             op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
             redop=case.redop, algorithm=name or backend, chosen=found[0][name].chosen,
-            own=not name, time_s=time_s, ratio=time_s / seconds[""],
+            own=not name, time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
             wrong=sum(one for one in wrongs if one is not None) if case.check else None,
         ))  # fmt: skip
     return points
@@ -235,68 +239,3 @@ def _about(backend: str, turns: int) -> dict[str, Any]:
         "turns": turns,
         "table": table_note(),
     }
-
-
-def tables(sweep: Sweep) -> list[Table]:
-    """What nccl-tests prints, one table for each operation and number of ranks."""
-    backend = sweep.about.get("backend", "backend")
-    shown = []
-    for op, n, points in sweep.tables():
-        table = Table(
-            title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
-            title_justify="left", caption_justify="left", show_edge=False,
-        )  # fmt: skip
-        for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
-            table.add_column(name, justify="right" if name in ("size, B", "count") else "left")
-        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}"):
-            table.add_column(name, justify="right")
-        for point, after in zip(points, [*points[1:], points[-1]]):
-            table.add_row(
-                *_cells(point), end_section=point.size_bytes != after.size_bytes,
-                style="bold" if point.algorithm == DEFAULT else None,
-            )  # fmt: skip
-        shown.append(table)
-    return shown
-
-
-def _cells(point: Point) -> list[str]:
-    name = f"{point.algorithm}'s own" if point.own else point.algorithm
-    if point.algorithm == DEFAULT:
-        name = f"→ {point.chosen}"
-    return [
-        str(point.size_bytes), str(point.count), point.dtype, point.redop or "none",
-        "-1" if point.root is None else str(point.root), name,
-        f"{point.time_s * 1e6:.1f}", f"{point.algbw_bytes_per_s / 1e9:.3f}",
-        f"{point.busbw_bytes_per_s / 1e9:.3f}",
-        "N/A" if point.wrong is None else str(point.wrong),
-        "" if point.own else f"{point.ratio:.2f}",
-    ]  # fmt: skip
-
-
-def _summary(points: list[Point], backend: str) -> str:
-    """The default against the backend's own, over all sizes."""
-    ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
-    if not ratios:
-        return ""
-    worst = max(ratios, key=ratios.__getitem__)
-    return (
-        f"→ the default, over {backend}'s own: geometric mean "
-        f"{geometric_mean(ratios.values()):.2f}, highest {ratios[worst]:.2f} at {worst} bytes"
-    )
-
-
-def fit_table(fits: list[Fit]) -> Table:
-    """alpha and beta of each algorithm, and how far the line is off."""
-    table = Table(
-        title="time = steps x alpha + bytes x beta",
-        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", show_edge=False,
-    )  # fmt: skip
-    for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
-        table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
-    for one in fits:
-        table.add_row(
-            one.op, str(one.ranks), one.algorithm, f"{one.alpha_s * 1e6:.1f}",
-            f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
-        )  # fmt: skip
-    return table

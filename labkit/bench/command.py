@@ -17,7 +17,6 @@ bench = typer.Typer(
     chain=True, invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
 console = Console()
-WIDTH = 100  # of the table of collectives, which does not fold
 
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
 
@@ -119,7 +118,7 @@ def collectives(
 
     Exits with status 1 where an element was wrong.
     """
-    from labkit.bench import choices, fits, sweep
+    from labkit.bench import choices, fits, report, sweep
     from labkit.bench import collectives as module
 
     if table is not None and not fit:
@@ -140,8 +139,8 @@ def collectives(
         (choices.RANKS if fit else module.RANKS) if ranks is None else _numbers(ranks),
         None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
     )  # fmt: skip
-    for shown in module.tables(found):
-        Console(width=max(WIDTH, console.width)).print(shown)
+    for shown in report.tables(found):
+        Console(width=max(report.WIDTH, console.width)).print(shown)
     if save:
         console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
     if plot:
@@ -150,7 +149,7 @@ def collectives(
         bandwidth(found).savefig(plot)
         console.print(f"The picture: {plot}", soft_wrap=True)
     if fit:
-        console.print(module.fit_table(fits.fit_sweep(found)))
+        console.print(report.fit_table(fits.fit_sweep(found)))
         path = choices.write_table(found, table or choices.user_table())
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.bench.sweep import BUS_FACTORS, Point, Sweep
+from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 from labkit.comm.algorithms.costs import COSTS, Cost, cost
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
@@ -95,7 +95,7 @@ def fit_sweep(sweep: Sweep) -> list[Fit]:
     for op, ranks, points in sweep.tables():
         for name in dict.fromkeys(point.algorithm for point in points):
             own = sweep.of(op, ranks, name)
-            if name != "default" and len({point.size_bytes for point in own}) > 1:
+            if name != DEFAULT and len({point.size_bytes for point in own}) > 1:
                 fits.append(fit(own))
     return fits
 

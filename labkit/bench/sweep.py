@@ -20,6 +20,7 @@ from typing import Any
 
 FORMAT = 1
 WHAT = "sweep of collectives"
+DEFAULT = "default"  # among the algorithms: what runs when none is asked for
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -43,7 +44,8 @@ class Point:
     `algorithm` is "default" for what runs when none is asked for, `chosen` says which that was;
     the backend's own has the backend's name and `own` True. `time_s` is of one call (the tenth
     percentile, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
-    elements on all ranks, None where they were not checked.
+    elements on all ranks, None where they were not checked. `copy_s` is what a rank takes to copy
+    as many bytes inside its memory, while the others do the same.
     """
 
     op: str
@@ -58,6 +60,7 @@ class Point:
     time_s: float
     ratio: float
     wrong: int | None
+    copy_s: float
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -66,6 +69,11 @@ class Point:
     @property
     def busbw_bytes_per_s(self) -> float:
         return self.algbw_bytes_per_s * BUS_FACTORS[self.op](self.ranks)
+
+    @property
+    def of_copy_rate(self) -> float:
+        """busbw as a fraction of the bytes that are copied in a second."""
+        return self.busbw_bytes_per_s * self.copy_s / self.size_bytes
 
     @property
     def root(self) -> int | None:

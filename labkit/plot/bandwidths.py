@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from labkit.bench.fits import Fit, crossovers, fit_sweep
-from labkit.bench.sweep import BUS_FACTORS, Point, Sweep, in_binary_units, read_sweep
+from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import (
     ALGORITHMS,
@@ -87,8 +87,8 @@ def _draw(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
         label, fit = f"{name}'s own" if line[0].own else name, fit_of.get(name)
         axes.plot(
             [point.size_bytes for point in line], [p.busbw_bytes_per_s / 1e9 for p in line],
-            color=colour, marker=marker, ms=5, lw=6 if name == "default" else 1.6,
-            zorder=1 if name == "default" else 3,
+            color=colour, marker=marker, ms=5, lw=6 if name == DEFAULT else 1.6,
+            zorder=1 if name == DEFAULT else 3,
             label=f"{label}: {_words(fit)}" if fit else f"{label}: what runs when none is named",
         )  # fmt: skip
         if fit is not None:

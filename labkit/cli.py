@@ -5,12 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from labkit import __version__
+from labkit.bench.command import bench
 
 app = typer.Typer(
     help="Distributed training you can read, run, check and see.",
@@ -75,37 +77,6 @@ def compare(
     if problems:
         raise typer.Exit(1)
     console.print("[green]All equal:[/] losses, weights, replicas, bytes sent and bytes held.")
-
-
-@app.command(epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40")
-def bench(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(help="world, door, ddp, shm, recording, plot; all of them if none."),
-    ] = None,
-    turns: Annotated[
-        int, typer.Option(help="Turns of the DDP and recording measurements.", min=3)
-    ] = 40,
-) -> None:
-    """Measure labkit beside its peers, in one run. Close other programs first."""
-    from labkit.bench import ddp, door, plot, recording, shm, world
-
-    benches = {
-        "world": lambda: world.table(world.bench_world()),
-        "door": lambda: door.table(door.bench_door()),
-        "ddp": lambda: ddp.table(ddp.bench_ddp(turns=turns)),
-        "shm": lambda: shm.table(shm.bench_shm()),
-        "recording": lambda: recording.table(recording.bench_recording(turns=turns)),
-        "plot": lambda: plot.table(plot.bench_plot()),
-    }
-    with _told():
-        unknown = [name for name in what or () if name not in benches]
-        if unknown:
-            raise ValueError(f"no bench {unknown[0]!r}; there are {', '.join(benches)}")
-        for name in what or benches:
-            with console.status(f"measuring {name} ..."):
-                shown = benches[name]()
-            console.print(shown)
 
 
 @app.command(
@@ -241,6 +212,22 @@ class _told:
         if isinstance(error, (ValueError, OSError, RankError)):
             console.print(f"[red]labkit:[/] {error}", highlight=False)
             raise typer.Exit(2) from None
+
+
+class _ToldGroup(TyperGroup):
+    """Commands in a file of their own, with errors told as here."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            raise ValueError(f"no {self.name} {cmd_name!r}; there are {', '.join(self.commands)}")
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _told():
+            return super().invoke(ctx)
+
+
+app.add_typer(bench, name="bench", cls=_ToldGroup)
 
 
 def main() -> None:

@@ -6,10 +6,13 @@ The table (table.json) was measured once and says how. It can be overruled, firs
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
                                                               of a group, as NCCL reads NCCL_ALGO
+    LABKIT_TABLE="my/table.json"                              another table, of your own link:
+                                                              labkit bench collectives --fit
 
 All ranks must choose alike. `comm.explain("all_reduce", nbytes)` says which one runs, and why.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 
-VARIABLE = "LABKIT_ALGO"
+VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
 GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
 TABLE = Path(__file__).parent / "table.json"
 
@@ -51,12 +54,12 @@ class Row:
 class Chooser:
     """The choices for groups of `size` ranks. `own`: whether there is gloo's own all-reduce.
 
-    Raises ValueError where LABKIT_ALGO names what is not there.
+    Raises ValueError where LABKIT_ALGO or LABKIT_TABLE names what is not there.
     """
 
     def __init__(self, size: int, own: bool = False, table: Mapping[str, Any] | None = None):
         self._size, self._own = size, own
-        self._table = stored_table() if table is None else table
+        self._table = present_table() if table is None else table
         self._rows = {collective: self._rows_of(collective) for collective in ALGORITHMS}
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
@@ -168,7 +171,82 @@ def overrides(text: str) -> dict[str, str]:
     return found
 
 
+def present_table() -> dict[str, Any]:
+    """The table of LABKIT_TABLE, else labkit's own: collective -> ranks -> rows, and its source.
+    Raises ValueError for a file that is not there or holds no table."""
+    path = os.environ.get(TABLE_VARIABLE, "")
+    if not path:
+        return stored_table()
+    table = read_table(path)
+    return {**table, "source": f"{path} ({TABLE_VARIABLE}): {table['source']}"}
+
+
+def table_note() -> dict[str, str]:
+    """Which table decides here, for the notes of a run: its file, the SHA-256 of its text, and
+    where it is from."""
+    path = os.environ.get(TABLE_VARIABLE, "")
+    try:
+        digest = hashlib.sha256(Path(path or TABLE).read_bytes()).hexdigest()
+        source = (read_table(path) if path else stored_table())["source"]
+    except (OSError, ValueError) as error:  # the first collective will say so; a note must not fail
+        digest, source = "", str(error)
+    return {"file": path or f"labkit/comm/{TABLE.name}", "sha256": digest, "source": source}
+
+
 @cache
 def stored_table() -> dict[str, Any]:
-    """table.json: collective -> ranks -> rows, and where it is from."""
-    return dict(json.loads(TABLE.read_text(encoding="utf-8")))
+    """labkit's own table.json."""
+    return read_table(TABLE)
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """A table for the chooser. Raises ValueError that says what is wrong with the file."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        if problem := _problem_of(table):
+            raise ValueError(problem)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no table of algorithms: {error}. Write one with labkit bench collectives "
+            f"--fit --table FILE, or unset {TABLE_VARIABLE} to have labkit's own"
+        ) from None
+    return dict(table)
+
+
+def _problem_of(table: Any) -> str:
+    """What is wrong with a table; nothing if it serves every collective on any ranks."""
+    if not isinstance(table, dict) or not isinstance(table.get("source"), str):
+        return "it does not say its source"
+    for collective in ALGORITHMS:
+        by_size = table.get(collective)
+        if not isinstance(by_size, dict) or not by_size:
+            return f"it has nothing for {collective}"
+        if not all(size.isdecimal() and isinstance(by_size[size], list) for size in by_size):
+            return f"{collective}: numbers of ranks, with a list of rows for each, were expected"
+        sizes = sorted(map(int, by_size))
+        for size, above in zip(sizes, [*sizes[1:], 2 * sizes[-1] + 2]):
+            served = range(1 if size == sizes[0] else size, above)
+            if problem := _problem_of_rows(collective, by_size[str(size)], served):
+                return f"{collective} on {size} ranks: {problem}"
+    return ""
+
+
+def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
+    """`served`: the numbers of ranks for which these rows decide."""
+    try:
+        found = [Row(**row) for row in rows]
+    except TypeError:
+        return "a row has from_bytes, algorithm and, where that cannot serve, otherwise"
+    begins = [row.from_bytes for row in found]
+    if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
+        return "from_bytes are whole numbers of bytes, and one of them is 0"
+    limited = set(EQUAL_SIZES_ONLY)
+    if any(n & (n - 1) for n in served):
+        limited |= POWERS_OF_TWO_ONLY
+    for row in found:
+        last = row.otherwise or row.algorithm
+        check_name(collective, row.algorithm)
+        check_name(collective, last)
+        if last == GLOO or (collective, last) in limited:
+            return f"{last} cannot serve all calls; say what does, in `otherwise`"
+    return ""

@@ -7,6 +7,7 @@
     plot.compare({"ddp": one, "zero": other})
     plot.view(trace)       # all of it, with sliders
     plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
+    plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -15,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "bandwidth": "labkit.plot.bandwidths",
     "compare": "labkit.plot.strategies",
     "memory": "labkit.plot.memories",
     "mesh": "labkit.plot.meshes",

@@ -37,6 +37,26 @@ OPERATIONS = {
 }
 OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
+# Colour and marker of an algorithm; those that share a colour are never of one operation.
+ALGORITHMS = {
+    "default": ("#C9CED6", ""),  # a broad line below the others
+    "ring": (BLUE, "o"),
+    "tree": (ORANGE, "^"),
+    "recursive_doubling": (GREEN, "s"),
+    "halving_doubling": (VERMILION, "D"),
+    "recursive_halving": (VERMILION, "D"),
+    "double_tree": (PURPLE, "v"),
+    "naive": (SKY, "*"),
+    "flat": (SKY, "*"),
+    "chain": (BROWN, "P"),
+    "bruck": (BROWN, "P"),
+    "hierarchical": ("#BFB419", "h"),
+    "pairwise": (BLUE, "o"),
+    "next": (BLUE, "o"),
+}
+OTHER_ALGORITHM = (GREY, "p")
+BACKENDS_OWN = (BLACK, "x")
+
 WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; what never ended
 COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing while something travels
 IDLE = "#C9CED6"  # neither computing nor waiting

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.comm import Comm
+from labkit.comm.chooser import table_note
 from labkit.recording.recorder import Recorder
 from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
@@ -123,7 +124,7 @@ def record(
     folder = Path(path) if path is not None else None
     if folder is not None:
         if rank == 0:
-            begin_run(folder, {"world_size": size, **about}, replace)
+            begin_run(folder, {"world_size": size, "table": table_note(), **about}, replace)
         if comm is not None:
             comm.barrier()  # the others write into the folder that rank 0 has made
     trace = Trace()

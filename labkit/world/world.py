@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from labkit.comm import Link
+from labkit.comm.chooser import table_note
 from labkit.recording import Recording
 from labkit.world import cells, pickling
 from labkit.world.attach import current
@@ -169,6 +170,7 @@ class World:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
             self._alive = Ranks(self)
+            self._table = table_note()  # the ranks keep the environment that they were born with
         if self._alive.owner != os.getpid():
             raise RuntimeError(
                 f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
@@ -203,7 +205,7 @@ class World:
         about = {"world_size": self.size, "backend": self.backend, "device": self.device}
         about["transport"] = self.transport
         link = {"link": asdict(self.link)} if self.link else {}
-        return {**about, "threads": self.threads, "seed": self.seed, **link}
+        return {**about, "threads": self.threads, "seed": self.seed, "table": self._table, **link}
 
     def _listen(
         self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts

@@ -1,0 +1,115 @@
+"""A table for the chooser, from what was measured on the present link.
+
+At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less:
+what differs by less is noise, and there the fewer steps decide. labkit/comm/chooser.py reads the
+table where LABKIT_TABLE names its file. Operations that were not measured keep labkit's own rows.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from labkit.bench.fits import cost_of, fit_sweep
+from labkit.bench.sweep import Point, Sweep
+from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.comm.chooser import names, stored_table
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # that have a choice
+RANKS = (2, 3, 4)
+BETTER = 0.9  # of the time of the one before: less than this is worth a change
+
+Times = dict[int, dict[str, float]]  # bytes -> algorithm -> seconds
+
+
+def table_of(sweep: Sweep) -> dict[str, Any]:
+    """The table, as `labkit.comm.chooser.read_table` reads it.
+
+    Raises ValueError where the sweep has nothing to choose from."""
+    if sweep.about.get("backend") != "gloo":
+        raise ValueError("only over gloo labkit chooses its algorithms; NCCL has its own tables")
+    fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for op, ranks, points in sweep.tables():
+        if op in OPS:
+            fitted.setdefault(op, {})[str(ranks)] = _rows(op, ranks, _times(op, points))
+    if not fitted:
+        raise ValueError(f"nothing to choose: measure at least one of {', '.join(OPS)}")
+    fits = [asdict(one) for one in fit_sweep(sweep) if one.op in OPS]
+    own = {collective: stored_table()[collective] for collective in ALGORITHMS}
+    return {"source": _source(sweep, list(fitted)), **own, **fitted, "fits": fits}
+
+
+def write_table(sweep: Sweep, path: str | Path) -> Path:
+    """Write the table of `sweep`, in one piece: whoever reads meanwhile has the old or the new."""
+    path, table = Path(path), table_of(sweep)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+    return path
+
+
+def user_table() -> Path:
+    """Where a table is written when no file is named: the user's folder for settings."""
+    return Path(typer.get_app_dir("labkit")) / "table.json"
+
+
+def _times(op: str, points: Sequence[Point]) -> Times:
+    """Of what the chooser may take: no default, and of the backend's own only what it knows."""
+    times: Times = {}
+    for point in points:
+        if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
+            times.setdefault(point.size_bytes, {})[point.algorithm] = point.time_s
+    return times
+
+
+def _rows(op: str, ranks: int, times: Times) -> list[dict[str, Any]]:
+    """From the smallest size up: which algorithm from which size on."""
+    rows: list[tuple[int, str]] = []
+    for nbytes, seconds in sorted(times.items()):
+        fastest = min(seconds, key=seconds.__getitem__)
+        if not rows:
+            close = [name for name in seconds if seconds[name] * BETTER <= seconds[fastest]]
+            rows = [(0, min(close, key=lambda name: cost_of(op, name, ranks, nbytes).steps))]
+        elif seconds[fastest] < BETTER * seconds[rows[-1][1]]:
+            rows.append((nbytes, fastest))
+    limits = [from_bytes for from_bytes, _ in rows[1:]] + [max(times) + 1]
+    found = []
+    for (from_bytes, name), limit in zip(rows, limits):
+        row: dict[str, Any] = {"from_bytes": from_bytes, "algorithm": name}
+        if not _serves_all(op, name):
+            within = [times[nbytes] for nbytes in times if from_bytes <= nbytes < limit]
+            row["otherwise"] = _fastest_that_serves_all(op, within)
+        found.append(row)
+    return found
+
+
+def _serves_all(op: str, name: str) -> bool:
+    return name in ALGORITHMS[op] and (op, name) not in POWERS_OF_TWO_ONLY
+
+
+def _fastest_that_serves_all(op: str, seconds: Sequence[dict[str, float]]) -> str:
+    """By the mean time relative to the fastest, over several sizes."""
+    measured = [name for name in seconds[0] if _serves_all(op, name)]
+    if not measured:
+        raise ValueError(
+            f"{op}: for a table, measure an algorithm that serves every call as well: one of "
+            f"{', '.join(name for name in ALGORITHMS[op] if _serves_all(op, name))}"
+        )
+    return min(measured, key=lambda name: sum(one[name] / min(one.values()) for one in seconds))
+
+
+def _source(sweep: Sweep, ops: Sequence[str]) -> str:
+    about = sweep.about
+    sizes = [point.size_bytes for point in sweep.points]
+    ranks = sorted({point.ranks for point in sweep.points})
+    return (
+        f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "
+        f"{about['cores']} cores, torch {about['torch']}; {', '.join(ops)} on "
+        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; tenth "
+        f"percentile of the calls of {about['turns']} turns; the others as in labkit's own table"
+    )

@@ -1,0 +1,241 @@
+"""The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
+
+Within one size, all algorithms and the backend's own take turns of a few calls each, so that a
+machine that slows down slows all of them. A call lasts as long as it does on its slowest rank, and
+of all calls the tenth percentile is reported: what other programs add to a call has no upper end,
+and would say more of them than of the algorithm.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import quantiles
+from typing import Any
+
+import psutil
+import torch
+
+from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
+from labkit.bench.sweep import (
+    BUS_FACTORS,
+    DEFAULT,
+    REDUCING,
+    Point,
+    Sweep,
+    count_of,
+    sizes_between,
+)
+from labkit.comm import listen
+from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.comm.chooser import table_note
+from labkit.world import World, attach, progress
+from labkit.world.attach import Rank
+from labkit.world.pick import pick
+
+COPY = "copy"
+OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
+BUFFERS = 5  # of the operation's size, that a rank holds while it checks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks are asked to time."""
+
+    op: str
+    count: int
+    dtype: str
+    redop: str
+    algorithms: tuple[str, ...]
+    turns: int
+    check: bool
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one rank found for one algorithm: seconds of each call."""
+
+    chosen: str
+    seconds: list[float]
+    wrong: int | None
+
+
+def _turns(case: Case) -> dict[str, Timed]:
+    """On each rank: all algorithms of `case`, as "" the backend's own, and as COPY what this rank
+    takes to copy as many bytes in its memory while the others do."""
+    me = attach()
+    comm, dtype = me.comm, getattr(torch, case.dtype)
+    buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(call, comm, buffers, case.redop, "" if name == DEFAULT else name)
+        for name in case.algorithms
+    }
+    calls[""] = partial(call, Own(comm.group), buffers, case.redop, "")
+    right = expected(buffers, case.redop) if case.check else None
+    found: dict[str, Timed] = {}
+    for name, once in calls.items():
+        buffers.fill()
+        with listen() as events:
+            once()
+        found[name] = Timed(
+            events[-1].algorithm if events else me.backend, [],
+            None if right is None else buffers.wrong(right),
+        )  # fmt: skip
+    del right
+    buffers.zero()
+    calls[COPY], found[COPY] = lambda: buffers.got.copy_(buffers.given), Timed("", [], None)
+    repeats = {name: _agreed_repeats(me, once) for name, once in calls.items()}
+    for turn in range(case.turns):
+        names = list(calls)
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].seconds.extend(_seconds(me, calls[name], repeats[name]))
+    return found
+
+
+def _seconds(me: Rank, once: Callable[[], object], repeats: int) -> list[float]:
+    """Of so many calls in a row."""
+    seconds = []
+    me.comm.barrier()
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        once()
+        if me.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
+
+
+def _agreed_repeats(me: Rank, once: Callable[[], object]) -> int:
+    """How many calls make a turn: rank 0 decides for all."""
+    once_s = min(_seconds(me, once, 3))
+    repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))], device=me.device)
+    me.comm.broadcast(repeats)
+    return int(repeats)
+
+
+def bench_collectives(
+    sizes_bytes: Sequence[int] | None = None,
+    ops: Sequence[str] = OPS,
+    ranks: Sequence[int] = RANKS,
+    algorithms: Sequence[str] | None = None,
+    dtype: str = "float32",
+    redop: str = "sum",
+    turns: int = 9,
+    check: bool = True,
+) -> Sweep:
+    """Time collectives over sizes, on worlds of their own.
+
+    Args:
+        sizes_bytes: of the whole operation; 4 KiB to 64 MiB by fours when None.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", what runs
+            when none is named; None: all that can serve. The backend's own is always there.
+        redop: "sum", "min", "max" or "product".
+        turns: how often each is timed, in turns with the others.
+        check: count wrong elements, against what each rank has worked out by itself.
+
+    Raises ValueError for what does not exist or does not fit.
+    """
+    sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
+    _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
+    item_bytes = getattr(torch, dtype).itemsize
+    points: list[Point] = []
+    backend = ""
+    for n in dict.fromkeys(ranks):
+        todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
+        counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
+        on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
+        with World(n, device=None if on_gpus else "cpu", check=False, timeout_s=120) as world:
+            backend = world.backend
+            for op, size in progress(todo, f"collectives on {n} ranks"):
+                count, nbytes = counts[op, size]
+                names = _serving(op, n, algorithms) if backend != "nccl" else [DEFAULT]
+                op_redop = redop if op in REDUCING else ""
+                case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
+                points += _points(case, n, nbytes, backend, world.run(_turns, case))
+    return Sweep(points, _about(backend, turns))
+
+
+def _points(
+    case: Case, n: int, nbytes: int, backend: str, found: list[dict[str, Timed]]
+) -> list[Point]:
+    """The lines of the table, from what each rank found."""
+    seconds = {name: _typical([rank[name].seconds for rank in found]) for name in found[0]}
+    points = []
+    copy_s = seconds.pop(COPY)
+    for name, time_s in seconds.items():
+        wrongs = [rank[name].wrong for rank in found]
+        points.append(Point(
+            op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
+            redop=case.redop, algorithm=name or backend, chosen=found[0][name].chosen,
+            own=not name, time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
+            wrong=sum(one for one in wrongs if one is not None) if case.check else None,
+        ))  # fmt: skip
+    return points
+
+
+def _typical(of_ranks: list[list[float]]) -> float:
+    """The tenth percentile of the calls; each is as long as on its slowest rank."""
+    calls = [max(call) for call in zip(*of_ranks)]
+    return quantiles(calls, n=10, method="inclusive")[0] if len(calls) > 1 else calls[0]
+
+
+def _serving(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
+    """The algorithms to time: those asked for, or all, that this number of ranks allows. On one
+    machine a hierarchical all-reduce is the ring inside it: timed only where it is asked for."""
+    asked = [DEFAULT, *ALGORITHMS[op]] if algorithms is None else dict.fromkeys(algorithms)
+    return [
+        name
+        for name in asked
+        if (name == DEFAULT or name in ALGORITHMS[op])
+        and ((op, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0)
+        and (name != "hierarchical" or algorithms is not None)
+    ]
+
+
+def _check_input(
+    sizes: list[int], ops: Sequence[str], ranks: Sequence[int], algorithms: Sequence[str] | None,
+    dtype: str, redop: str, turns: int,
+) -> None:  # fmt: skip
+    for what, given, known in [
+        ("operation", ops, list(BUS_FACTORS)),
+        ("dtype", [dtype], DTYPES),
+        ("reduction", [redop], list(REDUCTIONS)),
+        ("algorithm of these operations", algorithms or [],
+         list(dict.fromkeys([DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]))),
+    ]:  # fmt: skip
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
+    for what, named in [
+        ("operation", ops),
+        ("number of ranks", ranks),
+        ("size", sizes),
+        ("algorithm", [DEFAULT] if algorithms is None else algorithms),
+    ]:
+        if not named:
+            raise ValueError(f"nothing to measure: name at least one {what}")
+    if wrong := [n for n in ranks if n < 2]:
+        raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")
+    if turns < 1:
+        raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
+    need, free = BUFFERS * max(sizes) * max(ranks), psutil.virtual_memory().available
+    if need > free:
+        raise ValueError(
+            f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free; end at a smaller size"
+        )
+
+
+def _about(backend: str, turns: int) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "turns": turns,
+        "table": table_note(),
+    }

@@ -1,0 +1,179 @@
+"""`labkit bench`: each bench is a command with options of its own; without one, all run.
+
+Several can be named in a row: `labkit bench world ddp --turns 10`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+bench = typer.Typer(
+    help="Measure labkit beside its peers, in one run. Close other programs first.",
+    epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40  ·  "
+    "labkit bench collectives --ops all_reduce --ranks 4",
+    chain=True, invoke_without_command=True, rich_markup_mode="rich",
+)  # fmt: skip
+console = Console()
+
+Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
+
+
+def _shown(name: str, measured: Callable[[], Any]) -> None:
+    with console.status(f"measuring {name} ..."):
+        table = measured()
+    console.print(table)
+
+
+@bench.callback()
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        for one in (world, door, ddp, shm, recording, plot, collectives):
+            one()
+
+
+@bench.command()
+def world() -> None:
+    """How long until the ranks of a World are ready."""
+    from labkit.bench import world as module
+
+    _shown("world", lambda: module.table(module.bench_world()))
+
+
+@bench.command()
+def door() -> None:
+    """What labkit's door adds to a call."""
+    from labkit.bench import door as module
+
+    _shown("door", lambda: module.table(module.bench_door()))
+
+
+@bench.command()
+def ddp(turns: Turns = 40) -> None:
+    """A step of labkit's DDP against torch's."""
+    from labkit.bench import ddp as module
+
+    _shown("ddp", lambda: module.table(module.bench_ddp(turns=turns)))
+
+
+@bench.command()
+def shm() -> None:
+    """Operations over shared memory against the same over gloo."""
+    from labkit.bench import shm as module
+
+    _shown("shm", lambda: module.table(module.bench_shm()))
+
+
+@bench.command()
+def recording(turns: Turns = 40) -> None:
+    """What recording adds to a step."""
+    from labkit.bench import recording as module
+
+    _shown("recording", lambda: module.table(module.bench_recording(turns=turns)))
+
+
+@bench.command()
+def plot() -> None:
+    """How long a slider waits for its picture."""
+    from labkit.bench import plot as module
+
+    _shown("plot", lambda: module.table(module.bench_plot()))
+
+
+@bench.command(
+    epilog="Examples:  labkit bench collectives --ops all_reduce --from 1K --to 16M  ·  "
+    "labkit bench collectives --ops broadcast,reduce --algorithms tree,chain --ranks 4  ·  "
+    "labkit bench collectives --save sweep.json --plot sweep.png  ·  "
+    "labkit bench collectives --fit --table my_table.json"
+)
+def collectives(
+    from_: Annotated[
+        str, typer.Option("--from", help="Smallest size in bytes; K, M, G are powers of 1024.")
+    ] = "4K",
+    to: Annotated[str, typer.Option(help="Largest size.")] = "64M",
+    factor: Annotated[int, typer.Option(help="Each size is so many times the one before.")] = 4,
+    ops: Annotated[
+        str | None,
+        typer.Option(
+            help="all_reduce, reduce_scatter, all_gather (these three if absent), broadcast, "
+            "reduce, gather, scatter, all_to_all, ring_exchange: one or more, with commas."
+        ),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks; 2,4 if absent (2,3,4 with --fit).")
+    ] = None,
+    algorithms: Annotated[
+        str | None, typer.Option(help="As default,ring,tree; all if absent.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
+    ] = "float32",
+    redop: Annotated[str, typer.Option(help="sum, min, max or product.")] = "sum",
+    turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
+    check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
+    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth over size, as PNG.")] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Where --fit writes the table; if absent, it tells where.")
+    ] = None,
+) -> None:
+    """The table that nccl-tests prints, for labkit's collectives and the backend's own.
+
+    Exits with status 1 where an element was wrong.
+    """
+    from labkit.bench import choices, fits, report, sweep
+    from labkit.bench import collectives as module
+
+    if table is not None and not fit:
+        raise ValueError("--table says where --fit writes; give both")
+    for path in filter(None, (save, plot, table)):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file")
+    if fit and dtype != "float32":
+        raise ValueError(f"a table is fitted to float32, in which models train; not to {dtype}")
+    if fit and (other := [op for op in _words(ops or "") if op not in choices.OPS]):
+        raise ValueError(
+            f"--fit with {other[0]}: a table chooses for {', '.join(choices.OPS)}; measure "
+            f"{other[0]} in a run without --fit"
+        )
+    found = module.bench_collectives(
+        sweep.sizes_between(sweep.parse_bytes(from_), sweep.parse_bytes(to), factor),
+        (choices.OPS if fit else module.OPS) if ops is None else _words(ops),
+        (choices.RANKS if fit else module.RANKS) if ranks is None else _numbers(ranks),
+        None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
+    )  # fmt: skip
+    for shown in report.tables(found):
+        Console(width=max(report.WIDTH, console.width)).print(shown)
+    if save:
+        console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
+    if plot:
+        from labkit.plot.bandwidths import bandwidth
+
+        bandwidth(found).savefig(plot)
+        console.print(f"The picture: {plot}", soft_wrap=True)
+    if fit:
+        console.print(report.fit_table(fits.fit_sweep(found)))
+        path = choices.write_table(found, table or choices.user_table())
+        console.print(
+            f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
+            f"export LABKIT_TABLE={path.resolve()}", soft_wrap=True,
+        )  # fmt: skip
+    if wrong := sum(point.wrong or 0 for point in found.points):
+        console.print(f"[red]wrong:[/] {wrong} elements")
+        raise typer.Exit(1)
+
+
+def _words(text: str) -> list[str]:
+    """ "ring, tree" -> its words."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    if wrong := [word for word in _words(text) if not word.isdecimal()]:
+        raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
+    return [int(word) for word in _words(text)]

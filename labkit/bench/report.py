@@ -1,0 +1,79 @@
+"""What a sweep has found, as tables for the terminal: the columns of nccl-tests, and the ratios."""
+
+from statistics import geometric_mean
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from labkit.bench.fits import Fit
+from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
+
+WIDTH = 112  # of the table of a sweep, which does not fold
+
+
+def tables(sweep: Sweep) -> list[Table]:
+    """What nccl-tests prints, one table for each operation and number of ranks, and two columns
+    more: time over that of the backend's own, busbw over the rate at which memory is copied."""
+    backend = sweep.about.get("backend", "backend")
+    shown = []
+    for op, n, points in sweep.tables():
+        table = Table(
+            title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
+            caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
+            title_justify="left", caption_justify="left", show_edge=False,
+        )  # fmt: skip
+        for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
+            table.add_column(
+                name, justify="right" if name in ("size, B", "count") else "left", no_wrap=True
+            )
+        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy"):
+            table.add_column(name, justify="right")
+        for point, after in zip(points, [*points[1:], points[-1]]):
+            table.add_row(
+                *_cells(point), end_section=point.size_bytes != after.size_bytes,
+                style="bold" if point.algorithm == DEFAULT else None,
+            )  # fmt: skip
+        shown.append(table)
+    return shown
+
+
+def _cells(point: Point) -> list[str]:
+    name = f"{point.algorithm}'s own" if point.own else point.algorithm
+    if point.algorithm == DEFAULT:
+        name = f"→ {point.chosen}"
+    return [
+        str(point.size_bytes), str(point.count), point.dtype, point.redop or "none",
+        "-1" if point.root is None else str(point.root), name,
+        f"{point.time_s * 1e6:.1f}", f"{point.algbw_bytes_per_s / 1e9:.3f}",
+        f"{point.busbw_bytes_per_s / 1e9:.3f}",
+        "N/A" if point.wrong is None else str(point.wrong),
+        "" if point.own else f"{point.ratio:.2f}", f"{point.of_copy_rate:.2f}",
+    ]  # fmt: skip
+
+
+def _summary(points: list[Point], backend: str) -> str:
+    """The default against the backend's own, over all sizes."""
+    ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
+    if not ratios:
+        return ""
+    worst = max(ratios, key=ratios.__getitem__)
+    return (
+        f"→ the default, over {backend}'s own: geometric mean "
+        f"{geometric_mean(ratios.values()):.2f}, highest {ratios[worst]:.2f} at {worst} bytes"
+    )
+
+
+def fit_table(fits: list[Fit]) -> Table:
+    """alpha and beta of each algorithm, and how far the line is off."""
+    table = Table(
+        title="time = steps x alpha + bytes x beta",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", show_edge=False,
+    )  # fmt: skip
+    for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
+        table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
+    for one in fits:
+        table.add_row(
+            one.op, str(one.ranks), one.algorithm, f"{one.alpha_s * 1e6:.1f}",
+            f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,172 @@
+"""What a sweep over sizes has measured, as plain data: one `Point` for each operation, number of
+ranks, size and algorithm. It is saved as JSON, printed as a table, drawn by `plot.bandwidth` and
+fitted by `labkit.bench.fit`.
+
+    algbw = S / t                 bytes of the operation over its time
+    busbw = algbw x factor        what the busiest link must have carried, whatever the algorithm
+
+S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter and send and receive
+from its src/*.cu): S is the whole, n parts where an operation is about parts.
+
+No torch here.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+WHAT = "sweep of collectives"
+DEFAULT = "default"  # among the algorithms: what runs when none is asked for
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "ring_exchange": lambda n: 1.0,
+}
+PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n parts
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of the table: an operation of `size_bytes` by one algorithm.
+
+    `algorithm` is "default" for what runs when none is asked for, `chosen` says which that was;
+    the backend's own has the backend's name and `own` True. `time_s` is of one call (the tenth
+    percentile, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
+    elements on all ranks, None where they were not checked. `copy_s` is what a rank takes to copy
+    as many bytes inside its memory, while the others do the same.
+    """
+
+    op: str
+    ranks: int
+    size_bytes: int
+    count: int  # elements, of a part where the operation is about parts
+    dtype: str
+    redop: str
+    algorithm: str
+    chosen: str
+    own: bool
+    time_s: float
+    ratio: float
+    wrong: int | None
+    copy_s: float
+
+    @property
+    def algbw_bytes_per_s(self) -> float:
+        return self.size_bytes / self.time_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float:
+        return self.algbw_bytes_per_s * BUS_FACTORS[self.op](self.ranks)
+
+    @property
+    def of_copy_rate(self) -> float:
+        """busbw as a fraction of the bytes that are copied in a second."""
+        return self.busbw_bytes_per_s * self.copy_s / self.size_bytes
+
+    @property
+    def root(self) -> int | None:
+        return 0 if self.op in ROOTED else None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of one run, and where it was made: host, backend, versions, turns."""
+
+    points: list[Point]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def tables(self) -> Iterator[tuple[str, int, list[Point]]]:
+        """Operation, ranks, and their points, in the order in which they were measured."""
+        for op, ranks in dict.fromkeys((point.op, point.ranks) for point in self.points):
+            yield op, ranks, self.of(op, ranks)
+
+    def of(self, op: str, ranks: int, algorithm: str | None = None) -> list[Point]:
+        """The points of an operation on so many ranks, of one algorithm or all."""
+        return [
+            point
+            for point in self.points
+            if (point.op, point.ranks) == (op, ranks) and algorithm in (None, point.algorithm)
+        ]
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON; `read_sweep` gives it back."""
+        told = {"what": WHAT, "format": FORMAT, "about": self.about}
+        lines = ",\n".join(json.dumps(asdict(point)) for point in self.points)
+        text = json.dumps(told, indent=1).removesuffix("\n}") + f',\n "points": [\n{lines}\n]\n}}\n'
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def read_sweep(path: str | Path) -> Sweep:
+    """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError where the file holds
+    something else."""
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        if told["what"] != WHAT or told["format"] > FORMAT:
+            raise ValueError(f"its format is {told['format']} of {told['what']!r}")
+        points = [Point(**point) for point in told["points"]]
+        if unknown := {point.op for point in points} - BUS_FACTORS.keys():
+            raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
+        return Sweep(points, told["about"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} holds no sweep that this labkit can read ({error}); write one with labkit "
+            "bench collectives --save FILE.json"
+        ) from None
+
+
+def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
+    """How many elements an operation of at most `size_bytes` is about (of a part, where it is
+    about parts), and the bytes that it then has. As nccl-tests, it rounds down.
+
+    Raises ValueError where not one element fits."""
+    parts = ranks if op in PARTED else 1
+    count = size_bytes // (item_bytes * parts)
+    if not count:
+        raise ValueError(
+            f"{op} of {size_bytes} bytes on {ranks} ranks: not one element of {item_bytes} bytes "
+            f"for each; begin at {item_bytes * parts} bytes or more"
+        )
+    return count, count * parts * item_bytes
+
+
+def parse_bytes(text: str) -> int:
+    """ "4K" -> 4096; K, M and G are powers of 1024, as in nccl-tests."""
+    match = re.fullmatch(r"\s*(\d+)\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size; write bytes as 4096, 4K, 64M or 1G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
+    """From one size to the other, each `factor` times the one before."""
+    if factor < 2:
+        raise ValueError(f"factor {factor}: sizes grow by a factor of 2 or more")
+    if from_bytes > to_bytes:
+        raise ValueError(f"from {from_bytes} to {to_bytes} bytes: give the smaller size first")
+    sizes = [from_bytes]
+    while sizes[-1] * factor <= to_bytes:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def in_binary_units(nbytes: int) -> str:
+    """4096 -> "4 KiB", as the sizes of a sweep are given; other numbers in bytes."""
+    for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << bits and nbytes % (1 << bits) == 0:
+            return f"{nbytes >> bits} {unit}"
+    return f"{nbytes} B"

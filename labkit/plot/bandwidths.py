@@ -1,0 +1,135 @@
+"""Bus bandwidth over size, one line for each algorithm, with the alpha-beta model beside it. Both
+axes are logarithmic: who is ahead at 4 KiB is to be seen as well as at 64 MiB.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from labkit.bench.fits import Fit, crossovers, fit_sweep
+from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import (
+    ALGORITHMS,
+    BACKENDS_OWN,
+    FAINT,
+    INK,
+    MUTED,
+    OTHER_ALGORITHM,
+    SMALL_PT,
+)
+
+PANEL_IN = 3.2
+MOST_TICKS = 9
+ROOM = 2.0  # below and, twice, above what was measured
+LEVELS = 3  # names of crossovers stand at so many heights, so that neighbours do not overlap
+
+
+@styled
+def bandwidth(
+    sweep: Sweep | str | Path, op: str | None = None, ranks: int | None = None,
+    figure: Figure | None = None,
+) -> Figure:  # fmt: skip
+    """Bus bandwidth over size: measured (points, solid), and by the fitted alpha and beta (dashed).
+
+    A dotted line stands where another of labkit's algorithms becomes the fastest by the fits.
+
+    Args:
+        sweep: what `labkit.bench.bench_collectives` returns, or the file that it was saved in.
+        op, ranks: only this operation, only this number of ranks; a panel for each when None.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError where there is nothing of it to draw.
+    """
+    sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
+    panels = [
+        (name, n, points)
+        for name, n, points in sweep.tables()
+        if op in (None, name) and ranks in (None, n)
+    ]
+    if not panels:
+        there = ", ".join(f"{name} on {n} ranks" for name, n, _ in sweep.tables()) or "nothing"
+        raise ValueError(f"no such operation on so many ranks in this sweep; it has {there}")
+    fits = fit_sweep(sweep)
+    if figure is None:
+        figure = Picture(PANEL_IN * len(panels))
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=[1.5, 1])
+    for (axes, beside), (name, n, points) in zip(rows, panels):
+        own_fits = [one for one in fits if (one.op, one.ranks) == (name, n)]
+        _draw(axes, points, own_fits)
+        _mark_crossovers(axes, points, own_fits)
+        axes.set(
+            title=f"{name} on {n} ranks: busbw = {BUS_FACTORS[name](n):.3g} algbw",
+            xlabel="size", ylabel="bus bandwidth, GB/s",
+        )  # fmt: skip
+        beside.axis("off")
+        beside.legend(
+            *axes.get_legend_handles_labels(), loc="center left", borderaxespad=0,
+            fontsize=SMALL_PT, title="dashed: time = steps x alpha + bytes x beta",
+            title_fontsize=SMALL_PT, alignment="left",
+        )  # fmt: skip
+    return figure
+
+
+def _draw(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
+    sizes = sorted({point.size_bytes for point in points})
+    fine = np.geomspace(sizes[0], sizes[-1], 300)
+    fit_of = {one.algorithm: one for one in fits}
+    for name in dict.fromkeys(point.algorithm for point in points):
+        line = sorted((p for p in points if p.algorithm == name), key=lambda p: p.size_bytes)
+        colour, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
+        label, fit = f"{name}'s own" if line[0].own else name, fit_of.get(name)
+        axes.plot(
+            [point.size_bytes for point in line], [p.busbw_bytes_per_s / 1e9 for p in line],
+            color=colour, marker=marker, ms=5, lw=6 if name == DEFAULT else 1.6,
+            zorder=1 if name == DEFAULT else 3,
+            label=f"{label}: {_words(fit)}" if fit else f"{label}: what runs when none is named",
+        )  # fmt: skip
+        if fit is not None:
+            fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
+            axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
+    axes.set(xscale="log", yscale="log")
+    shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([in_binary_units(_rounded(size)) for size in shown])
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    most, least = (end(p.busbw_bytes_per_s for p in points) / 1e9 for end in (max, min))
+    axes.set_ylim(least / ROOM, most * ROOM**2)
+
+
+def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
+    """Above the lines, where there is room for the names."""
+    owns = {point.algorithm for point in points if point.own}
+    ours = [one for one in fits if one.algorithm not in owns]
+    if len(ours) < 2:
+        return
+    low, high = (most(point.size_bytes for point in points) for most in (min, max))
+    for i, (size, _, after) in enumerate(crossovers(ours, low, high)):
+        on_the_right = size**2 > low * high
+        axes.axvline(size, color=MUTED, lw=0.9, ls=":", zorder=0)
+        axes.annotate(
+            f"{size / 1024:,.0f} KiB: {after}", (size, 0.98 - 0.08 * (i % LEVELS)),
+            xycoords=axes.get_xaxis_transform(), xytext=(-4 if on_the_right else 4, 0),
+            textcoords="offset points", ha="right" if on_the_right else "left", va="top",
+            fontsize=SMALL_PT, color=INK,
+        )  # fmt: skip
+
+
+def _words(fit: Fit) -> str:
+    """alpha, and beta as the bandwidth that it stands for; how far the line is off."""
+    rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
+    return f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
+
+
+def _rounded(size_bytes: int) -> int:
+    """To whole KiB from there on: a sweep over three parts has sizes a few bytes below."""
+    return size_bytes if size_bytes < 1024 else round(size_bytes / 1024) * 1024

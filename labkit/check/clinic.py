@@ -29,9 +29,11 @@ from typing import Any
 from labkit.check.findings import CheckFailed
 from labkit.comm import Comm
 from labkit.world import RankError, World
+from labkit.world.errors import ranks_text
 from labkit.world.plain import Plain
 
 WAIT_S = 2.0  # how long a rank waits for another, on both sides
+LONGEST = 160  # characters of a message of torch's
 ENDINGS = ("hang", "crash", "silent")
 Program = Callable[[Any], Any]
 
@@ -42,16 +44,16 @@ class Finding:
 
     name: str
     ending: str  # on torch's side: one of ENDINGS
-    torch_says: list[str]  # a line for each rank, or one for a world that died
+    torch_says: list[str]  # who said what; where a rank was killed, what it said last
     labkit_says: str  # the error's text; empty where it saw nothing wrong
     guess: str = ""
 
     @property
     def verdict(self) -> str:
         """What the student said, beside what happened."""
-        if not self.guess:
-            return self.ending
-        return f"{'✓' if self.guess == self.ending else '✗'} {self.ending} (you: {self.guess})"
+        if self.guess in ("", self.ending):
+            return f"✓ {self.ending}" if self.guess else self.ending
+        return f"✗ {self.ending} (you: {self.guess})"
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,14 @@ class Clinic:
         for one in self.findings:
             cells = [one.name, one.verdict, "\n".join(one.torch_says), one.labkit_says or "nothing"]
             rows.append("".join(f'<td style="{style}">{html.escape(x)}</td>' for x in cells))
-        titles = ("program", "plain torch", "its words", "labkit's words")
-        head = "".join(f'<th style="text-align: left">{x}</th>' for x in titles)
+        titles = {"program": 11, "plain torch": 10, "its words": 36, "labkit's words": 43}
+        head = "".join(
+            f'<th style="text-align: left; width: {percent}%">{title}</th>'
+            for title, percent in titles.items()
+        )
         body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        return f'<table style="width: 100%">{inside}</table>'
 
 
 def clinic(
@@ -134,7 +140,10 @@ def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
         ending = "hang"
     else:
         ending = "crash" if any("Error" in one for one in says) else "silent"
-    return ending, [f"rank {rank}: {one}" for rank, one in enumerate(says)]
+    who: dict[str, list[int]] = {}
+    for rank, one in enumerate(says):
+        who.setdefault(one, []).append(rank)
+    return ending, [f"{ranks_text(ranks)}: {one}" for one, ranks in who.items()]
 
 
 def _guarded(program: Program) -> None:
@@ -164,8 +173,9 @@ def _last_words(folder: Path) -> list[str]:
 
 
 def _readable(text: str) -> str:
-    """The first line, without the folder that torch was built in."""
-    return re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
+    """The first line, without the folder that torch was built in, and not too long."""
+    line = re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
 
 
 def _short(value: Any) -> str:

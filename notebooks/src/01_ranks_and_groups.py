@@ -213,7 +213,7 @@ def start(rank, world_size):
 
 
 # %% [markdown]
-# What is in the store? A rank writes its address as bytes; port and IP are among them.
+# To look into the store: each rank's key, and the address in its value, which is bytes.
 
 
 # %%
@@ -225,13 +225,14 @@ def keys_of(ranks):
         if len(keys) >= ranks:
             return keys
         time.sleep(0.05)
-    raise RuntimeError(f"{len(keys)} of {ranks} ranks came to the store within 30 s")
+    raise RuntimeError(f"not all of {ranks} ranks came to the store within 30 s")
 
 
 def look(ranks):
     for key in keys_of(ranks):
-        place = store.get(key).split(b"\x02\x00", 2)[-1]  # behind the mark of an IPv4 address
-        print(f"{key:<26} {place[:2].hex(' ')} | {place[2:6].hex(' ')}")
+        value = store.get(key)
+        at = value.find(bytes([127, 0, 0, 1]))  # the IP address; the port stands before it
+        print(f"{key}  ->  127.0.0.1:{int.from_bytes(value[at - 2 : at], 'big')}")
 
 
 # %% [markdown]
@@ -240,12 +241,13 @@ def look(ranks):
 # %%
 first = start(0, world_size=2)
 look(1)
-print("rank 0 has ended:", first.poll() is not None)
+sockets = psutil.Process(first.pid).net_connections("tcp")
+print("it listens at", [one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN])
+print("it has ended:", first.poll() is not None)
 
 # %% [markdown]
-# `7f 00 00 01` is 127.0.0.1 and the two bytes before it are a port. In the key are the group, the
-# device and, last, the rank. Rank 0 has done steps 1 and 2 and stands in step 3. It would wait there
-# for 30 minutes. Rank 1 sets it free:
+# In the key are the group, the device and, last, the rank. Rank 0 has opened a socket, written down
+# its port, and stands in step 3. It would wait there for 30 minutes. Rank 1 sets it free:
 
 # %%
 second = start(1, world_size=2)
@@ -329,13 +331,15 @@ plot.mesh({"tp": 2, "dp": 2, "pp": 2}, ranks_per_node=4)
 # %% [markdown]
 # Now all of `tp` goes over the slow network. The order of the names is the whole difference.
 
+# %%
+world.close()  # eight processes less
+
 # %% [markdown]
 # ## 6. Break it: the hang clinic
 #
 # Six programs, each with one bug, each a classic. Three ranks run them. **Before you look**: what
 # does plain `torch.distributed` do with each? It may
-
-# %% [markdown]
+#
 # - `hang`: a rank waits until the timeout;
 # - `crash`: a rank dies, or raises an error at once;
 # - `silent`: all return as if nothing were wrong.
@@ -613,19 +617,22 @@ report("01")
 # |---|---|
 # | torchrun | an agent on each node opens or joins the store, starts the ranks, sets the variables, starts all again when one dies (`--max-restarts`) |
 # | DeepSpeed | `deepspeed --hostfile hosts train.py`: logs in to each node by ssh and sets the same variables |
-# | Accelerate | `accelerate launch --num_machines 2 ...`: asks once, then runs torchrun's code |
+# | Accelerate | `accelerate config` asks once; `accelerate launch train.py` then runs torchrun's code |
 # | Slurm | `srun` gives `SLURM_PROCID` and `SLURM_NTASKS`; a line of your script makes `RANK` and `WORLD_SIZE` of them |
 # | Megatron | `initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)`; data parallel is what is left; `order="tp-cp-ep-dp-pp"`: there the **first** varies fastest |
 # | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))`: the last varies fastest, as here |
 # | DeepSpeed | `PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)`: pipe, data, model, the last fastest |
+#
+# (Sources: the tools' documentation; Megatron-LM, `megatron/core/parallel_state.py`; DeepSpeed,
+# `deepspeed/runtime/pipe/topology.py`.)
 
 # %% [markdown]
 # For hangs, torch can say more than it does by default:
 #
-# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, has ranks compare shapes
-#   before each collective, through the store. It is slow: for a hunt, not for a run.
-# - `TORCH_NCCL_TRACE_BUFFER_SIZE=2000` keeps NCCL's last operations of each rank (the *flight
-#   recorder*) and writes them down when a watchdog ends the job.
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, has ranks compare operation
+#   and shapes before each collective, over gloo. It is slow: for a hunt, not for a run.
+# - `TORCH_FR_BUFFER_SIZE=2000` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) keeps the last operations of
+#   each rank on NCCL, the *flight recorder*; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` has them written down.
 # - `py-spy dump --pid ...` shows the line at which a rank stands, as `Who stood where` did.
 #
 # **You can now** start ranks in three ways, say what happens until they are a group, cut them into a

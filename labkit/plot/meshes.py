@@ -74,12 +74,10 @@ def mesh(
 
 def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
     """The colour of each axis, innermost first."""
-    free = [colour for colour in AXES if colour not in {NAMED.get(axis) for axis in sizes}]
-    return {
-        axis: NAMED.get(axis) or free.pop(0)
-        for axis in reversed(list(sizes))
-        if free or axis in NAMED
-    }
+    taken = [NAMED[axis] for axis in sizes if axis in NAMED]
+    free = [colour for colour in AXES if colour not in taken]
+    others = dict(zip([axis for axis in reversed(list(sizes)) if axis not in NAMED], free))
+    return {axis: (NAMED | others)[axis] for axis in reversed(list(sizes))}
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from labkit import Comm, Mesh, World, plot
+from labkit import Comm, Mesh, RankError, World, plot, record
 from labkit.check import lab_01 as check
 from labkit.check import predict, report
 from labkit.check.clinic import clinic
@@ -151,6 +152,15 @@ guess
 show("world/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
+# Such a file is a store like any other. It never forgets, so each run needs a new one:
+
+# %%
+Path("../runs/store").unlink(missing_ok=True)
+in_a_file = dist.FileStore("../runs/store")
+in_a_file.set("rank 0", "127.0.0.1:4711")
+Path("../runs/store").read_bytes()
+
+# %% [markdown]
 # Where a rank stands in a mesh is division with remainder, from the last axis on:
 
 # %%
@@ -270,6 +280,17 @@ look(2)
 # ```sh
 # torchrun --nproc-per-node 4 ../runs/hello.py
 # ```
+
+# %% [markdown]
+# Last, meet in a file, without any variable. Copy the script to `../runs/by_file.py`, begin it with
+# `import os, sys`, and have it call
+#
+# ```python
+# place = f"file://{os.getcwd()}/meet-1"  # a new name for each run
+# dist.init_process_group("gloo", init_method=place, rank=int(sys.argv[1]), world_size=2)
+# ```
+#
+# Then `python ../runs/by_file.py 0` in one terminal, and with `1` in the other.
 
 # %% [markdown]
 # ### Groups
@@ -410,11 +431,22 @@ clinic(patients, guesses)
 # %% [markdown]
 # Read the table in three ways.
 #
-# - **Torch's hangs** all look alike: "timed out". Who is missing, and where? Each rank knows only its
-#   own socket. Which rank is to blame in `skips`? Torch gives a word of each rank *but* that one.
-# - **The crash** names the rank that died: not the one whose tensor was too large.
-# - **The silent one** is the worst. Rank 1 added bytes of floats to whole numbers, and the others
-#   count it as nearly nothing. Nothing stops; your loss is a little wrong for weeks.
+# - **Torch's hangs** all look alike: "timed out". Each rank knows only its own socket. In `skips` the
+#   one rank without a complaint is the one to blame.
+# - **The crash** is told of the rank that died: not of the one whose tensor was too large.
+# - **The silent one** is the worst. The sum of three ones is not 2. Rank 1's whole numbers, read as
+#   floats, are nearly nothing; nothing stops, and your loss is a little wrong for weeks.
+
+# %% [markdown]
+# A hang is easy to see in a recording, too. What the ranks did until then is kept:
+
+# %%
+three = World(3, backend="gloo", timeout_s=2)
+
+# %%
+with record() as stuck, suppress(RankError):  # the error is in the table above
+    three.run(lambda: (Comm().barrier(), skips(Comm())))
+plot.timeline(stuck)
 
 # %% [markdown]
 # How does labkit know? Each rank writes what it begins on a **board**, a page of memory that all of
@@ -444,7 +476,6 @@ def nobody_can_see():
     return gradient.tolist(), loss.tolist()
 
 
-three = World(3, backend="gloo", timeout_s=2)
 three.run(nobody_can_see)
 
 # %% [markdown]

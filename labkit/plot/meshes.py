@@ -1,7 +1,7 @@
 """A mesh as a picture: where each rank stands, who is in whose group, and what crosses nodes."""
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
@@ -76,8 +76,9 @@ def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
     """The colour of each axis, innermost first."""
     taken = [NAMED[axis] for axis in sizes if axis in NAMED]
     free = [colour for colour in AXES if colour not in taken]
-    others = dict(zip([axis for axis in reversed(list(sizes)) if axis not in NAMED], free))
-    return {axis: (NAMED | others)[axis] for axis in reversed(list(sizes))}
+    axes = list(reversed(list(sizes)))
+    others = dict(zip([axis for axis in axes if axis not in NAMED], cycle(free)))
+    return {axis: (NAMED | others)[axis] for axis in axes}
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:

@@ -431,17 +431,19 @@ clinic(patients, guesses)
 # %% [markdown]
 # Read the table in three ways.
 #
-# - **Torch's hangs** all look alike: "timed out". Each rank knows only its own socket. In `skips` the
-#   one rank without a complaint is the one to blame.
+# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the other end timed out
+#   first. Each rank knows only its own socket. In `skips` the one rank without a complaint is to blame.
 # - **The crash** is told of the rank that died: not of the one whose tensor was too large.
 # - **The silent one** is the worst. The sum of three ones is not 2. Rank 1's whole numbers, read as
 #   floats, are nearly nothing; nothing stops, and your loss is a little wrong for weeks.
 
 # %% [markdown]
-# A hang is easy to see in a recording, too. What the ranks did until then is kept:
+# A hang is easy to see in a recording, too, which keeps what the ranks did until then. Rank 1 went
+# on after the barrier; ranks 0 and 2 are still in their second collective:
 
 # %%
 three = World(3, backend="gloo", timeout_s=2)
+_ = three.run(lambda: Comm().barrier())  # all ranks are awake
 
 # %%
 with record() as stuck, suppress(RankError):  # the error is in the table above

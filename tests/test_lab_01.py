@@ -150,6 +150,7 @@ def test_messages_have_their_two_ends_on_plain_torch_too():
     def passes_on(comm: Any) -> float:
         x = torch.tensor([float(comm.rank)])
         pair = comm.subgroup([0, 2])
+        assert (pair is None) == (comm.rank == 1)
         if comm.rank == 0:
             pair.send(x + 5, dst=1)
         if comm.rank == 2:

@@ -149,6 +149,21 @@ def test_links_between_nodes_are_dashed() -> None:
     assert dashed == [[False] * 4, [False] * 4, [True] * 4]
 
 
+def test_an_axis_keeps_its_colour_in_every_order() -> None:
+    def colours(**sizes: int) -> dict[str, Any]:
+        figure, _ = drawn(sizes)
+        (legend,) = figure.legends
+        names = [text.get_text().split()[0] for text in legend.get_texts()]
+        return {
+            name: line.get_color() for name, line in zip(names, legend.get_lines(), strict=True)
+        }
+
+    usual = colours(pp=2, dp=2, tp=2)
+    assert colours(tp=2, pp=2, dp=2) == usual and len(set(usual.values())) == 3
+    mixed = colours(ep=2, tp=2, cp=2)
+    assert mixed["tp"] == usual["tp"] and len(set(mixed.values())) == 3
+
+
 def test_a_mesh_too_large_to_read_is_refused() -> None:
     with pytest.raises(ValueError, match="512 ranks cannot be read"):
         plot.mesh({"dp": 8, "tp": 64})

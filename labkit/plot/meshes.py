@@ -1,7 +1,7 @@
 """A mesh as a picture: where each rank stands, who is in whose group, and what crosses nodes."""
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
@@ -13,7 +13,8 @@ from labkit.comm.mesh import coordinates, lines
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
 
-AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # innermost first
+NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # the same in every order
+AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # of the others, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
 
@@ -52,7 +53,7 @@ def mesh(
     if ranks_per_node is not None:
         axes.add_collection(PatchCollection(_boxes(places, node_of), fc=FAINT, ec=MUTED, lw=0.8))
     legend = []
-    for axis, colour in zip(reversed(list(sizes)), AXES):
+    for axis, colour in _colours(sizes).items():
         segments, styles = _links(sizes, axis, places, node_of)
         axes.add_collection(
             LineCollection(segments, colors=colour, linestyles=styles, lw=2.2, zorder=2)
@@ -69,6 +70,15 @@ def mesh(
     nodes = f"  ·  nodes of {ranks_per_node} ranks, dashed: between nodes" if ranks_per_node else ""
     figure.text(0.02, 0.93, f"Mesh of {len(places)} ranks{nodes}", color=INK, fontsize="large")
     return figure
+
+
+def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
+    """The colour of each axis, innermost first."""
+    taken = [NAMED[axis] for axis in sizes if axis in NAMED]
+    free = [colour for colour in AXES if colour not in taken]
+    axes = list(reversed(list(sizes)))
+    others = dict(zip([axis for axis in axes if axis not in NAMED], cycle(free)))
+    return {axis: (NAMED | others)[axis] for axis in axes}
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:

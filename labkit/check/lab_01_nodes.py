@@ -1,0 +1,57 @@
+"""What lab 01's open exercise sends: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
+
+Per step, all by send and receive, so that each message has its two ends:
+
+    tp   both ranks of a pair send each other 8,000 bytes
+    dp   a ring of 3: each rank sends 3,000 bytes to the next
+    pp   the first stage sends 1,000 bytes of activations, the second as many of gradients
+"""
+
+from typing import Any
+
+import torch
+
+from labkit.events import CommEvent
+
+SIZES = {"dp": 3, "pp": 2, "tp": 2}
+RANKS, RANKS_PER_NODE = 12, 4
+TP_BYTES, DP_BYTES, PP_BYTES = 8_000, 3_000, 1_000
+BEST = 32_000  # of all 5,775 ways to share 12 ranks among 3 nodes; tests/test_lab_01.py tries them
+WORST_ALLOWED = 60_000  # most ways to share them out send far more
+
+Place = tuple[int, ...]  # (dp, pp, tp)
+
+
+def messages(place: Place) -> list[tuple[Place, int]]:
+    """What the rank at this place sends in a step: to whom, how many bytes."""
+    dp, pp, tp = place
+    return [
+        ((dp, pp, 1 - tp), TP_BYTES),
+        (((dp + 1) % 3, pp, tp), DP_BYTES),
+        ((dp, 1 - pp, tp), PP_BYTES),
+    ]
+
+
+def one_step(comm: Any, places: list[Place]) -> None:
+    """On each rank: send what its place sends, receive what others send to it."""
+    handles = []
+    for rank, place in enumerate(places):
+        for tag, (target, nbytes) in enumerate(messages(place)):
+            if rank == comm.rank:
+                x = torch.zeros(nbytes, dtype=torch.uint8)
+                handles.append(comm.isend(x, places.index(target), tag=tag))
+            elif places.index(target) == comm.rank:
+                handles.append(comm.irecv(torch.zeros(nbytes, dtype=torch.uint8), rank, tag=tag))
+    for handle in handles:
+        handle.wait()
+
+
+def between_nodes(events: list[list[CommEvent]]) -> int:
+    """Bytes of all messages whose ends are on different nodes."""
+    sends = [event for its in events for event in its if event.op == "send"]
+    return sum(event.bus_bytes for event in sends if _node(event.rank) != _node(event.peer))
+
+
+def _node(rank: int | None) -> int:
+    assert rank is not None, "a message has two ends"
+    return rank // RANKS_PER_NODE

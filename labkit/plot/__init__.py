@@ -7,6 +7,8 @@
     plot.compare({"ddp": one, "zero": other})
     plot.view(trace)       # all of it, with sliders
     plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
+    plot.movement(movement)  # a collective, step by step: which chunk is where
+    plot.steps(movement)  # the same, one step at a time
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -18,6 +20,8 @@ _HOME = {
     "compare": "labkit.plot.strategies",
     "memory": "labkit.plot.memories",
     "mesh": "labkit.plot.meshes",
+    "movement": "labkit.plot.movements",
+    "steps": "labkit.plot.stepper",
     "timeline": "labkit.plot.timelines",
     "view": "labkit.plot.widget",
 }

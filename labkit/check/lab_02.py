@@ -70,7 +70,7 @@ def _gathered(comm: Any, student: Student, sizes: list[int]) -> torch.Tensor:
 def my_all_reduce(student: Student) -> Iterator[str]:
     """my_all_reduce(comm, x): x becomes the sum of all ranks' x, in place, around a ring."""
     no_yield(student)
-    for size, numel in ((2, 8), (4, 12), (3, 7), (4, 3), (5, 11)):
+    for size, numel in ((2, 8), (4, 12), (3, 7), (4, 3), (6, 11)):
         ran = run(size, _reduced, student, numel)
         right = sum(_values(rank, [numel])[0] for rank in range(size))
         what = f"of {size} now holds, for an x of {numel} elements,"
@@ -92,7 +92,7 @@ def my_all_reduce(student: Student) -> Iterator[str]:
             )
         if numel % size == 0:
             _sends(ran, [least // size] * size, "2(n-1)/n · S")
-    yield "the sum on 2 to 5 ranks, bit by bit the same, also for 3 elements on 4 ranks"
+    yield "the sum on 2 to 6 ranks, bit by bit the same, also for 3 elements on 4 ranks"
     yield "2(n-1)/n · S bytes from each rank"
     for size in (3, 4):
         _in_steps(watch(size, "all_reduce", student), 2 * (size - 1))
@@ -109,7 +109,7 @@ def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
 def my_tree(student: Student) -> Iterator[str]:
     """my_tree(comm, x, root): the x of `root` becomes everybody's, by a binomial tree."""
     no_yield(student)
-    for size, root in ((2, 0), (4, 0), (3, 2), (5, 3)):
+    for size, root in ((2, 0), (4, 0), (3, 2), (6, 4)):
         ran = run(size, _sent_from, student, root)
         right = _values(root, [5])[0]
         what = f"of {size} now holds, with root {root},"
@@ -126,7 +126,7 @@ def my_tree(student: Student) -> Iterator[str]:
             student(comm, x, root)
 
         _in_steps(watch(size, "broadcast", from_root, root), rounds(size))
-    yield "the root's numbers everywhere, on 2 to 5 ranks, for several roots"
+    yield "the root's numbers everywhere, on 2 to 6 ranks, for several roots"
     yield "(n - 1) · S bytes in all, in ⌈log₂ n⌉ steps"
 
 

@@ -73,15 +73,21 @@ def movement(
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH_IN / scale), ylim=(height, 0), aspect="equal", anchor="NW")
     axes.axis("off")
+    stripes: list[tuple[Rectangle, str]] = []
     for k, step in enumerate(chosen):
         left, top = k % across * wide + SIDE, TOP + k // across * high + HEAD
-        _panel(axes, shown, step, left, top)
+        stripes += _panel(axes, shown, step, left, top)
+    places, colours = zip(*stripes)
+    axes.add_collection(PatchCollection(places, facecolors=colours, edgecolors=PAPER, lw=0.4))
     _head(axes, shown, WIDTH_IN / scale)
     return figure
 
 
-def _panel(axes: Axes, shown: Movement, step: int, left: float, top: float) -> None:
-    """What the ranks hold before the step, and the messages of the step."""
+def _panel(
+    axes: Axes, shown: Movement, step: int, left: float, top: float
+) -> list[tuple[Rectangle, str]]:
+    """What the ranks hold before the step, and the messages of the step; returns the stripes,
+    which are drawn together: thousands of single ones are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     width = shown.size * COLUMN - COLUMN + CELL
@@ -94,30 +100,37 @@ def _panel(axes: Axes, shown: Movement, step: int, left: float, top: float) -> N
         y = top + chunk * ROW + HIGH / 2
         axes.text(left - 0.05, y, f"c{chunk}", ha="right", va="center", fontsize=SMALL_PT - 1)
         axes.texts[-1].set_color(MUTED)
+    stripes = []
     for rank, row in enumerate(held):
         for chunk, content in enumerate(row):
-            _cell(axes, content, chunk, left + rank * COLUMN, top + chunk * ROW, shown.size)
+            x, y = left + rank * COLUMN, top + chunk * ROW
+            stripes += _stripes(content, x, y, shown.size)
+            if not content.is_right_in(chunk):
+                _mark(axes, _wrong(content, chunk), x, y)
     if not is_end:
         for message in shown.frames[step - 1].messages:
             _message(axes, message, left, top, shown.size)
+    return stripes
 
 
-def _cell(axes: Axes, content: Content, chunk: int, x: float, y: float, size: int) -> None:
-    stripe = CELL / size
+def _stripes(content: Content, x: float, y: float, size: int) -> list[tuple[Rectangle, str]]:
+    """One for each rank, in its colour where its number is in it."""
+    wide = CELL / size
     counts = content.counts or (0,) * size
-    colours = [RANKS[rank] if count else FAINT for rank, count in enumerate(counts)]
-    places = [Rectangle((x + k * stripe, y), stripe, HIGH) for k in range(size)]
-    axes.add_collection(PatchCollection(places, facecolors=colours, edgecolors=PAPER, lw=0.4))
-    if content.is_right_in(chunk):
-        return
+    return [
+        (Rectangle((x + k * wide, y), wide, HIGH), RANKS[k] if count else FAINT)
+        for k, count in enumerate(counts)
+    ]
+
+
+def _mark(axes: Axes, word: str, x: float, y: float) -> None:
+    """A cell that holds what it should not."""
     axes.add_patch(Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4))
-    if wrong := _wrong(content, chunk):
-        halo = [withStroke(linewidth=2.0, foreground=PAPER)]
-        place = (x + CELL / 2, y + HIGH / 2)
-        axes.text(
-            *place, wrong, ha="center", va="center", fontsize=SMALL_PT, weight="bold", zorder=6,
-            color=VERMILION, path_effects=halo,
-        )  # fmt: skip
+    axes.text(
+        x + CELL / 2, y + HIGH / 2, word, ha="center", va="center", fontsize=SMALL_PT,
+        weight="bold", zorder=6, color=VERMILION,
+        path_effects=[withStroke(linewidth=2.0, foreground=PAPER)],
+    )  # fmt: skip
 
 
 def _wrong(content: Content, chunk: int) -> str:

@@ -29,7 +29,7 @@ class Steps(ipywidgets.VBox):
     def __init__(self, shown: Movement):
         self._shown = shown
         last = len(shown.frames) + 1
-        self._pngs = [png(movement(shown, [step])) for step in range(1, last + 1)]
+        self._pngs: dict[int, bytes] = {}  # those that were shown, by step
         play = ipywidgets.Play(min=1, max=last, value=1, interval=1200)
         self.step = ipywidgets.IntSlider(min=1, max=last, value=1, description="step")
         ipywidgets.jslink((play, "value"), (self.step, "value"))
@@ -39,7 +39,10 @@ class Steps(ipywidgets.VBox):
         self._draw()
 
     def _draw(self) -> None:
-        self.picture.value = self._pngs[self.step.value - 1]
+        step = self.step.value
+        if step not in self._pngs:
+            self._pngs[step] = png(movement(self._shown, [step]))
+        self.picture.value = self._pngs[step]
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         """The widget, and all steps for whoever cannot show one."""

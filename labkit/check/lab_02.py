@@ -7,12 +7,19 @@ import torch
 
 from labkit.check.exercise import Score, exercise
 from labkit.check.findings import equal, fail, no_yield
-from labkit.check.ranks import Ran, run, watch
+from labkit.check.movements import (
+    each_sends,
+    ends_with,
+    only_messages,
+    only_to_the_right,
+    takes_steps,
+)
+from labkit.check.ranks import run, watch
 from labkit.comm.algorithms.costs import cost, rounds
-from labkit.events import chunk_sizes
 from labkit.trace.movement import Movement
 
 Student = Callable[..., Any]
+SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # of the ranks' chunks
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
 
 
@@ -20,17 +27,19 @@ ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise
 def my_reduce_scatter(student: Student) -> Iterator[str]:
     """my_reduce_scatter(comm, chunks): chunks[rank] becomes the sum, around a ring."""
     no_yield(student)
-    for size in (2, 3, 4):
-        sizes = chunk_sizes(4 * size + 1, size)
+    for sizes in SIZES:
+        size = len(sizes)
         ran = run(size, _scattered, student, sizes)
+        only_messages(ran)
+        own_sums = {(rank, rank): range(size) for rank in range(size)}
+        movement = ends_with(size, "reduce_scatter", _on_chunks(student), own_sums)
         right = [sum(_values(rank, sizes)[own] for rank in range(size)) for own in range(size)]
         what = f"of {size} now holds in its own chunk"
         equal(ran.values, right, what, hint="Which chunk must you be given in the last step?")
-        _only_messages(ran)
-        _only_to_the_right(ran)
-        _sends(ran, [4 * (sum(sizes) - own) for own in sizes], "every chunk but its own, once")
-        _in_steps(watch(size, "reduce_scatter", _on_chunks(student)), size - 1)
-    yield "the sum of chunk r on rank r, of 2, 3 and 4 ranks, also where the sizes differ"
+        only_to_the_right(ran)
+        each_sends(ran, [4 * (sum(sizes) - own) for own in sizes], "every chunk but its own, once")
+        takes_steps(movement, size - 1)
+    yield "the sum of chunk r on rank r, of 2, 3 and 4 ranks, also where chunks differ in size"
     yield "n - 1 steps, each rank to its right neighbour, (n - 1)/n · S bytes"
 
 
@@ -44,18 +53,20 @@ def _scattered(comm: Any, student: Student, sizes: list[int]) -> torch.Tensor:
 def my_all_gather(student: Student) -> Iterator[str]:
     """my_all_gather(comm, chunks): chunk r of rank r becomes everybody's, around a ring."""
     no_yield(student)
-    for size in (2, 3, 4):
-        sizes = chunk_sizes(4 * size + 1, size)
+    for sizes in SIZES:
+        size = len(sizes)
         ran = run(size, _gathered, student, sizes)
+        only_messages(ran)
+        every = {(r, c): range(c, c + 1) for r in range(size) for c in range(size)}
+        movement = ends_with(size, "all_gather", _on_chunks(student), every)
         right = torch.cat([_values(rank, sizes)[rank] for rank in range(size)])
         what = f"of {size} now holds in its chunks"
         equal(ran.values, [right] * size, what, hint="Pass on the chunk that has just arrived.")
-        _only_messages(ran)
-        _only_to_the_right(ran)
+        only_to_the_right(ran)
         after = [sizes[(rank + 1) % size] for rank in range(size)]
-        _sends(ran, [4 * (sum(sizes) - other) for other in after], "every chunk but one, once")
-        _in_steps(watch(size, "all_gather", _on_chunks(student)), size - 1)
-    yield "all chunks on all ranks, of 2, 3 and 4, also where the sizes differ"
+        each_sends(ran, [4 * (sum(sizes) - other) for other in after], "every chunk but one, once")
+        takes_steps(movement, size - 1)
+    yield "all chunks on all ranks, of 2, 3 and 4, also where they differ in size"
     yield "n - 1 steps, each rank to its right neighbour, (n - 1)/n · S bytes"
 
 
@@ -72,6 +83,9 @@ def my_all_reduce(student: Student) -> Iterator[str]:
     no_yield(student)
     for size, numel in ((2, 8), (4, 12), (3, 7), (4, 3), (6, 11)):
         ran = run(size, _reduced, student, numel)
+        only_messages(ran)
+        every = {(r, c): range(size) for r in range(size) for c in range(size)}
+        movement = ends_with(size, "all_reduce", student, every)
         right = sum(_values(rank, [numel])[0] for rank in range(size))
         what = f"of {size} now holds, for an x of {numel} elements,"
         equal(ran.values, [right] * size, what, hint="Are the chunks views of x itself?")
@@ -82,7 +96,6 @@ def my_all_reduce(student: Student) -> Iterator[str]:
                     expected="the same bits on all ranks",
                     hint="Each chunk is added up on one rank only; the others get a copy.",
                 )
-        _only_messages(ran)
         total, least = sum(ran.sent_bytes), 2 * (size - 1) * 4 * numel
         if total != least:
             fail(
@@ -91,12 +104,10 @@ def my_all_reduce(student: Student) -> Iterator[str]:
                 hint="A reduce-scatter of (n-1) · S, and an all-gather of as much.",
             )
         if numel % size == 0:
-            _sends(ran, [least // size] * size, "2(n-1)/n · S")
+            each_sends(ran, [least // size] * size, "2(n-1)/n · S")
+        takes_steps(movement, 2 * (size - 1))
     yield "the sum on 2 to 6 ranks, bit by bit the same, also for 3 elements on 4 ranks"
-    yield "2(n-1)/n · S bytes from each rank"
-    for size in (3, 4):
-        _in_steps(watch(size, "all_reduce", student), 2 * (size - 1))
-    yield "2(n-1) steps"
+    yield "2(n-1)/n · S bytes from each rank, in 2(n-1) steps"
 
 
 def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
@@ -114,7 +125,7 @@ def my_tree(student: Student) -> Iterator[str]:
         right = _values(root, [5])[0]
         what = f"of {size} now holds, with root {root},"
         equal(ran.values, [right] * size, what, hint="Count the ranks from the root.")
-        _only_messages(ran)
+        only_messages(ran)
         if (total := sum(ran.sent_bytes)) != 20 * (size - 1):
             fail(
                 f"{size} ranks send {total:,} bytes together.",
@@ -125,7 +136,7 @@ def my_tree(student: Student) -> Iterator[str]:
         def from_root(comm: Any, x: torch.Tensor, root: int = root) -> None:
             student(comm, x, root)
 
-        _in_steps(watch(size, "broadcast", from_root, root), rounds(size))
+        takes_steps(watch(size, "broadcast", from_root, root), rounds(size))
     yield "the root's numbers everywhere, on 2 to 6 ranks, for several roots"
     yield "(n - 1) · S bytes in all, in ⌈log₂ n⌉ steps"
 
@@ -167,7 +178,7 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     ran = run(6, _best, student)
     right = _values(0, [600])[0]
     equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces come to all ranks?")
-    _only_messages(ran)
+    only_messages(ran)
     us = modelled_us(watch(6, "broadcast", student))
     tree_us = rounds(6) * (ALPHA_US + SIZE_BYTES // BYTES_PER_US)
     if us >= tree_us:
@@ -211,44 +222,3 @@ def _values(rank: int, sizes: list[int]) -> list[torch.Tensor]:
 
 def _on_chunks(student: Student) -> Student:
     return lambda comm, x: student(comm, list(x.split(1)))
-
-
-def _only_messages(ran: Ran) -> None:
-    for rank, ops in enumerate(ran.ops):
-        if others := [op for op in ops if op not in ("send", "recv")]:
-            fail(
-                f"rank {rank} calls {others[0]}.",
-                expected="send, recv, isend and irecv alone",
-                hint="The collective is what you are building.",
-            )
-
-
-def _only_to_the_right(ran: Ran) -> None:
-    size = len(ran.events)
-    for rank, its in enumerate(ran.events):
-        for event in its:
-            if event.op == "send" and event.peer != (rank + 1) % size:
-                fail(
-                    f"rank {rank} of {size} sends to rank {event.peer}.",
-                    expected=f"messages to rank {(rank + 1) % size} only, its right neighbour",
-                    hint="In a ring a rank knows two others: it sends to one and hears the other.",
-                )
-
-
-def _sends(ran: Ran, right: list[int], words: str) -> None:
-    for rank, (sent_bytes, its) in enumerate(zip(ran.sent_bytes, right)):
-        if sent_bytes != its:
-            fail(
-                f"rank {rank} of {len(right)} sends {sent_bytes:,} bytes.",
-                expected=f"{its:,} bytes: {words}",
-                hint="Draw it: plot.movement(watch_collective(world, ..., your_function)).",
-            )
-
-
-def _in_steps(movement: Movement, right: int) -> None:
-    if (steps := len(movement.frames)) != right:
-        fail(
-            f"on {movement.size} ranks it takes {steps} steps, but {right} are enough.",
-            expected="every rank that has something to send does so at once",
-            hint="Who waits for whom? isend starts a message and goes on; plot.movement shows it.",
-        )

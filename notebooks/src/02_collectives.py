@@ -395,7 +395,7 @@ show("check/lab_02_rings.py:ring_b")
 # what your function does, also when it is wrong:
 #
 # ```
-# plot.movement(watch_collective(world, "all_reduce", my_all_reduce))
+# plot.movement(watch_collective(world, "reduce_scatter", my_reduce_scatter))
 # ```
 
 # %% [markdown]
@@ -403,7 +403,8 @@ show("check/lab_02_rings.py:ring_b")
 #
 # `chunks` is a list of n tensors in one dimension, which may differ in size. Around the ring, in n - 1
 # steps, make `chunks[comm.rank]` the sum of all ranks' chunks of that number. The others may hold
-# anything afterwards. `take += incoming` adds in place.
+# anything afterwards. `torch.empty_like(chunk)` is a place for what arrives; `take += incoming` adds in
+# place.
 
 
 # %%
@@ -579,13 +580,14 @@ report("02")
 # %% [markdown]
 # ## 8. In the wild
 #
-# | library | its all-reduces | how to choose | where it says so |
-# |---|---|---|---|
-# | NCCL | ring, double binary tree, and in the network's switches | by size and ranks; `NCCL_ALGO=Ring` | `NCCL_DEBUG=INFO` |
-# | Open MPI | linear, recursive doubling, ring, Rabenseifner | `--mca coll_tuned_allreduce_algorithm` | `ompi_info` |
-# | MPICH | recursive doubling, Rabenseifner, ring | by size; `MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM` | |
-# | gloo | ring, bcube | by the caller; torch takes the ring | |
-# | labkit | all of these, in Python | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` | `comm.explain` |
+# | library | its all-reduces | how to choose |
+# |---|---|---|
+# | NCCL | ring, double binary tree, in the network's switches | by size and ranks; `NCCL_ALGO=Ring` |
+# | HCCL (Ascend) | ring, halving and doubling, hierarchical ring | `HCCL_ALGO="level0:NA;level1:ring"` |
+# | Open MPI | linear, recursive doubling, ring, Rabenseifner | `coll_tuned_use_dynamic_rules`, then `coll_tuned_allreduce_algorithm` |
+# | MPICH | recursive doubling, Rabenseifner | `MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM` |
+# | gloo | ring, bcube | the caller says; torch takes the ring |
+# | labkit | all but those of the switches | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` |
 
 # %% [markdown]
 # What they add:
@@ -598,8 +600,8 @@ report("02")
 #   steps, for powers of two. Look: `watch_collective(world, "all_reduce", "halving_doubling")`.
 #
 # Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH); Sanders,
-# Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; NCCL's documentation, environment
-# variables; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).
+# Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL, HCCL, Open MPI
+# and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).
 
 # %% [markdown]
 # **You can now** see what a collective moves, build it from messages, and say what an all-reduce costs on

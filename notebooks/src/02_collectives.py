@@ -101,16 +101,14 @@ plot.movement(ring)
 #   After n - 1 steps each rank has one chunk of the sum: rank r has chunk r;
 # - steps 4 to 6 are an **all-gather**: the finished chunks go around.
 #
-# Go through it step by step, and follow c0:
-
-# %%
-plot.steps(ring)
+# Follow c0 from step 1 to the end.
 
 # %% [markdown]
-# The **tree**: up to rank 0 and down again. Few steps, but the whole tensor in each:
+# The **tree**: up to rank 0 and down again. Few steps, but the whole tensor in each. Move the slider, or
+# press play:
 
 # %%
-plot.movement(watch_collective(world, "all_reduce", "tree"))
+plot.steps(watch_collective(world, "all_reduce", "tree"))
 
 # %% [markdown]
 # Now the price. A message of S bytes takes **α + S · β** seconds: α (alpha) is the latency, paid by
@@ -250,12 +248,11 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% tags=["nbval-check-output"]
-for size, ring_ms, tree_ms in zip(sizes, measured["ring"], measured["tree"]):
-    by_formula = ring_s(4, size, ALPHA_S, BETA_S) < tree_s(4, size, ALPHA_S, BETA_S)
-    names = {True: "ring", False: "tree"}
-    print(
-        f"{size // 1024:4} KiB: {names[by_formula]} by formula, {names[ring_ms < tree_ms]} measured"
-    )
+names = {True: "ring", False: "tree"}
+for k in (0, -1):  # the smallest and the largest
+    by_formula = ring_s(4, sizes[k], ALPHA_S, BETA_S) < tree_s(4, sizes[k], ALPHA_S, BETA_S)
+    really = measured["ring"][k] < measured["tree"][k]
+    print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[really]} measured")
 
 # %% [markdown]
 # Small tensors: latency counts, and the tree has fewer steps. Large ones: bytes count, and the ring has
@@ -587,7 +584,7 @@ report("02")
 # | Open MPI | linear, recursive doubling, ring, Rabenseifner | `coll_tuned_use_dynamic_rules`, then `coll_tuned_allreduce_algorithm` |
 # | MPICH | recursive doubling, Rabenseifner | `MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM` |
 # | gloo | ring, bcube | the caller says; torch takes the ring |
-# | labkit | all but those of the switches | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` |
+# | labkit | ring, trees, recursive doubling, Rabenseifner, hierarchical | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` |
 
 # %% [markdown]
 # What they add:
@@ -599,6 +596,7 @@ report("02")
 # - **Rabenseifner's**: reduce-scatter by halving, all-gather by doubling: the ring's bytes in the tree's
 #   steps, for powers of two. Look: `watch_collective(world, "all_reduce", "halving_doubling")`.
 #
+# %% [markdown]
 # Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH); Sanders,
 # Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL, HCCL, Open MPI
 # and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).

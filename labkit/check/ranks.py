@@ -18,6 +18,8 @@ from labkit.check.findings import CheckFailed
 from labkit.check.peak import PeakMemory
 from labkit.comm import Comm, listen
 from labkit.events import CommEvent
+from labkit.recording import watch_collective
+from labkit.trace.movement import Movement
 from labkit.world import RankError, RankInterrupt, World
 
 WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
@@ -139,3 +141,14 @@ def _last_lines(trace: str) -> str:
         if place.match(line) and not any(folder in line for folder in LIBRARIES)
     ]
     return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))
+
+
+def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
+    """How the student's function moves data on `size` ranks, step by step; after `run` has shown
+    that it does not hang. Raises CheckFailed for an error on a rank."""
+    try:
+        return watch_collective(_world(size), collective, student, root)
+    except RankInterrupt:
+        raise
+    except RankError as error:
+        raise told(error) from None

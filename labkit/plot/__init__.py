@@ -8,6 +8,8 @@
     plot.view(trace)       # all of it, with sliders
     plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
     plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
+    plot.movement(movement)  # a collective, step by step: which chunk is where
+    plot.steps(movement)  # the same, one step at a time
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -20,6 +22,8 @@ _HOME = {
     "compare": "labkit.plot.strategies",
     "memory": "labkit.plot.memories",
     "mesh": "labkit.plot.meshes",
+    "movement": "labkit.plot.movements",
+    "steps": "labkit.plot.stepper",
     "timeline": "labkit.plot.timelines",
     "view": "labkit.plot.widget",
 }

@@ -1,0 +1,100 @@
+"""What checks of collectives have in common: who sent what to whom, in how many steps, and whose
+numbers are where at the end, told in words.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from labkit.check.findings import fail
+from labkit.check.ranks import Ran, watch
+from labkit.trace.movement import Content, Movement
+
+PICTURE = "Draw it: plot.movement(watch_collective(world, {collective!r}, your_function))."
+
+
+def ends_with(
+    size: int, collective: str, student: Callable[..., Any], wanted: Mapping[tuple[int, int], range]
+) -> Movement | None:
+    """Fail unless (rank, chunk) of `wanted` ends with the numbers of those ranks, each once.
+    Returns the movement; None where nothing was sent."""
+    try:
+        movement = watch(size, collective, student)
+    except ValueError:
+        return None
+    for (rank, chunk), ranks in wanted.items():
+        content = movement.frames[-1].held[rank][chunk]
+        if content.ranks != tuple(ranks) or not content.is_right_in(chunk):
+            fail(
+                f"of {size} ranks, rank {rank} ends with {in_words(content, chunk)} in chunk "
+                f"{chunk}.",
+                expected=f"{numbers_of(tuple(ranks))}, each once",
+                hint=PICTURE.format(collective=collective),
+            )
+    return movement
+
+
+def in_words(content: Content, chunk: int) -> str:
+    """What is in a chunk: "the numbers of ranks 0 and 2, those of rank 2 twice"."""
+    if not content.counts:
+        return "what is no sum of the ranks' numbers"
+    if content.is_empty:
+        return "nothing"
+    words = numbers_of(content.ranks)
+    if content.chunk is None:
+        return f"{words}, from several chunks,"
+    if content.chunk != chunk:
+        words += f" for chunk {content.chunk}"
+    often = [rank for rank, count in enumerate(content.counts) if count > 1]
+    if often:
+        words += f", those of rank {often[0]} {content.counts[often[0]]} times,"
+    return words
+
+
+def numbers_of(ranks: tuple[int, ...]) -> str:
+    """ "the numbers of ranks 0, 1 and 2" """
+    *others, last = map(str, ranks)
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"the numbers of rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def only_messages(ran: Ran) -> None:
+    for rank, ops in enumerate(ran.ops):
+        if others := [op for op in ops if op not in ("send", "recv")]:
+            fail(
+                f"rank {rank} calls {others[0]}.",
+                expected="send, recv, isend and irecv alone",
+                hint="The collective is what you are building.",
+            )
+
+
+def only_to_the_right(ran: Ran) -> None:
+    size = len(ran.events)
+    for rank, its in enumerate(ran.events):
+        for event in its:
+            if event.op == "send" and event.peer != (rank + 1) % size:
+                fail(
+                    f"rank {rank} of {size} sends to rank {event.peer}.",
+                    expected=f"messages to rank {(rank + 1) % size} only, its right neighbour",
+                    hint="In a ring a rank knows two others: it sends to one and hears the other.",
+                )
+
+
+def each_sends(ran: Ran, right: list[int], words: str) -> None:
+    for rank, (sent_bytes, its) in enumerate(zip(ran.sent_bytes, right)):
+        if sent_bytes != its:
+            fail(
+                f"rank {rank} of {len(right)} sends {sent_bytes:,} bytes.",
+                expected=f"{its:,} bytes: {words}",
+                hint="Draw it: plot.movement(watch_collective(world, ..., your_function)).",
+            )
+
+
+def takes_steps(movement: Movement | None, right: int) -> None:
+    assert movement is not None, "the bytes have been counted"
+    if (steps := len(movement.frames)) > right:
+        fail(
+            f"on {movement.size} ranks it takes {steps} steps, but {right} "
+            f"{'is' if right == 1 else 'are'} enough.",
+            expected="every rank that has something to send does so at once",
+            hint="Who waits for whom? isend starts a message and goes on; plot.movement shows it.",
+        )

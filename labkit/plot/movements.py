@@ -1,0 +1,189 @@
+"""How a collective moves data: one small picture for each step, all beside each other.
+
+A column is a rank, a row a chunk. A cell has one stripe for each rank, coloured when that rank's
+number is in it: a cell with all stripes is a finished sum. What is sent in the step is framed, and
+an arrow leads to the rank that gets it. Everything in it was recorded (labkit.watch_collective).
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patheffects import withStroke
+
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import (
+    BLUE,
+    BROWN,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    SKY,
+    SMALL_PT,
+    TITLE_PT,
+    VERMILION,
+    WIDTH_IN,
+    YELLOW,
+)
+from labkit.trace.movement import Content, Message, Movement
+
+RANKS = [BLUE, ORANGE, GREEN, PURPLE, SKY, BROWN, YELLOW, GREY]  # vermilion is for what is wrong
+
+# Inches; all is drawn in one pair of axes that count inches.
+CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # a cell, and from one to the next
+SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
+BOW = 0.16  # how far an arrow that passes by a rank bends
+LARGEST = 1.8  # times this size, where few steps leave room
+
+
+@styled
+def movement(
+    shown: Movement, steps: Iterable[int] | None = None, figure: Figure | None = None
+) -> Figure:
+    """The steps of a recorded collective, and how it ends.
+
+    Args:
+        shown: what `labkit.watch_collective` returns.
+        steps: only these, 1 being the first; the number of steps plus 1 is the end.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError for a step that is not there.
+    """
+    last = len(shown.frames) + 1
+    chosen = list(range(1, last + 1) if steps is None else steps)
+    if not chosen or any(not 1 <= step <= last for step in chosen):
+        raise ValueError(
+            f"steps={chosen}: this movement has steps 1 to {last - 1}, and {last} is its end"
+        )
+    wide = SIDE + shown.size * COLUMN + BETWEEN
+    high = HEAD + shown.size * ROW + BETWEEN
+    across = min(len(chosen), int(WIDTH_IN / wide))
+    down = -(-len(chosen) // across)
+    height = TOP + down * high
+    scale = min(LARGEST, WIDTH_IN / (across * wide)) if down == 1 else 1.0
+    figure = Picture(height * scale) if figure is None else figure
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, WIDTH_IN / scale), ylim=(height, 0), aspect="equal", anchor="NW")
+    axes.axis("off")
+    stripes: list[tuple[Rectangle, str]] = []
+    for k, step in enumerate(chosen):
+        left, top = k % across * wide + SIDE, TOP + k // across * high + HEAD
+        stripes += _panel(axes, shown, step, left, top)
+    places, colours = zip(*stripes)
+    axes.add_collection(PatchCollection(places, facecolors=colours, edgecolors=PAPER, lw=0.4))
+    _head(axes, shown, WIDTH_IN / scale)
+    return figure
+
+
+def _panel(
+    axes: Axes, shown: Movement, step: int, left: float, top: float
+) -> list[tuple[Rectangle, str]]:
+    """What the ranks hold before the step, and the messages of the step; returns the stripes,
+    which are drawn together: thousands of single ones are slow."""
+    is_end = step > len(shown.frames)
+    held = shown.first if step == 1 else shown.frames[step - 2].held
+    width = shown.size * COLUMN - COLUMN + CELL
+    title = "at the end" if is_end else f"step {step}"
+    axes.text(left + width / 2, top - 0.31, title, ha="center", color=INK, fontsize=TITLE_PT)
+    for rank in range(shown.size):
+        x = left + rank * COLUMN
+        axes.text(x + CELL / 2, top - 0.08, str(rank), ha="center", fontsize=SMALL_PT, color=MUTED)
+    for chunk in range(shown.size):
+        y = top + chunk * ROW + HIGH / 2
+        axes.text(left - 0.05, y, f"c{chunk}", ha="right", va="center", fontsize=SMALL_PT - 1)
+        axes.texts[-1].set_color(MUTED)
+    stripes = []
+    for rank, row in enumerate(held):
+        for chunk, content in enumerate(row):
+            x, y = left + rank * COLUMN, top + chunk * ROW
+            stripes += _stripes(content, x, y, shown.size)
+            if not content.is_right_in(chunk):
+                _mark(axes, _wrong(content, chunk), x, y)
+    if not is_end:
+        for message in shown.frames[step - 1].messages:
+            _message(axes, message, left, top, shown.size)
+    return stripes
+
+
+def _stripes(content: Content, x: float, y: float, size: int) -> list[tuple[Rectangle, str]]:
+    """One for each rank, in its colour where its number is in it."""
+    wide = CELL / size
+    counts = content.counts or (0,) * size
+    return [
+        (Rectangle((x + k * wide, y), wide, HIGH), RANKS[k] if count else FAINT)
+        for k, count in enumerate(counts)
+    ]
+
+
+def _mark(axes: Axes, word: str, x: float, y: float) -> None:
+    """A cell that holds what it should not."""
+    axes.add_patch(Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4))
+    axes.text(
+        x + CELL / 2, y + HIGH / 2, word, ha="center", va="center", fontsize=SMALL_PT,
+        weight="bold", zorder=6, color=VERMILION,
+        path_effects=[withStroke(linewidth=2.0, foreground=PAPER)],
+    )  # fmt: skip
+
+
+def _wrong(content: Content, chunk: int) -> str:
+    """In a word: what the cell should not hold."""
+    if not content.counts:
+        return "?"  # no sum of the ranks' numbers
+    if content.chunk != chunk:
+        return "mix" if content.chunk is None else f"c{content.chunk}"
+    return f"{max(content.counts)}×"  # so often is a number in it
+
+
+def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
+    """A frame around each run of chunks that are sent, and an arrow to where they go."""
+    for first, count in _runs(sorted(set(message.chunks))):
+        y, high = top + first * ROW, (count - 1) * ROW + HIGH
+        x = left + message.source * COLUMN
+        axes.add_patch(
+            Rectangle((x - 0.02, y - 0.02), CELL + 0.04, high + 0.04, fill=False, ec=INK, lw=1.2,
+                      zorder=5)
+        )  # fmt: skip
+        forward = message.target > message.source
+        begin = x + (CELL if forward else 0.0)
+        end = left + message.target * COLUMN + (0.0 if forward else CELL)
+        far = abs(message.target - message.source) > 1
+        bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
+        share = (message.source + 0.5) / size if count > 1 else 0.33 if forward else 0.67
+        level = y + high * share
+        axes.add_patch(
+            FancyArrowPatch(
+                (begin, level), (end, level), connectionstyle=f"arc3,rad={bend}",
+                arrowstyle="-|>", mutation_scale=8, lw=1.3, color=INK, shrinkA=0, shrinkB=0,
+                zorder=7, path_effects=[withStroke(linewidth=2.8, foreground=PAPER)],
+            )
+        )  # fmt: skip
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours together, as (first, how many): [0, 1, 3] gives (0, 2) and (3, 1)."""
+    grouped = groupby(enumerate(chunks), lambda pair: pair[1] - pair[0])
+    runs = [[chunk for _, chunk in group] for _, group in grouped]
+    return [(run[0], len(run)) for run in runs]
+
+
+def _head(axes: Axes, shown: Movement, width: float) -> None:
+    steps = len(shown.frames)
+    axes.text(0.06, 0.2, f"{shown.name}  ·  {shown.size} ranks  ·  {steps} steps", color=INK,
+              fontsize=TITLE_PT + 1, va="center")  # fmt: skip
+    patches = [Patch(color=RANKS[rank], label=f"from {rank}") for rank in range(shown.size)]
+    legend = axes.legend(
+        handles=patches, loc="center left", ncols=shown.size, bbox_to_anchor=(0.04, 0.45),
+        bbox_transform=axes.transData, borderaxespad=0.0, borderpad=0.0, handlelength=1.0,
+        columnspacing=1.2, fontsize=SMALL_PT, handletextpad=0.4,
+    )  # fmt: skip
+    legend.set_zorder(8)
+    axes.text(width - 0.1, 0.2, "column: rank, row: chunk", ha="right", va="center",
+              color=MUTED, fontsize=SMALL_PT)  # fmt: skip

@@ -1,0 +1,210 @@
+"""How a collective moves data, step by step: who sends which chunk to whom, and what every rank
+holds after it. Plain data; `labkit/recording/movement.py` records it, `plot.movement` draws it.
+
+Contents are read from real data. Every rank puts its own number into every chunk, and the numbers
+are chosen so that any sum of them can be taken apart again:
+
+    number of rank r for chunk c = D^r + D^(n + c)      D = 2^(64 // 2n), so 2n digits fit
+
+The lower n digits of a sum say how often each rank's number is in it, the upper n of which chunk
+it is. A number that was added twice, or that lies in the place of another chunk, can be seen.
+
+A step is what the alpha-beta model counts: in one step a rank sends one message and receives one,
+and a message leaves only after the rank has waited for what it needs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MOST_RANKS = 8  # 2 x 8 digits of 4 bits: what is added up to 15 times can still be counted
+Key = tuple[int, int, int, int]  # of a message: from, to, tag, how many of these came before it
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a chunk of memory holds: how often the number of each rank, and of which chunk (None
+    where it is empty, or of several). `counts` is () where no sum of such numbers is there."""
+
+    counts: tuple[int, ...]
+    chunk: int | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose numbers are in it."""
+        return tuple(rank for rank, count in enumerate(self.counts) if count)
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(self.counts) and not any(self.counts)
+
+    def is_right_in(self, place: int) -> bool:
+        """Whether chunk `place` may hold this: nothing, or its own numbers, each once."""
+        return self.is_empty or (self.chunk == place and max(self.counts) == 1)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message from rank `source` to `target`; `contents` are pairs (place, content), the place
+    being the chunk of the sender's buffer (None where it was sent from elsewhere)."""
+
+    source: int
+    target: int
+    contents: tuple[tuple[int | None, Content], ...]
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks it carries: by their place, or by what is in them."""
+        found = (content.chunk if place is None else place for place, content in self.contents)
+        return tuple(chunk for chunk in found if chunk is not None)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One step: its messages, and what each rank holds after it, `held[rank][chunk]`."""
+
+    messages: tuple[Message, ...]
+    held: tuple[tuple[Content, ...], ...]
+
+
+@dataclass(frozen=True)
+class Movement:
+    """A recorded collective on `size` ranks: what they held at first, and its steps."""
+
+    name: str
+    size: int
+    first: tuple[tuple[Content, ...], ...]
+    frames: tuple[Frame, ...]
+
+    @property
+    def sent_chunks(self) -> list[int]:
+        """How many chunks each rank has sent."""
+        sent = [0] * self.size
+        for frame in self.frames:
+            for message in frame.messages:
+                sent[message.source] += len(message.contents)
+        return sent
+
+    def __repr__(self) -> str:
+        most = max(self.sent_chunks)
+        return (
+            f"{self.name} on {self.size} ranks: {len(self.frames)} steps; "
+            f"the busiest rank sends {most} chunk{'s' * (most != 1)} of {self.size}"
+        )
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank did, in its order: posted a send or a receive, waited for one, or ended.
+    `buffer` is what its buffer held before it, `sent` are pairs (place, number)."""
+
+    kind: Literal["send", "recv", "wait", "end"]
+    buffer: tuple[int, ...]
+    message: Key = (0, 0, 0, 0)
+    sent: tuple[tuple[int | None, int], ...] = ()
+
+
+def number(rank: int, chunk: int, size: int) -> int:
+    """What `rank` puts into chunk `chunk`, as a signed integer of 64 bits."""
+    bits = 64 // (2 * size)
+    value = (1 << rank * bits) | (1 << (size + chunk) * bits)
+    return value - (1 << 64) if value >> 63 else value
+
+
+def content_of(value: int, size: int) -> Content:
+    """Which numbers were added up to `value`."""
+    bits, value = 64 // (2 * size), value & (1 << 64) - 1
+    digits = [value >> k * bits & (1 << bits) - 1 for k in range(2 * size)]
+    counts, chunks = digits[:size], digits[size:]
+    if sum(counts) != sum(chunks) or value >> 2 * size * bits:
+        return Content((), None)
+    of = [chunk for chunk, count in enumerate(chunks) if count]
+    return Content(tuple(counts), of[0] if len(of) == 1 else None)
+
+
+def movement_of(name: str, logs: Sequence[Sequence[Note]]) -> Movement:
+    """The movement that the notes of all ranks tell of."""
+    size = len(logs)
+    step_of, clocks = _in_steps(logs)
+    steps = max(step_of.values(), default=0)
+    held = [_held(log, clock, steps, size) for log, clock in zip(logs, clocks)]
+    messages: list[list[Message]] = [[] for _ in range(steps)]
+    for log in logs:
+        for note in log:
+            if note.kind == "send" and note.message in step_of:
+                contents = tuple((place, content_of(value, size)) for place, value in note.sent)
+                source, target, _, _ = note.message
+                messages[step_of[note.message] - 1].append(Message(source, target, contents))
+    first = tuple(tuple(content_of(value, size) for value in log[0].buffer) for log in logs)
+    frames = [Frame(tuple(messages[k]), tuple(one[k] for one in held)) for k in range(steps)]
+    return Movement(name, size, first, tuple(frames))
+
+
+def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
+    """The step of each message, from 1, and each rank's clock after each of its notes: the last
+    step that it has waited for.
+
+    A message goes in the first step after the clocks of both ends, as they posted it, in which its
+    sender sends nothing else and its receiver receives nothing else.
+    """
+    step_of: dict[Key, int] = {}
+    posted: dict[Key, list[int]] = {}
+    sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
+    clocks: list[list[int]] = [[] for _ in logs]
+
+    def fix(key: Key) -> None:
+        source, target, step = key[0], key[1], max(posted[key]) + 1
+        while (source, step) in sending or (target, step) in receiving:
+            step += 1
+        sending.add((source, step))
+        receiving.add((target, step))
+        step_of[key] = step
+
+    moved = True
+    while moved:
+        moved = False
+        for log, clock in zip(logs, clocks):
+            while len(clock) < len(log):
+                note, now = log[len(clock)], clock[-1] if clock else 0
+                if note.kind in ("send", "recv"):
+                    posted.setdefault(note.message, []).append(now)
+                elif note.kind == "wait":
+                    if len(posted.get(note.message, [])) < 2:
+                        break  # its other end comes later
+                    if note.message not in step_of:
+                        fix(note.message)
+                    now = max(now, step_of[note.message])
+                clock.append(now)
+                moved = True
+    for key in posted:  # those that nobody has waited for
+        if key not in step_of:
+            fix(key)
+    return step_of, clocks
+
+
+def _held(
+    log: Sequence[Note], clock: Sequence[int], steps: int, size: int
+) -> list[tuple[Content, ...]]:
+    """What a rank holds of each chunk after each step: its buffer, or what it sends on from
+    memory of its own, whichever came last."""
+    cells, before, now = list(log[0].buffer), log[0].buffer, 0
+    after: list[tuple[Content, ...]] = []
+
+    def until(step: int) -> None:
+        while len(after) < step:
+            after.append(tuple(content_of(value, size) for value in cells))
+
+    for note, then in zip(log, clock):
+        for chunk, (old, new) in enumerate(zip(before, note.buffer)):
+            if old != new:
+                cells[chunk] = new
+        before = note.buffer
+        for place, value in note.sent:
+            label = content_of(value, size).chunk
+            if place is None and label is not None:
+                cells[label] = value
+        if then > now:
+            until(then - 1)  # before this wait nothing of step `then` had arrived
+            now = then
+    until(steps)
+    return after

@@ -1,0 +1,266 @@
+"""How a collective moves data: recorded on real ranks, told in steps, drawn."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.patches import FancyArrowPatch
+
+from labkit import World, plot, watch_collective
+from labkit.comm.algorithms import cost
+from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
+
+ALL = tuple(range(8))
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4, 5])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, device="cpu", backend="gloo", timeout_s=5) as made:
+        yield made
+
+
+def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]]]:
+    """Whose numbers are in each chunk of each rank."""
+    return [[content.ranks for content in row] for row in held]
+
+
+def ends(movement: Movement) -> list[set[tuple[int, int]]]:
+    """(from, to) of the messages of each step."""
+    return [{(one.source, one.target) for one in frame.messages} for frame in movement.frames]
+
+
+# ---- numbers that can be taken apart again
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_a_sum_says_whose_numbers_are_in_it_and_of_which_chunk(size: int) -> None:
+    for chunk in range(size):
+        whole = sum(number(rank, chunk, size) for rank in range(size))
+        assert content_of(whole, size) == Content((1,) * size, chunk)
+        twice = whole + number(1, chunk, size)
+        assert content_of(twice, size).counts == (1, 2, *[1] * (size - 2))
+        as_in_memory = int(torch.tensor(number(size - 1, chunk, size)))
+        assert content_of(as_in_memory, size).ranks == (size - 1,)
+
+
+def test_what_is_no_sum_of_numbers_is_told_apart() -> None:
+    assert content_of(0, 4).is_empty and content_of(0, 4).is_right_in(2)
+    assert content_of(0x5A5A5A5A5A, 4).counts == ()
+    assert not content_of(12345, 4).is_right_in(0)
+    mixed = content_of(number(0, 1, 4) + number(2, 3, 4), 4)
+    assert mixed.chunk is None and mixed.ranks == (0, 2) and not mixed.is_right_in(1)
+    assert content_of(number(0, 1, 4), 4).is_right_in(1)
+    assert not content_of(number(0, 1, 4), 4).is_right_in(2)
+    assert not content_of(2 * number(0, 1, 4), 4).is_right_in(1)
+
+
+# ---- labkit's algorithms
+
+
+def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: World) -> None:
+    n = world.size
+    movement = watch_collective(world, "all_reduce", "ring")
+    around = {(rank, (rank + 1) % n) for rank in range(n)}
+    assert ends(movement) == [around] * (2 * (n - 1))
+    assert movement.sent_chunks == [2 * (n - 1)] * n
+    assert all(len(one.chunks) == 1 for frame in movement.frames for one in frame.messages)
+    for step, frame in enumerate(movement.frames, 1):
+        for rank, row in enumerate(ranks_in(frame.held)):
+            complete = [c for c in range(n) if row[c] == ALL[:n]]
+            assert len(complete) == max(0, step - n + 2), "one more in each step from n - 1 on"
+            if step < n:
+                arrived = (rank - 1 - step) % n  # has been added to by step ranks before
+                assert row[arrived] == tuple(sorted((rank - k) % n for k in range(step + 1)))
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "ring", "naive"])
+def test_as_many_steps_as_the_formula_says(world: World, algorithm: str) -> None:
+    movement = watch_collective(world, "all_reduce", algorithm)
+    assert len(movement.frames) == cost("all_reduce", algorithm, world.size, 64).steps
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"],
+)
+def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: str) -> None:
+    n = world.size
+    movement = watch_collective(world, "all_reduce", algorithm)
+    assert ranks_in(movement.first) == [[(rank,)] * n for rank in range(n)]
+    assert ranks_in(movement.frames[-1].held) == [[ALL[:n]] * n] * n
+    for frame in movement.frames:
+        assert all(c.is_right_in(i) for row in frame.held for i, c in enumerate(row))
+
+
+def test_a_rank_sends_one_message_a_step_and_receives_one(world: World) -> None:
+    for collective, algorithm in [("all_reduce", "double_tree"), ("gather", "flat")]:
+        for frame in watch_collective(world, collective, algorithm).frames:
+            sources = [one.source for one in frame.messages]
+            targets = [one.target for one in frame.messages]
+            assert frame.messages, "no step is empty"
+            assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
+
+
+def test_what_the_others_hold_at_first_and_at_the_end(world: World) -> None:
+    n, last = world.size, world.size - 1
+    own = [[(rank,) if rank == chunk else () for chunk in range(n)] for rank in range(n)]
+    everyone = [[(rank,) for rank in range(n)]] * n
+    from_last = [[(last,) if rank == last else () for _ in range(n)] for rank in range(n)]
+
+    gathered = watch_collective(world, "all_gather", "bruck")
+    assert (ranks_in(gathered.first), ranks_in(gathered.frames[-1].held)) == (own, everyone)
+    to_last = watch_collective(world, "gather", "flat", root=last)
+    assert ranks_in(to_last.first) == own and ranks_in(to_last.frames[-1].held)[last] == everyone[0]
+    sent = watch_collective(world, "broadcast", "tree", root=last)
+    assert ranks_in(sent.first) == from_last
+    assert ranks_in(sent.frames[-1].held) == [[(last,)] * n] * n
+    cut = watch_collective(world, "scatter", "flat", root=last)
+    ends = ranks_in(cut.frames[-1].held)
+    assert ranks_in(cut.first) == from_last and all(ends[r][r] == (last,) for r in range(n))
+    reduced = watch_collective(world, "reduce", "chain", root=last)
+    assert ranks_in(reduced.frames[-1].held)[last] == [ALL[:n]] * n
+    shared = watch_collective(world, "reduce_scatter", "ring")
+    assert all(ranks_in(shared.frames[-1].held)[r][r] == ALL[:n] for r in range(n))
+
+
+def test_a_tree_of_four_doubles_those_who_have_it(world4: World) -> None:
+    movement = watch_collective(world4, "broadcast", "tree")
+    assert ends(movement) == [{(0, 1)}, {(0, 2), (1, 3)}]
+    assert repr(movement) == (
+        "broadcast by tree on 4 ranks: 2 steps; the busiest rank sends 8 chunks of 4"
+    )
+
+
+def test_two_nodes_exchange_only_their_shares(world4: World) -> None:
+    movement = watch_collective(world4, "all_reduce", "hierarchical", ranks_per_node=2)
+    between = [m for f in movement.frames for m in f.messages if m.source // 2 != m.target // 2]
+    assert sum(len(m.contents) for m in between) == 8 < 2 * 4 * 2
+    assert ranks_in(movement.frames[-1].held) == [[ALL[:4]] * 4] * 4
+
+
+def test_the_same_picture_on_every_run(world4: World) -> None:
+    one = watch_collective(world4, "all_reduce", "double_tree")
+    assert all(watch_collective(world4, "all_reduce", "double_tree") == one for _ in range(3))
+
+
+# ---- a student's function
+
+
+def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bool = False) -> None:
+    n = comm.size
+    right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
+    for step in range(2 * (n - 1) if steps is None else steps):
+        give, take = (comm.rank - 1 - step) % n, (comm.rank - 2 - step) % n
+        room = torch.empty(1, dtype=x.dtype)
+        handle = comm.isend(x[give : give + 1], right)
+        comm.recv(room, left)
+        handle.wait()
+        if step < n - 1 or add_always:
+            x[take] += room[0]
+        else:
+            x[take] = room[0]
+
+
+def test_ones_own_ring_moves_as_the_librarys(world: World) -> None:
+    mine = watch_collective(world, "all_reduce", my_ring)
+    theirs = watch_collective(world, "all_reduce", "ring")
+    assert mine.name == "all_reduce by my_ring"
+    assert [f.held for f in mine.frames] == [f.held for f in theirs.frames]
+    assert [{m.chunks for m in f.messages} for f in mine.frames] == [
+        {m.chunks for m in f.messages} for f in theirs.frames
+    ]
+
+
+def test_a_step_that_is_missing_leaves_holes(world: World) -> None:
+    n = world.size
+
+    def one_too_few(comm: Any, x: torch.Tensor) -> None:
+        my_ring(comm, x, steps=2 * n - 3)
+
+    last = watch_collective(world, "all_reduce", one_too_few).frames[-1]
+    holes = [rank for row in ranks_in(last.held) for rank in row if rank != ALL[:n]]
+    assert len(holes) == n
+
+
+def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
+    def adds_always(comm: Any, x: torch.Tensor) -> None:
+        my_ring(comm, x, add_always=True)
+
+    last = watch_collective(world, "all_reduce", adds_always).frames[-1]
+    wrong = [c for row in last.held for i, c in enumerate(row) if not c.is_right_in(i)]
+    assert wrong and all(max(content.counts) >= 2 for content in wrong)
+
+
+def test_a_chunk_in_the_wrong_place_is_told(world4: World) -> None:
+    def mixes_up(comm: Any, x: torch.Tensor) -> None:
+        my_ring(comm, x)
+        x.copy_(x.roll(1))
+
+    last = watch_collective(world4, "all_reduce", mixes_up).frames[-1]
+    assert [content.chunk for content in last.held[0]] == [3, 0, 1, 2]
+    assert not any(c.is_right_in(i) for row in last.held for i, c in enumerate(row))
+
+
+def test_who_waits_before_it_sends_takes_more_steps(world4: World) -> None:
+    def one_after_the_other(comm: Any, x: torch.Tensor) -> None:
+        if comm.rank > 0:
+            comm.recv(x, comm.rank - 1)
+        if comm.rank < comm.size - 1:
+            comm.send(x, comm.rank + 1)
+
+    movement = watch_collective(world4, "broadcast", one_after_the_other)
+    assert ends(movement) == [{(0, 1)}, {(1, 2)}, {(2, 3)}]
+
+
+def test_a_message_that_nobody_waited_for_has_its_step_too() -> None:
+    key = (0, 1, 0, 0)
+    send = Note("send", (number(0, 0, 2), 0), key, ((0, number(0, 0, 2)),))
+    logs = [[send, Note("end", send.buffer)], [Note("recv", (0, 0), key), Note("end", (0, 0))]]
+    assert ends(movement_of("test", logs)) == [{(0, 1)}]
+
+
+def test_what_cannot_be_watched_is_refused(world4: World) -> None:
+    with pytest.raises(ValueError, match="'all_to_all' cannot be watched; choose one of"):
+        watch_collective(world4, "all_to_all", "pairwise")
+    with pytest.raises(ValueError, match="no algorithm 'rong'; choose one of naive, tree, ring"):
+        watch_collective(world4, "all_reduce", "rong")
+    with pytest.raises(ValueError, match="sent nothing through comm.send"):
+        watch_collective(world4, "all_reduce", lambda comm, x: comm.all_reduce(x))
+    with World(3) as three, pytest.raises(ValueError, match="no algorithm 'recursive_doubling'"):
+        watch_collective(three, "all_gather", "recursive_doubling")
+
+
+# ---- the picture
+
+
+def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World) -> None:
+    movement = watch_collective(world4, "all_reduce", "ring")
+    (axes,) = plot.movement(movement).axes
+    texts = [text.get_text() for text in axes.texts]
+    assert [t for t in texts if t.startswith("step")] == [f"step {k}" for k in range(1, 7)]
+    assert texts.count("at the end") == 1
+    assert sum(isinstance(patch, FancyArrowPatch) for patch in axes.patches) == 6 * 4
+    (axes,) = plot.movement(movement, [7]).axes
+    assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
+    with pytest.raises(ValueError, match="steps 1 to 6, and 7 is its end"):
+        plot.movement(movement, [8])
+
+
+def test_a_mistake_is_marked(world4: World) -> None:
+    def adds_always(comm: Any, x: torch.Tensor) -> None:
+        my_ring(comm, x, add_always=True)
+
+    wrong = plot.movement(watch_collective(world4, "all_reduce", adds_always))
+    right = plot.movement(watch_collective(world4, "all_reduce", my_ring))
+    marks = [[text.get_text() for text in figure.axes[0].texts] for figure in (wrong, right)]
+    assert "2×" in marks[0] and "2×" not in marks[1]
+
+
+def test_a_slider_walks_through_the_steps(world4: World) -> None:
+    pytest.importorskip("ipywidgets", reason="makes the slider")
+    steps = plot.steps(watch_collective(world4, "broadcast", "tree"))
+    first = steps.picture.value
+    steps.step.value = 3
+    assert bytes(first).startswith(b"\x89PNG") and steps.picture.value != first
+    assert steps.step.max == 3 and "image/png" in steps._repr_mimebundle_()

@@ -33,6 +33,7 @@ _HOME = {
     "span": "labkit.recording",
     "Single": "labkit.parallel",
     "Text": "labkit.data",
+    "TwoLevel": "labkit.comm",
     "World": "labkit.world",
     "write_run": "labkit.trace",
 }

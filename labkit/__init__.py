@@ -29,6 +29,7 @@ _HOME = {
     "RankError": "labkit.world",
     "RankInterrupt": "labkit.world",
     "record": "labkit.recording",
+    "read_nccl_log": "labkit.nccl_log",
     "read_run": "labkit.trace",
     "span": "labkit.recording",
     "Single": "labkit.parallel",

@@ -847,7 +847,8 @@ def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot
 
 
 def test_plot_names_what_it_has():
-    assert set(plot.__all__) == {"compare", "memory", "mesh", "timeline", "view"} <= set(dir(plot))
+    names = {"compare", "memory", "mesh", "nccl", "timeline", "view"}
+    assert set(plot.__all__) == names <= set(dir(plot))
     with pytest.raises(AttributeError, match="it has compare, memory, mesh, timeline, view"):
         plot.histogram  # noqa: B018
 

@@ -7,6 +7,7 @@
     plot.compare({"ddp": one, "zero": other})
     plot.view(trace)       # all of it, with sliders
     plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
+    plot.nccl(log)  # rings and trees of what NCCL printed
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -18,6 +19,7 @@ _HOME = {
     "compare": "labkit.plot.strategies",
     "memory": "labkit.plot.memories",
     "mesh": "labkit.plot.meshes",
+    "nccl": "labkit.plot.nccl_logs",
     "timeline": "labkit.plot.timelines",
     "view": "labkit.plot.widget",
 }

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
+from labkit.comm import paced_bytes
 from labkit.comm.algorithms import hierarchical_cost
 from labkit.comm.wire import PacedWire, nodes_of
 
@@ -65,19 +66,30 @@ def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
     assert cluster.run(pass_on)[1] >= 0.080
 
 
-def test_hierarchical_sends_less_between_nodes_and_gives_the_same_sum(cluster: World) -> None:
-    def reduce(algorithm: str) -> tuple[torch.Tensor, int]:
-        comm = Comm()
-        x = torch.arange(1001.0) * (comm.rank + 1)
+@pytest.mark.parametrize(
+    ("algorithm", "inside", "between"),
+    [
+        # The ring goes 0 -> 1 => 2 -> 3 => 0: each hop carries 2(n-1)/n S, two of them between.
+        ("ring", [1.5, 0, 1.5, 0], [0, 1.5, 0, 1.5]),
+        # 2(k-1)/k S inside, and 2(m-1)/m S/k between, from each rank.
+        ("hierarchical", [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_bytes_on_each_wire_and_the_same_sum(
+    cluster: World, algorithm: str, inside: list[float], between: list[float]
+) -> None:
+    def reduce() -> tuple[torch.Tensor, list[int], int]:
+        x = torch.arange(1000.0) * (Comm().rank + 1)
+        before = [paced_bytes(link) for link in (WIRES.inside, WIRES.between)]
         with listen() as events:
-            comm.all_reduce(x, algorithm=algorithm)
-        return x, events[0].wire_bytes
+            Comm().all_reduce(x, algorithm=algorithm)
+        after = [paced_bytes(link) for link in (WIRES.inside, WIRES.between)]
+        return x, [b - a for a, b in zip(before, after)], events[0].wire_bytes
 
-    ring, hierarchical = cluster.run(reduce, "ring"), cluster.run(reduce, "hierarchical")
-    for x, _ in ring + hierarchical:
-        assert torch.equal(x, 10 * torch.arange(1001.0))
-    # On 2 nodes of 2, n = 4 sends 2 * 3/4 S in both; only half of it leaves the node in the second.
-    assert sum(sent for _, sent in ring) == sum(sent for _, sent in hierarchical) == 6 * 4004
+    for rank, (x, by_wire, sent_bytes) in enumerate(cluster.run(reduce)):
+        assert torch.equal(x, 10 * torch.arange(1000.0))
+        assert by_wire == [4000 * inside[rank], 4000 * between[rank]]
+        assert sent_bytes == sum(by_wire)
 
 
 def test_the_formula_says_that_hierarchical_wins() -> None:

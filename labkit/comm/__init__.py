@@ -6,6 +6,7 @@ from labkit.comm.handle import CommError, Handle
 from labkit.comm.link import Link, TwoLevel
 from labkit.comm.mesh import Mesh
 from labkit.comm.surroundings import here, listen, listen_with
+from labkit.comm.wire import paced_bytes
 
 __all__ = [
     "Board",
@@ -19,4 +20,5 @@ __all__ = [
     "here",
     "listen",
     "listen_with",
+    "paced_bytes",
 ]

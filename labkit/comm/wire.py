@@ -74,11 +74,13 @@ class Outgoing:
         self._lane = Lane("labkit wire")
         self._lock = threading.Lock()
         self._free_at_s = 0.0
+        self.sent_bytes = 0  # since the process began
 
     def post(self, nbytes: int, send: Callable[[], Work]) -> "Departing":
         with self._lock:
             self._free_at_s = max(time.monotonic(), self._free_at_s) + self.link.seconds(nbytes)
             arrives_s = self._free_at_s + self.link.latency_us * 1e-6
+            self.sent_bytes += nbytes
 
             def deliver() -> Work:
                 _sleep_until(arrives_s)
@@ -88,6 +90,11 @@ class Outgoing:
 
 
 _outgoing = cache(Outgoing)  # one for each link, as a process has one network card
+
+
+def paced_bytes(link: Link) -> int:
+    """Bytes that this process has sent over its modelled wire of the speed of `link`, so far."""
+    return _outgoing(link).sent_bytes
 
 
 class Departing:

@@ -14,10 +14,10 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
-from labkit import Comm, Link, Mesh, TwoLevel, World, plot, read_nccl_log, record
+from labkit import Comm, Link, Mesh, TwoLevel, World, attach, listen, plot, read_nccl_log, record
 from labkit.check import lab_03 as check
 from labkit.check import predict, report
-from labkit.check.lab_03_rings import DGX1, rings_us
+from labkit.check.lab_03_rings import DGX1, bytes_by_pair, ring_in_order, rings_us
 from labkit.comm import paced_bytes
 from labkit.comm.algorithms import cost, hierarchical_cost
 from labkit.course import show
@@ -29,13 +29,13 @@ guess = predict()  # nothing yet: that is for you, in step 3
 # %% [markdown]
 # ## 1. The question
 #
-# Four ranks all-reduce 4 MiB by a ring. First all wires are alike, 2 gigabits per second. Then the
+# Four ranks all-reduce 2 MiB by a ring. First all wires are alike, 1 gigabit per second. Then the
 # ranks stand on two **nodes** (machines): 0 and 1 on the first, 2 and 3 on the second. The wires
 # between nodes are ten times slower. (Both are *paced*: real bytes, modelled wires.)
 
 # %%
-FAST, SLOW = Link(gbps=2), Link(gbps=0.2)
-S = 4 * 2**20  # bytes
+FAST, SLOW = Link(gbps=1), Link(gbps=0.1)
+S = 2_097_152  # bytes: 2 MiB
 
 one_node = World(4, backend="gloo", link=FAST)
 cluster = TwoLevel(inside=FAST, between=SLOW, ranks_per_node=2)
@@ -63,15 +63,16 @@ def bars(rows, xlabel, fmt="{:,.0f}", log=False, height=1.4):
     axes = plt.subplots(figsize=(8, height))[1]
     shown = axes.barh(list(rows), list(rows.values()), color="#0072B2")
     axes.bar_label(shown, fmt=fmt, padding=4)
-    axes.set(xlabel=xlabel, xlim=(None, max(rows.values()) * (4 if log else 1.2)))
+    least, most = min(rows.values()), max(rows.values())
     axes.set_xscale("log" if log else "linear")
+    axes.set(xlabel=xlabel, xlim=(least / 3, most * 4) if log else (0, most * 1.2))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 
 
 one_s = max(one_node.run(seconds_of, by_ring))
 two_s = max(two_nodes.run(seconds_of, by_ring))
-bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 4 MiB by a ring")
+bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a ring, paced")
 
 # %% [markdown]
 # Of the ring's four hops, two are slow. All four ranks wait for them. **Which link sets the pace,
@@ -125,13 +126,13 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # %% [markdown]
 # Two bandwidths are in use for collectives. The **algorithm bandwidth** is what you would think of:
 #
-# $$\text{algbw} = S / t$$
+# **algbw = S / t**
 #
 # It says how long a tensor takes, but not whether the links are full: an all-reduce on more ranks
 # sends more bytes for the same S. So count what each rank must send, whatever the algorithm, and
 # divide *that* by the time: the **bus bandwidth**, which can be held against a link's speed.
 #
-# $$\text{busbw} = \text{algbw} \times \text{factor}$$
+# **busbw = algbw × factor**
 
 # %% [markdown]
 # Where the factors come from, with n ranks:
@@ -201,8 +202,8 @@ bars(times_s, "seconds for the gradients of one step", "{:,.2f} s", log=True, he
 
 # %% stub="guess = predict(ring_bytes=..., hierarchical_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-part = S / 2  # 2 ranks in a node share the work ...
-guess = predict(ring_bytes=2 * 3 / 4 * S, hierarchical_bytes=2 * 1 / 2 * part)
+part = S // 2  # 2 ranks in a node share the work
+guess = predict(ring_bytes=2 * 3 * S // 4, hierarchical_bytes=2 * 1 * part // 2)
 ### END SOLUTION
 guess
 
@@ -264,13 +265,13 @@ table(read_nccl_log(EXAMPLES["sockets"]), "sockets")
 # ## 5. Run it
 #
 # First bandwidth. The columns are those that nccl-tests prints, for one node, whose wires carry
-# 2 Gb/s = 0.25 GB/s.
+# 1 Gb/s = 0.125 GB/s.
 
 # %%
-sizes, busbws = [4**k for k in range(6, 12)], []
+sizes, busbws = [4**k for k in range(6, 13)], []
 print(f"{'size (B)':>10} {'time (ms)':>10} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
 for nbytes in sizes:
-    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns=4))
+    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns=3))
     algbw = nbytes / its_s / 1e9
     busbws.append(algbw * 2 * 3 / 4)
     print(f"{nbytes:>10,} {1e3 * its_s:>10.2f} {algbw:>13.4f} {busbws[-1]:>13.4f}")
@@ -278,8 +279,8 @@ for nbytes in sizes:
 # %%
 fig, axes = plt.subplots(figsize=(8, 2.6))
 axes.semilogx(sizes, busbws, "o-", color="#0072B2", label="busbw, measured", base=4)
-axes.axhline(0.25, color="#D55E00", ls="--", label="the wire")
-axes.set(xlabel="bytes", ylabel="GB/s", ylim=(0, 0.29))
+axes.axhline(0.125, color="#D55E00", ls="--", label="the wire")
+axes.set(xlabel="bytes", ylabel="GB/s", ylim=(0, 0.145))
 axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
@@ -339,7 +340,7 @@ for i, (name, its) in enumerate({"by formula": predicted_s, "measured": measured
     )  # fmt: skip
     axes.bar_label(shown, fmt="{:,.0f} ms", padding=4)
 axes.set_yticks([0.18, 1.18], list(predicted_s))
-axes.set(xlim=(0, 1.5e3 * max(measured_s.values())), xlabel="ms for 4 MiB on two nodes, paced")
+axes.set(xlim=(0, 1.5e3 * max(measured_s.values())), xlabel="ms for 2 MiB on two nodes, paced")
 axes.invert_yaxis()
 axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
@@ -352,18 +353,15 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## 6. Break it
 #
-# The batch system has given you two nodes, and dealt the ranks out like cards: 0 and 2 on the first
-# node, 1 and 3 on the second. The program is right, the sums are right. It is only slow, and nothing
-# tells you. Here is a ring through the ranks in any order:
+# The batch system deals the places in the ring out like cards: first node, second node, first,
+# second. On our two nodes that is the ring 0 → 2 → 1 → 3. The program is right, the sums are right.
+# It only sends too much, and nothing tells you. Here is a ring through the ranks in any order:
 
 # %%
 show("check/lab_03_rings.py:ring_in_order")
 
+
 # %%
-from labkit import listen
-from labkit.check.lab_03_rings import bytes_by_pair, ring_in_order
-
-
 def events_of(order):
     comm, x = Comm(), torch.ones(S // 4)
     with listen() as events:
@@ -378,7 +376,7 @@ pairs = [bytes_by_pair(one_node.run(events_of, order)) for order in orders]
 # %%
 fig, panels = plt.subplots(1, 2, figsize=(8, 3))
 for axes, order, sent in zip(panels, orders, pairs):
-    axes.imshow(sent / 2**20, cmap="Blues", vmax=10)
+    axes.imshow(sent / 2**20, cmap="Blues", vmax=6)
     for a, b in sent.nonzero().tolist():
         axes.text(b, a, f"{sent[a, b] / 2**20:.0f} MiB", ha="center", va="center", fontsize=9)
     axes.axhline(1.5, color="#D55E00"), axes.axvline(1.5, color="#D55E00")
@@ -402,28 +400,37 @@ for order, sent in zip(orders, pairs):
 # last axis inside a node.
 
 # %% [markdown]
-# The other classic is a hang. A hierarchy has two groups for each rank, and somebody writes on rank 0
-# the two lines in the other order:
+# The other classic: a rank is now in *two* groups, and there are two orders in which it can take
+# them. Here some ranks take them the wrong way round. First only rank 0:
 
 # %%
 patient = World(4, backend="gloo", timeout_s=2)
 
 
-def confused():
+def sum_of_ones(confused):
     mesh, x = Mesh(node=2, local=2), torch.ones(4)
-    first, second = (mesh.local, mesh.node) if Comm().rank else (mesh.node, mesh.local)
-    first.all_reduce(x)
-    second.all_reduce(x)
+    groups = [mesh.local, mesh.node]
+    if Comm().rank in confused:
+        groups.reverse()
+    for group in groups:
+        group.all_reduce(x)
     return x[0].item()
 
 
-# %% tags=["raises-exception"]
-patient.run(confused)
+# %% tags=["nbval-check-output"]
+patient.run(sum_of_ones, [0])
 
 # %% [markdown]
-# Each group is consistent in itself, and still nobody can go on: rank 0 waits for rank 2, rank 2 for
-# rank 3, which waits for... follow the lines above. *All ranks must take their groups in the same
-# order*, too.
+# It should be 4 everywhere. Nothing hangs, nothing complains, and the sums are wrong: each group saw
+# its calls in order, but rank 0 brought a number to its node that was not its own any more. Now
+# ranks 0 and 3:
+
+# %% tags=["raises-exception"]
+patient.run(sum_of_ones, [0, 3])
+
+# %% [markdown]
+# This time the waits close a circle: follow it in the lines above. *All ranks must take their groups
+# in the same order.* Frameworks see to it, until somebody adds a collective under an `if`.
 
 # %% [markdown]
 # ## 7. Build it
@@ -497,11 +504,16 @@ check.my_hierarchical(my_hierarchical)
 
 
 # %%
+def make_groups():
+    attach().state.mesh = Mesh(node=2, local=2)  # a rank keeps its `state` from run to run
+
+
 def play():
-    mesh, x = Mesh(node=2, local=2), torch.ones(S // 4)
-    my_hierarchical(mesh.local, mesh.node, x)
+    mesh = attach().state.mesh
+    my_hierarchical(mesh.local, mesh.node, torch.ones(S // 4))
 
 
+two_nodes.run(make_groups)
 two_nodes.run(play)  # once before we record: now all groups are connected
 with record() as trace:
     two_nodes.run(play)

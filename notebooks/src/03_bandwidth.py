@@ -21,6 +21,7 @@ from labkit.check.lab_03_rings import DGX1, bytes_by_pair, ring_in_order, rings_
 from labkit.comm import paced_bytes
 from labkit.comm.algorithms import cost, hierarchical_cost
 from labkit.course import show
+from labkit.events import all_reduce_bus_bytes
 from labkit.nccl_log import EXAMPLES
 from labkit.nccl_log.summary import table
 
@@ -184,13 +185,19 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # ## 3. Predict
 #
 # Data parallel training sums the gradients of all ranks in every step. Take 7 billion parameters,
-# gradients of 2 bytes, 8 ranks. How many bytes must each rank send, and how long does that take at
-# least, if the slowest link in the ring is...
+# gradients of 2 bytes, 8 ranks. How many bytes must each rank send for this all-reduce?
+
+# %% stub="gradients = predict(each_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+gradients = predict(each_bytes=2 * 7 * 14_000_000_000 // 8)
+### END SOLUTION
+gradients
+
+# %% [markdown]
+# And so many seconds it takes at least, if the slowest link of the ring is one of these:
 
 # %%
-gradients_bytes = 2 * 7e9
-each_bytes = 2 * (8 - 1) / 8 * gradients_bytes
-times_s = {link: each_bytes / 1e9 / gbytes for link, gbytes in LINKS.items()}
+times_s = {link: gradients.numbers["each_bytes"] / 1e9 / its for link, its in LINKS.items()}
 bars(times_s, "seconds for the gradients of one step", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
@@ -218,6 +225,12 @@ show("events.py:all_reduce_bus_bytes")
 
 # %%
 show("events.py:reduce_scatter_bus_bytes")
+
+# %% [markdown]
+# By it, 14 GB of gradients in 8 chunks:
+
+# %% tags=["nbval-check-output"]
+gradients.beside(each_bytes=all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0))
 
 # %% [markdown]
 # The hierarchical all-reduce. `wire.nodes` has the ranks of each node. `row` are the ranks of this
@@ -278,9 +291,11 @@ for nbytes in sizes:
 
 # %%
 fig, axes = plt.subplots(figsize=(8, 2.6))
-axes.semilogx(sizes, busbws, "o-", color="#0072B2", label="busbw, measured", base=4)
+axes.semilogx(sizes, busbws, "o-", color="#0072B2", label="busbw, measured, paced")
+axes.set_xticks(sizes, ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB"])
+axes.minorticks_off()
 axes.axhline(0.125, color="#D55E00", ls="--", label="the wire")
-axes.set(xlabel="bytes", ylabel="GB/s", ylim=(0, 0.145))
+axes.set(ylabel="GB/s", ylim=(0, 0.145))
 axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 

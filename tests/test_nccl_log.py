@@ -162,6 +162,38 @@ def test_a_log_without_its_head_is_one_communicator() -> None:
     assert only.rings and only.ready and only.size == 2
 
 
+def test_channels_are_counted_also_where_no_ring_is_shown() -> None:
+    text = line("24 coll channels, 0 collnet channels, 0 nvls channels, 32 p2p channels")
+    assert parse_nccl_log(text).main.channels == 24
+
+
+def test_a_rank_that_the_log_does_not_place_is_on_no_node() -> None:
+    group = parse_nccl_log(init(0)).main
+    assert group.same_node(0, 0) and not group.same_node(0, 7) and not group.same_node(7, 8)
+
+
+def test_a_connection_is_that_of_its_channel() -> None:
+    lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via SHM"]
+    group = parse_nccl_log("\n".join(line(text) for text in lines)).main
+    assert [group.over(0, 1, i) for i in (0, 1, None)] == [*group.connections, group.connections[0]]
+    assert group.over(0, 1, 2) is None and group.over(1, 0) is None
+
+
+def test_without_start_up_lines_the_transport_says_what_is_inside() -> None:
+    lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"]
+    lines += ["Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"]
+    log = parse_nccl_log("\n".join(line(text) for text in lines))
+    assert kinds(log.main, inside=True).keys() == {"P2P"}
+    assert kinds(log.main, inside=False).keys() == {"NET/IB"}
+    assert remarks(log) == [] and "not said" in shown(log)
+
+
+def test_many_warnings_are_not_all_repeated() -> None:
+    lines = [init(0, 1)] + [line(f"bad {i}", level="WARN") for i in range(9)]
+    told = remarks(parse_nccl_log("\n".join(lines)))
+    assert len(told) == 5 and told[-1] == "5 warnings more: search the log for NCCL WARN"
+
+
 def test_a_rank_that_never_comes_up_is_named() -> None:
     log = parse_nccl_log("\n".join([init(0, 3), init(1, 3, "START"), init(2, 3)]))
     assert not log.main.ready

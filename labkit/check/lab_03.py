@@ -111,8 +111,8 @@ def best_order(student: Student) -> Iterator[str]:
     yield "no byte too many between nodes"
     many = [0, 1, 2] * 4
     order = run(1, lambda comm: student(list(many))).values[0]
-    right = _is_order(order, 12)
-    hops = sum(many[a] != many[b] for a, b in zip(order, order[1:] + order[:1])) if right else 0
+    whole = _is_order(order, 12)
+    hops = sum(many[a] != many[b] for a, b in zip(order, order[1:] + order[:1])) if whole else 0
     if hops != 3:
         fail(
             f"with 12 ranks on 3 nodes, your order is {brief(order)}, which crosses {hops} times.",

@@ -6,7 +6,7 @@ from itertools import islice
 from rich.markup import escape
 from rich.table import Table
 
-from labkit.nccl_log.log import Communicator, NcclLog
+from labkit.nccl_log.log import Communicator, Connection, NcclLog
 
 MOST_SHOWN = 4  # of what there may be many of
 
@@ -42,9 +42,12 @@ def remarks(log: NcclLog) -> list[str]:
 
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables".
     """
-    group, found = log.main, [f"a warning of {warning}" for warning in log.warnings]
+    group = log.main
+    found = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
+    if (more := len(log.warnings) - MOST_SHOWN) > 0:
+        found.append(f"{more} warnings more: search the log for NCCL WARN")
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
-    if not group.ready:
+    if group.size and not group.ready:
         late = [rank for rank in range(group.size) if not _is_ready(group, rank)]
         found.append(f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there")
     if "SHM" in inside:
@@ -71,14 +74,23 @@ def kinds(group: Communicator, inside: bool) -> "Counter[str]":
     links = {
         (one.channel, one.source, one.target, one.kind)
         for one in group.connections
-        if group.same_node(one.source, one.target) == inside
+        if _is_inside(group, one) == inside
     }
     return Counter(link[-1] for link in links)
+
+
+def _is_inside(group: Communicator, one: Connection) -> bool:
+    """Whether both ends are on one node; by the transport, where the log does not place them."""
+    if {one.source, one.target} <= group.ranks.keys():
+        return group.same_node(one.source, one.target)
+    return not one.kind.startswith("NET")
 
 
 def _ranks(group: Communicator) -> str:
     hosts = [f"{host}: {_some(ranks)}" for host, ranks in group.hosts().items()]
     more = f", and {len(hosts) - MOST_SHOWN} hosts more" if len(hosts) > MOST_SHOWN else ""
+    if not group.size:
+        return "not said"
     return f"{group.size} ({'; '.join(hosts[:MOST_SHOWN])}{more})"
 
 

@@ -638,7 +638,7 @@ report("03")
 # | `NCCL_CROSS_NIC` | whether one ring may use different cards on different nodes |
 # | `NCCL_ALGO` | which algorithms may be taken: Ring, Tree, NVLS, ... |
 # | `NCCL_PROTO` | which protocols: LL and LL128 (low latency), Simple (bandwidth) |
-# | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | a topology to read in the place of the one found; where to write the one found |
+# | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | an XML file of the topology to begin with; where to write the one found |
 #
 # Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". It warns: what is set to
 # try something out should not stay in a script, where it may make NCCL slow or hang.

@@ -187,9 +187,9 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # Data parallel training sums the gradients of all ranks in every step. Take 7 billion parameters,
 # gradients of 2 bytes, 8 ranks. How many bytes must each rank send for this all-reduce?
 
-# %% stub="gradients = predict(each_bytes=...)" tags=["nbval-check-output"]
+# %% stub="gradients = predict(sent_by_each_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-gradients = predict(each_bytes=2 * 7 * 14_000_000_000 // 8)
+gradients = predict(sent_by_each_bytes=2 * 7 * 14_000_000_000 // 8)
 ### END SOLUTION
 gradients
 
@@ -197,7 +197,7 @@ gradients
 # And so many seconds it takes at least, if the slowest link of the ring is one of these:
 
 # %%
-times_s = {link: gradients.numbers["each_bytes"] / 1e9 / its for link, its in LINKS.items()}
+times_s = {link: gradients.numbers["sent_by_each_bytes"] / 1e9 / its for link, its in LINKS.items()}
 bars(times_s, "seconds for the gradients of one step", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
@@ -230,7 +230,7 @@ show("events.py:reduce_scatter_bus_bytes")
 # By it, 14 GB of gradients in 8 chunks:
 
 # %% tags=["nbval-check-output"]
-gradients.beside(each_bytes=all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0))
+gradients.beside(sent_by_each_bytes=all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0))
 
 # %% [markdown]
 # The hierarchical all-reduce. `wire.nodes` has the ranks of each node. `row` are the ranks of this

@@ -1,4 +1,4 @@
-"""The command line: `labkit compare`, `bench`, `doctor`, `run`, `view`."""
+"""The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `run`, `view`."""
 
 import os
 from collections.abc import Callable
@@ -186,6 +186,40 @@ def view(
             console.print(f"The picture: {picture}")
             if open_:
                 typer.launch(str(picture))
+
+
+@app.command(
+    "nccl-log",
+    epilog="Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
+    "  ·  labkit nccl-log --example two_nodes",
+)
+def nccl_log(
+    file: Annotated[
+        Path | None, typer.Argument(help="What a run with NCCL_DEBUG=INFO printed, of all ranks.")
+    ] = None,
+    example: Annotated[
+        str, typer.Option(help="Instead of a file: one_node, two_nodes or sockets.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Where to draw to; if absent, FILE.png here.")
+    ] = None,
+) -> None:
+    """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
+    from labkit import plot
+    from labkit.nccl_log import EXAMPLES, read_nccl_log
+    from labkit.nccl_log.summary import table
+
+    with _told():
+        if (file is None) == (not example):
+            raise ValueError("give a file with a log, or --example two_nodes")
+        if example and example not in EXAMPLES:
+            raise ValueError(f"no example {example!r}; there are {', '.join(EXAMPLES)}")
+        source = EXAMPLES[example] if file is None else file
+        log = read_nccl_log(source)
+        console.print(table(log, source.name if file else f"{example}, composed for teaching"))
+        picture = out or Path(f"{source.stem}.png")
+        plot.nccl(log).savefig(picture, dpi=120)
+        console.print(f"The picture: {picture}")
 
 
 @app.callback(invoke_without_command=True)

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
-    1: {"schedules", "events", "trace", "clusters"},
+    1: {"schedules", "events", "trace", "clusters", "nccl_log"},
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"recording", "world"},
@@ -29,6 +29,7 @@ LAYERS: dict[int, set[str]] = {
         "bench",
         "compare",
         "doctor",
+        "lazy",
         "cli",
         "recipes",
         "training",

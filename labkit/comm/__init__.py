@@ -3,9 +3,10 @@
 from labkit.comm.board import Board, CollectiveMismatch
 from labkit.comm.door import Comm
 from labkit.comm.handle import CommError, Handle
-from labkit.comm.link import Link
+from labkit.comm.link import Link, TwoLevel
 from labkit.comm.mesh import Mesh
 from labkit.comm.surroundings import here, listen, listen_with
+from labkit.comm.wire import paced_bytes
 
 __all__ = [
     "Board",
@@ -15,7 +16,9 @@ __all__ = [
     "Handle",
     "Link",
     "Mesh",
+    "TwoLevel",
     "here",
     "listen",
     "listen_with",
+    "paced_bytes",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from labkit.comm.board import Board
 from labkit.comm.clock import HOST_CLOCK, Clock
-from labkit.comm.link import Link
+from labkit.comm.link import Link, TwoLevel
 from labkit.events import CommEvent
 
 
@@ -25,8 +25,8 @@ class Surroundings:
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
-    link: Link | None = None
     shared: Path | None = None
+    link: Link | TwoLevel | None = None
     carrying: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Clock = HOST_CLOCK
 

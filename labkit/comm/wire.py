@@ -18,7 +18,7 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.link import Link
+from labkit.comm.link import Link, TwoLevel
 
 
 class Work(Protocol):
@@ -51,14 +51,18 @@ class Wire:
 
 
 class PacedWire(Wire):
-    """Messages that leave over the process's one modelled wire of the speed of `link`."""
+    """Messages that leave over the process's one modelled wire of the speed of `link`; where that
+    has two levels, over its wire inside the node or its wire to other nodes."""
 
-    def __init__(self, group: Any, link: Link):
+    def __init__(self, group: Any, link: Link | TwoLevel):
         super().__init__(group)
-        self._out = _outgoing(link)
+        ranks = dist.get_process_group_ranks(group)
+        if isinstance(link, TwoLevel):
+            self.nodes = nodes_of(ranks, link.ranks_per_node)
+        self._out = [_outgoing(link.joining(ranks[self.rank], rank)) for rank in ranks]
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self._out.post(x.nbytes, partial(super().isend, x, peer, tag))
+        return self._out[peer].post(x.nbytes, partial(super().isend, x, peer, tag))
 
 
 class Outgoing:
@@ -70,11 +74,13 @@ class Outgoing:
         self._lane = Lane("labkit wire")
         self._lock = threading.Lock()
         self._free_at_s = 0.0
+        self.sent_bytes = 0  # since the process began
 
     def post(self, nbytes: int, send: Callable[[], Work]) -> "Departing":
         with self._lock:
             self._free_at_s = max(time.monotonic(), self._free_at_s) + self.link.seconds(nbytes)
             arrives_s = self._free_at_s + self.link.latency_us * 1e-6
+            self.sent_bytes += nbytes
 
             def deliver() -> Work:
                 _sleep_until(arrives_s)
@@ -84,6 +90,11 @@ class Outgoing:
 
 
 _outgoing = cache(Outgoing)  # one for each link, as a process has one network card
+
+
+def paced_bytes(link: Link) -> int:
+    """Bytes that this process has sent over its modelled wire of the speed of `link`, so far."""
+    return _outgoing(link).sent_bytes
 
 
 class Departing:
@@ -198,10 +209,11 @@ def living(group: "ref[Any]") -> Any:
     return found
 
 
-def nodes_of(global_ranks: Sequence[int]) -> list[list[int]]:
+def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:
     """Which ranks of a group are on one machine, counted inside the group. torchrun says how many
-    each machine has (LOCAL_WORLD_SIZE); without it, all are on one."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or len(global_ranks) + max(global_ranks))
+    each machine has (LOCAL_WORLD_SIZE), or `per_node` does; without either, all are on one."""
+    everyone = len(global_ranks) + max(global_ranks)
+    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or everyone)
     ranks = range(len(global_ranks))
     return [list(node) for _, node in groupby(ranks, lambda rank: global_ranks[rank] // per_node)]
 

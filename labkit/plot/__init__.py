@@ -10,33 +10,24 @@
     plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
     plot.movement(movement)  # a collective, step by step: which chunk is where
     plot.steps(movement)  # the same, one step at a time
+    plot.nccl(log)  # rings and trees of what NCCL printed
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
 
-from importlib import import_module
-from typing import Any
+from labkit.lazy import lazy
 
-_HOME = {
-    "bandwidth": "labkit.plot.bandwidths",
-    "compare": "labkit.plot.strategies",
-    "memory": "labkit.plot.memories",
-    "mesh": "labkit.plot.meshes",
-    "movement": "labkit.plot.movements",
-    "steps": "labkit.plot.stepper",
-    "timeline": "labkit.plot.timelines",
-    "view": "labkit.plot.widget",
-}
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"labkit.plot has no {name!r}; it has {', '.join(_HOME)}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__all__, __getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "bandwidth": "labkit.plot.bandwidths",
+        "compare": "labkit.plot.strategies",
+        "memory": "labkit.plot.memories",
+        "mesh": "labkit.plot.meshes",
+        "movement": "labkit.plot.movements",
+        "nccl": "labkit.plot.nccl_logs",
+        "steps": "labkit.plot.stepper",
+        "timeline": "labkit.plot.timelines",
+        "view": "labkit.plot.widget",
+    },
+)

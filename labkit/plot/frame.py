@@ -1,6 +1,6 @@
 """What stands around the bars of a timeline: axes, legend, title, names of groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -94,8 +94,15 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     if any(x.ended_s for one in of_ranks for x in one.comms) and any(x.spans for x in of_ranks):
         words.append(f"{overlap(shown):.0%} of communication hidden behind computing")
     if link := part.about.get("link"):
-        words.append(f"paced to {link['gbps']:g} Gbit/s")
+        words.append(f"paced to {speed_of(link)}")
     return "  ·  ".join(words)
+
+
+def speed_of(link: Mapping[str, Any]) -> str:
+    """A link as a run notes it, of one level or of two, in words."""
+    if "inside" not in link:
+        return f"{link['gbps']:g} Gbit/s"
+    return f"{speed_of(link['inside'])} inside nodes, {speed_of(link['between'])} between"
 
 
 def group_name(group: str) -> str:

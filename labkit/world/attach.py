@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from labkit.comm import Comm, Link, here
+from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.world.channel import Channel
 
 
@@ -56,8 +56,9 @@ def become(rank: Rank) -> Rank:
 
 
 def attach(
-    backend: str | None = None, timeout_s: float = 600.0, link: Link | None = None, seed: int = 0
-) -> Rank:
+    backend: str | None = None, timeout_s: float = 600.0, link: Link | TwoLevel | None = None,
+    seed: int = 0,
+) -> Rank:  # fmt: skip
     """Make this process a rank, however it was started, and return it.
 
     - inside `World.run`: the rank it already is;

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from labkit.comm import Board, CollectiveMismatch, CommError, Link, here
+from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
 from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
@@ -48,7 +48,7 @@ class Spec:
     device: str
     threads: int
     timeout_s: float
-    link: Link | None
+    link: Link | TwoLevel | None
     seed: int
     check: bool
     cwd: str

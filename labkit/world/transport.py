@@ -4,7 +4,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from labkit.comm import Link
+from labkit.comm import Link, TwoLevel
 from labkit.world import folders
 from labkit.world.pick import Pick
 
@@ -27,7 +27,7 @@ class Transport:
 
 
 def pick_transport(
-    size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | None
+    size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
 ) -> Transport:
     """Shared memory for the ranks of one machine's CPU, where it serves; else the backend.
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from labkit.comm import Link
+from labkit.comm import Link, TwoLevel
 from labkit.comm.chooser import table_note
 from labkit.recording import Recording
 from labkit.world import cells, pickling
@@ -42,7 +42,8 @@ class World:
             CPU. `world.picked` says what and why.
         threads: torch's threads on each rank.
         timeout_s: how long a rank waits for another before the run fails.
-        link: a modelled wire, to see a slow network on one machine.
+        link: a modelled wire, to see a slow network on one machine; or `TwoLevel`, to see a
+            cluster of several nodes.
         seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
         check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
@@ -62,7 +63,7 @@ class World:
         device: str | None = None,
         threads: int = 1,
         timeout_s: float = 30,
-        link: Link | None = None,
+        link: Link | TwoLevel | None = None,
         seed: int = 0,
         check: bool = True,
         start: str | None = None,

@@ -1,0 +1,26 @@
+"""Public names whose modules are imported when first used: `import labkit` takes no time.
+
+__all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.world", ...})
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy(
+    package: str, home: dict[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package, for names and the modules they are
+    in. A name that is not there raises AttributeError with those that are."""
+    names = sorted(home, key=str.lower)
+
+    def get(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(names)}")
+        value = getattr(import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return names, get, lambda: sorted({*vars(sys.modules[package]), *names})

@@ -1,0 +1,60 @@
+"""Lab 03's rings: the wires of a DGX-1, what an order of ranks costs, the ring itself."""
+
+import pytest
+import torch
+
+from labkit import Comm, World, listen
+from labkit.check.lab_03_rings import (
+    DGX1,
+    PCIE_GBYTES,
+    best_us,
+    bytes_by_pair,
+    ring_in_order,
+    rings_us,
+)
+
+DOUBLE, SINGLE = [0, 3, 2, 1, 5, 6, 7, 4], [0, 1, 3, 7, 5, 4, 6, 2]
+
+
+def test_a_dgx_1_has_six_nvlinks_out_of_each_gpu_and_as_many_in() -> None:
+    for gpu in range(8):
+        assert sum(count for (a, _), count in DGX1.items() if a == gpu) == 6
+    assert all(DGX1[b, a] == count for (a, b), count in DGX1.items())
+
+
+def test_the_fullest_hop_decides() -> None:
+    each = 2 * 7 / 8 * 1e9  # bytes over a hop of a single ring
+    assert rings_us([DOUBLE], DGX1) == pytest.approx(each / 50e9 * 1e6)
+    assert rings_us([SINGLE], DGX1) == pytest.approx(each / 25e9 * 1e6)
+    assert rings_us([list(range(8))], DGX1) == pytest.approx(each / (PCIE_GBYTES * 1e9) * 1e6)
+
+
+def test_rings_over_the_same_hops_share_and_others_do_not() -> None:
+    alone = rings_us([DOUBLE], DGX1)
+    assert rings_us([DOUBLE, DOUBLE], DGX1) == pytest.approx(alone)
+    assert rings_us([DOUBLE, DOUBLE[::-1]], DGX1) == pytest.approx(alone / 2)
+
+
+def test_six_rings_fill_all_links_and_none_can_be_faster() -> None:
+    rings = [DOUBLE, DOUBLE, SINGLE]
+    rings += [ring[::-1] for ring in rings]
+    assert rings_us(rings, DGX1) == pytest.approx(best_us(DGX1))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_a_ring_in_any_order_sums_and_sends_along_its_hops(order: list[int]) -> None:
+    def play() -> tuple[torch.Tensor, list[object]]:
+        comm = Comm()
+        x = torch.arange(8.0) * (comm.rank + 1)
+        with listen() as events:
+            ring_in_order(comm, x, order)
+        return x, events
+
+    with World(4, backend="gloo", device="cpu") as world:
+        results = world.run(play)
+    assert all(torch.equal(x, 10 * torch.arange(8.0)) for x, _ in results)
+    sent_bytes = bytes_by_pair([events for _, events in results])
+    hops = set(zip(order, order[1:] + order[:1]))
+    for one in range(4):
+        for other in range(4):
+            assert sent_bytes[one, other] == (2 * 3 * 32 // 4 if (one, other) in hops else 0)

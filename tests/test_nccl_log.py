@@ -1,0 +1,261 @@
+"""What NCCL prints, read and drawn: each form of line, lines mixed and missing, the picture."""
+
+from io import StringIO
+from pathlib import Path
+
+import matplotlib.colors
+import pytest
+from matplotlib.patches import Circle, FancyArrowPatch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from labkit import plot, read_nccl_log
+from labkit.cli import app
+from labkit.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
+from labkit.nccl_log.summary import kinds, remarks, table
+from labkit.plot.nccl_logs import COLOURS
+
+INIT = "comm 0x5{rank} rank {rank} nranks {size} cudaDev {rank} busId {rank}000{id} - Init {state}"
+
+
+def line(text: str, rank: int = 0, host: str = "a", level: str = "INFO") -> str:
+    return f"{host}:{100 + rank}:{200 + rank} [{rank}] NCCL {level} {text}"
+
+
+def init(rank: int, size: int = 2, state: str = "COMPLETE", id: str = "", host: str = "a") -> str:
+    name = f" commId {id}" if id else ""
+    return line(INIT.format(rank=rank, size=size, id=name, state=state), rank, host)
+
+
+def shown(log: NcclLog) -> str:
+    text = StringIO()
+    Console(width=160, file=text).print(table(log))
+    return text.getvalue()
+
+
+# ---- the examples
+
+
+def test_two_nodes_are_read_whole() -> None:
+    log = read_nccl_log(EXAMPLES["two_nodes"])
+    group = log.main
+    assert (log.version, log.networks) == ("2.21.5+cuda12.4", ["IB"])
+    assert log.cards["node1"] == [f"mlx5_{i}:1/IB" for i in range(4)]
+    assert log.settings["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert group.hosts() == {"node0": [0, 1, 2, 3], "node1": [4, 5, 6, 7]}
+    assert group.size == 8 and group.channels == 4 and group.ready
+    assert group.rings[0] == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert group.rings[3] == (0, 3, 2, 5, 4, 7, 6, 1)
+    assert group.trees[0][0] == TreeNode(None, (1, 4))
+    assert group.trees[1][6] == TreeNode(None, (2, 7))
+    assert group.ranks[5].bus_id == "f000" and group.ranks[5].device == 1
+    assert group.over(3, 4, channel=0) in (
+        Connection(0, 3, 4, "NET/IB/3/GDRDMA", "send"),
+        Connection(0, 3, 4, "NET/IB/0/GDRDMA", "receive"),
+    )
+    assert group.thresholds.startswith("8/8/64 | 64/8/64")
+    assert kinds(group, inside=True).keys() == {"P2P"}
+    assert kinds(group, inside=False).keys() == {"NET/IB"}
+    assert remarks(log) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_what_it_is_and_hangs_together(name: str) -> None:
+    text = EXAMPLES[name].read_text()
+    head = " ".join(line for line in text.splitlines() if line.startswith("#"))
+    assert "NOT a capture of a real run" in head and "composed for teaching" in head
+    group = parse_nccl_log(text).main
+    for channel, ring in group.rings.items():
+        assert sorted(ring) == list(range(group.size))
+        for one, other in group.hops(channel):
+            link = group.over(one, other, channel)
+            assert link, f"no connection {one} -> {other} on channel {channel}"
+            assert group.same_node(one, other) == (not link.kind.startswith("NET"))
+    for channel, tree in group.trees.items():
+        for rank, node in tree.items():
+            assert all(tree[child].parent == rank for child in node.children)
+            if node.parent is not None:
+                assert group.over(rank, node.parent, channel)
+                assert group.over(node.parent, rank, channel)
+    assert set(group.rings) == set(group.trees) == set(range(group.channels))
+
+
+def test_slow_links_are_remarked() -> None:
+    told = "\n".join(remarks(read_nccl_log(EXAMPLES["sockets"])))
+    for words in ("socket.cc:484", "through host memory (SHM)", "plain TCP (NET/Socket)"):
+        assert words in told
+    text = EXAMPLES["two_nodes"].read_text().replace("/GDRDMA", "")
+    assert "no GPUDirect RDMA" in "\n".join(remarks(parse_nccl_log(text)))
+
+
+# ---- forms of lines
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", Connection(0, 0, 1, "P2P/CUMEM")),
+        (
+            "Channel 03 : 3[b000] -> 0[6000] via P2P/direct pointer",
+            Connection(3, 3, 0, "P2P/direct pointer"),
+        ),
+        ("Ring 00 : 155[3d000] -> 157[b2000] via P2P/IPC", Connection(0, 155, 157, "P2P/IPC")),
+        (
+            "Channel 07/0 : 15[7] -> 6[6] [send] via NET/IBext_v8/3(5)/GDRDMA",
+            Connection(7, 15, 6, "NET/IBext_v8/3(5)/GDRDMA", "send"),
+        ),
+        (
+            "Channel 00/0 : 2[0] -> 0[0] [receive] via NET/Socket/1 comm 0x55 nRanks 04",
+            Connection(0, 2, 0, "NET/Socket/1", "receive"),
+        ),
+    ],
+)
+def test_each_versions_connection_is_read(text: str, expected: Connection) -> None:
+    assert parse_nccl_log(line(text)).main.connections == [expected]
+
+
+def test_kinds_and_gpu_direct() -> None:
+    assert Connection(0, 0, 1, "SHM/direct/direct").kind == "SHM"
+    assert Connection(0, 0, 1, "NET/IB/0").kind == "NET/IB"
+    assert not Connection(0, 0, 1, "NET/IB/0").gpu_direct
+    assert Connection(0, 0, 1, "NET/IB/0/GDRDMA").gpu_direct
+
+
+def test_a_tree_line_has_children_rank_and_parent() -> None:
+    log = parse_nccl_log(line("Trees [0] 3/10/-1->2->-1 [1] -1/-1/-1->2->1"))
+    assert log.main.trees == {0: {2: TreeNode(None, (3, 10))}, 1: {2: TreeNode(1, ())}}
+
+
+def test_what_stands_before_the_host_is_passed_over() -> None:
+    for before in ("[155] ", "3: ", "[2026-01-02 03:04:05] "):
+        log = parse_nccl_log(before + line("Channel 00/01 :    0   1", host="gpu-7"))
+        assert log.main.rings == {0: (0, 1)}, before
+
+
+def test_warnings_keep_their_place() -> None:
+    text = "h1:1:2 [3] misc/socket.cc:484 (ncclSocketConnect) NCCL WARN closed by peer"
+    assert parse_nccl_log(text).warnings == ["h1 [3]: closed by peer (misc/socket.cc:484)"]
+    assert parse_nccl_log("h1:1:2 [3] NCCL WARN bad").warnings == ["h1 [3]: bad"]
+
+
+def test_other_lines_are_passed_over() -> None:
+    text = "\n".join(["step 1 loss 2.3", line("Setting affinity for GPU 3"), "", "\x00\udc80"])
+    log = parse_nccl_log(text)
+    assert (log.lines, log.understood, log.communicators) == (1, 0, [])
+    with pytest.raises(ValueError, match="no communicator; run with NCCL_DEBUG=INFO"):
+        log.main  # noqa: B018
+
+
+def test_communicators_are_kept_apart_and_the_largest_is_first() -> None:
+    lines = [init(rank, 2, "START", "0xaa") for rank in (0, 1)]
+    lines += [line("Channel 00/01 : 0 1")]
+    lines += [init(0, 4, "START", "0xbb"), line("Channel 00/02 : 0 2 3 1")]
+    log = parse_nccl_log("\n".join(lines))
+    assert [(one.id, one.size) for one in log.communicators] == [("0xbb", 4), ("0xaa", 2)]
+    assert [one.rings[0] for one in log.communicators] == [(0, 2, 3, 1), (0, 1)]
+    assert "1 communicators, of 2 ranks" in shown(log)
+
+
+def test_a_log_without_its_head_is_one_communicator() -> None:
+    lines = [line("Channel 00/01 : 0 1"), init(0, id="0xaa"), init(1, id="0xaa")]
+    (only,) = parse_nccl_log("\n".join(lines)).communicators
+    assert only.rings and only.ready and only.size == 2
+
+
+def test_channels_are_counted_also_where_no_ring_is_shown() -> None:
+    text = line("24 coll channels, 0 collnet channels, 0 nvls channels, 32 p2p channels")
+    assert parse_nccl_log(text).main.channels == 24
+
+
+def test_a_rank_that_the_log_does_not_place_is_on_no_node() -> None:
+    group = parse_nccl_log(init(0)).main
+    assert group.same_node(0, 0) and not group.same_node(0, 7) and not group.same_node(7, 8)
+
+
+def test_a_connection_is_that_of_its_channel() -> None:
+    lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via SHM"]
+    group = parse_nccl_log("\n".join(line(text) for text in lines)).main
+    assert [group.over(0, 1, i) for i in (0, 1, None)] == [*group.connections, group.connections[0]]
+    assert group.over(0, 1, 2) is None and group.over(1, 0) is None
+
+
+def test_without_start_up_lines_the_transport_says_what_is_inside() -> None:
+    lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"]
+    lines += ["Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"]
+    log = parse_nccl_log("\n".join(line(text) for text in lines))
+    assert kinds(log.main, inside=True).keys() == {"P2P"}
+    assert kinds(log.main, inside=False).keys() == {"NET/IB"}
+    assert remarks(log) == [] and "not said" in shown(log)
+
+
+def test_many_warnings_are_not_all_repeated() -> None:
+    lines = [init(0, 1)] + [line(f"bad {i}", level="WARN") for i in range(9)]
+    told = remarks(parse_nccl_log("\n".join(lines)))
+    assert len(told) == 5 and told[-1] == "5 warnings more: search the log for NCCL WARN"
+
+
+def test_a_rank_that_never_comes_up_is_named() -> None:
+    log = parse_nccl_log("\n".join([init(0, 3), init(1, 3, "START"), init(2, 3)]))
+    assert not log.main.ready
+    assert remarks(log) == ["no Init COMPLETE from ranks 1: start-up failed or hangs there"]
+
+
+def test_ranks_mixed_in_any_order_are_the_same_log() -> None:
+    lines = EXAMPLES["two_nodes"].read_text().splitlines()
+    one, other = parse_nccl_log("\n".join(lines)).main, parse_nccl_log("\n".join(lines[::-1])).main
+    assert one.rings == other.rings and one.trees == other.trees and one.ranks == other.ranks
+    assert set(one.connections) == set(other.connections)
+
+
+# ---- the picture, the table and the command
+
+
+def arrows(axes: object) -> list[str]:
+    """The colours of the arrows in a panel."""
+    found = axes.findobj(FancyArrowPatch)  # type: ignore[attr-defined]
+    return [matplotlib.colors.to_hex(one.get_edgecolor()).upper() for one in found]
+
+
+def test_the_picture_has_each_different_ring_and_tree_once() -> None:
+    figure = plot.nccl(read_nccl_log(EXAMPLES["two_nodes"]))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [
+        "ring of channel 0, 2", "ring of channel 1, 3", "tree of channel 0, 2",
+        "tree of channel 1, 3",
+    ]  # fmt: skip
+    for axes, links in zip(figure.axes, (8, 8, 7, 7)):
+        colours = arrows(axes)
+        assert len(colours) == links and len(axes.findobj(Circle)) == 8
+        crossing = 2 if links == 8 else 1
+        assert colours.count(COLOURS["network, GPUDirect"]) == crossing
+        assert colours.count(COLOURS["P2P"]) == links - crossing
+
+
+def test_a_connection_that_the_log_lacks_is_grey() -> None:
+    log = parse_nccl_log("\n".join([init(0), init(1), line("Channel 00/01 : 0 1")]))
+    assert set(arrows(plot.nccl(log).axes[0])) == {COLOURS["not in the log"]}
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ring and no tree"):
+        plot.nccl(parse_nccl_log(init(0)))
+    ring = "Channel 00/01 : " + " ".join(map(str, range(65)))
+    with pytest.raises(ValueError, match="65 ranks cannot be read"):
+        plot.nccl(parse_nccl_log("\n".join([init(0, 65), line(ring)])))
+
+
+def test_the_table_says_what_matters() -> None:
+    text = shown(read_nccl_log(EXAMPLES["two_nodes"]))
+    for words in ["2.21.5", "node1: 4, 5, 6, 7", "0 3 2 5 4 7 6 1  (channel 1, 3)", "NET/IB, "]:
+        assert words in text, words
+
+
+def test_the_command_tells_and_draws(tmp_path: Path) -> None:
+    runner, out = CliRunner(), tmp_path / "drawn.png"
+    done = runner.invoke(app, ["nccl-log", str(EXAMPLES["sockets"]), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "NET/Socket" in done.output and out.read_bytes().startswith(b"\x89PNG")
+    for wrong, says in [([], "give a file"), (["--example", "x"], "no example 'x'; there are")]:
+        done = runner.invoke(app, ["nccl-log", *wrong])
+        assert done.exit_code == 2 and says in done.output
+    assert runner.invoke(app, ["nccl-log", str(tmp_path / "gone")]).exit_code == 2

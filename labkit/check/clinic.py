@@ -104,7 +104,7 @@ def clinic(
                 expected=" or ".join(ENDINGS),
                 hint="What does plain torch do? Guess first, then look.",
             )
-    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs)) as together:
+    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
         found = list(together.map(lambda program: examine(program, size), programs))
     return Clinic([Finding(*one, guess=guesses.get(one[0], "")) for one in found])
 
@@ -128,8 +128,7 @@ def through_the_door(program: Program, size: int) -> str:
 
 def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
     """How it ends on plain torch, and what that says."""
-    # A world gives the process group a second more than it waits itself.
-    world = World(size, device="cpu", backend="gloo", timeout_s=WAIT_S - 1)
+    world = World(size, device="cpu", backend="gloo")
     with tempfile.TemporaryDirectory() as folder, world:
         try:
             says = world.run(_bare, program, folder)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 class Plain:
     """A process group without a door. `rank` and `size` count inside the group.
 
-    `timeout_s` is that of groups made from here: torch's own would be half an hour.
+    Without `group` it makes a new one of all ranks, so that `timeout_s` is its own, as it is that
+    of subgroups (torch's is half an hour). All ranks make it at once.
     """
 
     def __init__(self, timeout_s: float, group: Any = None):
-        self._timeout_s, self._group = timeout_s, group
+        self._timeout_s = timeout_s
+        self._group = group = group or dist.new_group(timeout=timedelta(seconds=timeout_s))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, x: torch.Tensor) -> None:

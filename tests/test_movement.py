@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
 from labkit.comm.algorithms import cost
+from labkit.plot.movements import RANKS
+from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
 
 ALL = tuple(range(8))
@@ -211,6 +214,7 @@ def test_who_waits_before_it_sends_takes_more_steps(world4: World) -> None:
 
     movement = watch_collective(world4, "broadcast", one_after_the_other)
     assert ends(movement) == [{(0, 1)}, {(1, 2)}, {(2, 3)}]
+    assert [sum(row != [()] * 4 for row in ranks_in(f.held)) for f in movement.frames] == [2, 3, 4]
 
 
 def test_a_message_that_nobody_waited_for_has_its_step_too() -> None:
@@ -245,6 +249,22 @@ def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World
     assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
     with pytest.raises(ValueError, match="steps 1 to 6, and 7 is its end"):
         plot.movement(movement, [8])
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_the_stripes_of_a_panel_are_what_the_ranks_hold_before_its_step(
+    world4: World, step: int
+) -> None:
+    movement = watch_collective(world4, "all_reduce", "ring")
+    held = movement.first if step == 1 else movement.frames[step - 2].held
+    (axes,) = plot.movement(movement, [step]).axes
+    (stripes,) = axes.collections
+    assert [to_hex(colour, False).upper() for colour in stripes.get_facecolor()] == [
+        RANKS[k] if count else FAINT
+        for row in held
+        for content in row
+        for k, count in enumerate(content.counts)
+    ]
 
 
 def test_a_mistake_is_marked(world4: World) -> None:

@@ -443,7 +443,7 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
         return events[0].algorithm, str(comm.explain("all_reduce", 16))
 
     monkeypatch.setenv("LABKIT_TABLE", str(path))
-    with World(2) as world:
+    with World(2, transport="gloo") as world:
         monkeypatch.delenv("LABKIT_TABLE")  # the ranks have it since their birth
         with record(tmp_path / "run") as trace:
             said = world.run(traffic)

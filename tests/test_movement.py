@@ -9,6 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
+from labkit.check.movements import in_words
 from labkit.comm.algorithms import cost
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
@@ -284,3 +285,21 @@ def test_a_slider_walks_through_the_steps(world4: World) -> None:
     steps.step.value = 3
     assert bytes(first).startswith(b"\x89PNG") and steps.picture.value != first
     assert steps.step.max == 3 and "image/png" in steps._repr_mimebundle_()
+
+
+# ---- in the words of a check
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (Content((0, 0, 0), None), "nothing"),
+        (Content((), None), "what is no sum of the ranks' numbers"),
+        (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
+        (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
+        (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
+        (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
+    ],
+)
+def test_a_check_says_what_is_in_chunk_1(content: Content, words: str) -> None:
+    assert in_words(content, 1) == words

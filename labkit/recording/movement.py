@@ -45,7 +45,7 @@ def watch_collective(
     """Run a collective once on the ranks of `world`, and return how its data moved.
 
     Args:
-        world: 2 to 8 ranks.
+        world: 2 to 8 ranks, `World(n, backend="gloo")`.
         collective: what the ranks hold at first. "all_reduce", "reduce_scatter" and "reduce": each
             its own number in every chunk; "all_gather" and "gather": in chunk `rank` alone;
             "broadcast" and "scatter": only `root`, in every chunk.

@@ -50,16 +50,18 @@ def times_s(algorithm, nbytes, repeats):
 
 
 def measure_ms(algorithm, nbytes, repeats=1):
-    """Of the best of some repeats; each takes as long as its slowest rank."""
+    """On the slowest rank, in the best of the repeats."""
     return 1000 * np.max(slow.run(times_s, algorithm, nbytes, repeats), axis=0).min()
 
 
 # %%
-rows = {"ring": measure_ms("ring", 2**19), "server": measure_ms("naive", 2**19)}
+first_ms = {"ring": measure_ms("ring", 2**19), "server": measure_ms("naive", 2**19)}
 fig, axes = plt.subplots(figsize=(8, 1.2))
-bars = axes.barh(list(rows), list(rows.values()), color="#0072B2")
+bars = axes.barh(list(first_ms), list(first_ms.values()), color="#0072B2")
 axes.bar_label(bars, fmt="{:,.0f} ms", padding=4)
-axes.set(xlim=(0, 1.2 * max(rows.values())), xlabel="ms to all-reduce 512 KiB on 4 ranks, paced")
+axes.set(
+    xlim=(0, 1.2 * max(first_ms.values())), xlabel="ms to all-reduce 512 KiB on 4 ranks, paced"
+)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
@@ -265,8 +267,9 @@ for nbytes in [2**10, 2**24]:
     print(choice.why.partition(". ")[0], "->", choice.algorithm)
 
 # %% [markdown]
-# **Recursive doubling** is the tree's sister: no root, and everyone swaps with a partner 1, 2, 4, ...
-# away. Half the steps of the tree, but all of S in each:
+# (`gloo` is the backend's own all-reduce, a ring, too.) **Recursive doubling** is the tree's sister: no
+# root, and everyone swaps with a partner 1, 2, 4, ... away. Half the steps of the tree, but all of S in
+# each:
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
@@ -474,7 +477,7 @@ def my_time_s(nbytes=2**19):
 
 
 formula_ms = 1000 * ring_s(4, 2**19, ALPHA_S, BETA_S)
-rows = {"formula": formula_ms, "labkit": rows["ring"], "yours": 1000 * max(slow.run(my_time_s))}
+rows = {"formula": formula_ms, "labkit": first_ms["ring"], "yours": 1000 * max(slow.run(my_time_s))}
 fig, axes = plt.subplots(figsize=(8, 1.5))
 bars = axes.barh(list(rows), list(rows.values()), color=["#B4BAC2", "#0072B2", "#009E73"])
 axes.bar_label(bars, fmt="{:,.0f} ms", padding=4)

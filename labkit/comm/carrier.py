@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from labkit.comm.arguments import COLLECTIVE_TAGS, check_tensor, describe
 from labkit.comm.back import Back, Call, Kind
 from labkit.comm.backs import Gloo, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
@@ -28,7 +29,6 @@ from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
 
-COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
@@ -265,18 +265,6 @@ _carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def check_tensor(x: object) -> None:
-    """Raises TypeError for what is no tensor."""
-    if not isinstance(x, torch.Tensor):
-        how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
-        raise TypeError(f"only tensors travel, not a {type(x).__name__}; put it into one: {how}")
-
-
-def describe(x: torch.Tensor) -> str:
-    """For example: float32 [4, 8]."""
-    return f"{str(x.dtype).removeprefix('torch.')} {_shape(x)}"
-
-
 def _in_line(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
     the stride it had, which can be any, and which bytes cannot have.)"""
@@ -285,16 +273,3 @@ def _in_line(x: torch.Tensor) -> torch.Tensor:
 
 def _shape(x: torch.Tensor) -> list[int]:
     return list(x.shape)
-
-
-def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
-    """`whole` cut into n equal flat views. Raises ValueError where that cannot be."""
-    if whole.numel() % n or not whole.is_contiguous():
-        problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
-        raise ValueError(
-            f"{what}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
-            "that takes a list of tensors"
-        )
-    return whole.detach().view(-1).split(max(1, whole.numel() // n)) if whole.numel() else [
-        whole.detach().view(-1)
-    ] * n  # fmt: skip

@@ -16,27 +16,27 @@ Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, a
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from labkit import events
-from labkit.comm.backs import REDUCTIONS
-from labkit.comm.carrier import (
-    COLLECTIVE_TAGS,
-    Carrier,
-    check_tensor,
+from labkit.comm.arguments import (
+    Tensors,
+    check_list,
+    check_member,
+    check_op,
+    check_other,
+    check_rooted,
     describe,
     equal_parts,
 )
+from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
 from labkit.comm.handle import Handle
-from labkit.comm.surroundings import here
 
 Op = Literal["sum", "mean", "min", "max", "product"]
-Tensors = Sequence[torch.Tensor]
 Finish = list[Callable[[], object]]
 
 
@@ -85,7 +85,9 @@ class Comm:
                 f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
                 "on the Comm of all ranks, on every rank"
             )
-        chosen = sorted({self._member(rank) for rank in ranks})
+        for rank in ranks:
+            check_member(rank, self.size)
+        chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
             raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
         group = self._carrier.new_group([self.ranks[rank] for rank in chosen])
@@ -109,7 +111,7 @@ class Comm:
         self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
-        _check_op(op, x)
+        check_op(op, x)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.collective(
@@ -125,8 +127,8 @@ class Comm:
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
         """Replace `x` on rank `dst` by the reduction of all ranks' `x`; the others keep theirs."""
-        _check_op(op, x)
-        self._member(dst)
+        check_op(op, x)
+        check_member(dst, self.size)
         finish: Finish = []
         flat = self._carrier.stage(x, finish if self.rank == dst else None)
         return self._carrier.collective(
@@ -140,8 +142,8 @@ class Comm:
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
         """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
-        _check_op(op, out)
-        self._check_list("reduce_scatter", "ins", ins, out)
+        check_op(op, out)
+        check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
         finish: Finish = []
         flat = self._carrier.stage(out, finish)
         chunks = [self._carrier.stage(x, None) for x in ins]
@@ -166,7 +168,7 @@ class Comm:
         self, x: torch.Tensor, src: int = 0, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """Replace `x` on all ranks by that of rank `src`."""
-        self._member(src)
+        check_member(src, self.size)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.collective(
@@ -179,7 +181,7 @@ class Comm:
         self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
-        self._check_list("all_gather", "outs", outs, x)
+        check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
         flat = self._carrier.stage(x, None)
         chunks = [self._carrier.stage(out, finish) for out in outs]
@@ -202,7 +204,8 @@ class Comm:
     ) -> Handle | None:  # fmt: skip
         """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
         finish: Finish = []
-        chunks = self._rooted("gather", "outs", outs, x, dst, finish)
+        outs = check_rooted("gather", "outs", outs, x, dst, self.rank, self.size)
+        chunks = None if outs is None else [self._carrier.stage(out, finish) for out in outs]
         flat = self._carrier.stage(x, None)
         return self._carrier.collective(
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
@@ -217,7 +220,8 @@ class Comm:
     ) -> Handle | None:  # fmt: skip
         """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
         finish: Finish = []
-        chunks = self._rooted("scatter", "ins", ins, out, src, None)
+        ins = check_rooted("scatter", "ins", ins, out, src, self.rank, self.size)
+        chunks = None if ins is None else [self._carrier.stage(x, None) for x in ins]
         flat = self._carrier.stage(out, finish)
         return self._carrier.collective(
             f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
@@ -230,8 +234,8 @@ class Comm:
         self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
         """outs[j] of rank i becomes ins[i] of rank j: a transposition over the ranks."""
-        self._check_list("all_to_all", "outs", outs)
-        self._check_list("all_to_all", "ins", ins, outs[self.rank])
+        check_list("all_to_all", "outs", outs, self.rank, self.size)
+        check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
         leaving = [self._carrier.stage(x, None) for x in ins]
         arriving = [self._carrier.stage(out, finish) for out in outs]
@@ -307,7 +311,7 @@ class Comm:
         return self._receive(x, src, tag, blocking=False)
 
     def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
-        self._other(peer, tag)
+        check_other(peer, tag, self.rank, self.size)
         flat = self._carrier.stage(x, None)
         return self._carrier.message(
             "send", x, (self.rank, peer), tag, [],
@@ -315,60 +319,13 @@ class Comm:
         )  # fmt: skip
 
     def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
-        self._other(peer, tag)
+        check_other(peer, tag, self.rank, self.size)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.message(
             "recv", x, (peer, self.rank), tag, finish,
             lambda back, call: back.receive(flat, peer, call), blocking,
         )  # fmt: skip
-
-    # --- what can be wrong with a call ---------------------------------------------------------
-
-    def _member(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
-            raise ValueError(
-                f"rank {rank} is not in this group of {self.size}; choose 0 to {self.size - 1}"
-            )
-        return rank
-
-    def _other(self, peer: int, tag: int) -> None:
-        if self._member(peer) == self.rank:
-            raise ValueError(f"rank {peer} cannot send to or receive from itself; copy the tensor")
-        if not 0 <= tag < COLLECTIVE_TAGS:
-            raise ValueError(f"tag {tag} is out of range; choose 0 to {COLLECTIVE_TAGS - 1}")
-
-    def _check_list(
-        self, op: str, name: str, tensors: Tensors, mine: torch.Tensor | None = None
-    ) -> None:
-        for x in (*tensors, *([] if mine is None else [mine])):
-            check_tensor(x)
-        if len(tensors) != self.size:
-            raise ValueError(
-                f"{op}: {name} has {len(tensors)} tensors for {self.size} ranks; give one for each"
-            )
-        if mine is not None and mine.numel() != tensors[self.rank].numel():
-            raise ValueError(
-                f"{op}: this rank's tensor has {mine.numel()} elements, its place "
-                f"{name}[{self.rank}] has {tensors[self.rank].numel()}; make them equal"
-            )
-        if any(
-            x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)
-        ):
-            raise ValueError(f"{op}: the tensors have different dtypes; convert them to one")
-
-    def _rooted(
-        self, op: str, name: str, tensors: Tensors | None, mine: torch.Tensor, root: int,
-        finish: Finish | None,
-    ) -> list[torch.Tensor] | None:  # fmt: skip
-        if self._member(root) != self.rank:
-            if tensors is not None:
-                raise ValueError(f"{op}: only rank {root} gives {name}; give None on the others")
-            return None
-        if tensors is None:
-            raise ValueError(f"{op}: rank {root} must give {name}, one tensor for each rank")
-        self._check_list(op, name, tensors, mine)
-        return [self._carrier.stage(x, finish) for x in tensors]
 
     def _own_device(self) -> str:
         return "cuda" if self._carrier.backend_of.get("cuda") == "nccl" else "cpu"
@@ -377,27 +334,3 @@ class Comm:
 def _whole(chunk_bytes: list[int], rank: int) -> int:
     """Bus bytes of an operation whose factor is 1."""
     return sum(chunk_bytes)
-
-
-def _check_op(op: str, x: torch.Tensor) -> None:
-    check_tensor(x)
-    if problem := _refusal(op, x.dtype, x.is_cuda):
-        raise ValueError(problem)
-
-
-@cache
-def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
-    """Why these cannot be reduced so; nothing if they can. Asked before the ranks meet: found out
-    under way it looks as if a peer had failed."""
-    if op not in REDUCTIONS:
-        return f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}"
-    if op in ("min", "max") and dtype.is_complex:
-        return f"{dtype} has no order, so no {op}; reduce its real and imaginary parts"
-    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return f"the mean of {dtype} has no exact result; sum and divide, or convert"
-    try:
-        with here.carrying():
-            on_gpu or REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
-    except NotImplementedError:
-        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32"
-    return ""

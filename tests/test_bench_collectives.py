@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from labkit import Comm, World, bench, listen, plot, read_run, record
 from labkit.bench import choices, collectives, fits, report, sweep
 from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, Own, call, expected, given_by
-from labkit.bench.collectives import Case, _turns, _typical
+from labkit.bench.collectives import COPY, Case, Timed, _turns, _typical
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Point, Sweep
 from labkit.cli import app
 from labkit.comm.algorithms import ALGORITHMS
@@ -212,6 +212,18 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         assert all(len(one.seconds) >= 2 and min(one.seconds) > 0 for one in found.values())
     unchecked = world2.run(_turns, replace(case, check=False))
     assert {one.wrong for one in unchecked[0].values()} == {None}
+
+
+def test_wrong_elements_of_all_ranks_are_added_up() -> None:
+    case = Case("all_reduce", 10, "float32", "sum", ("ring",), 1, True)
+    one, other = (
+        {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
+         COPY: Timed("", [1.0], None)}
+        for wrong in (3, 4)
+    )  # fmt: skip
+    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
+    assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
+    assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
 
 
 def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:

@@ -579,7 +579,7 @@ def test_bad_input_is_a_sentence_before_anything_is_measured(
     assert says in " ".join(done.output.split())
 
 
-def test_without_a_name_all_benches_run_and_with_names_only_those(
+def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[str] = []
@@ -587,10 +587,8 @@ def test_without_a_name_all_benches_run_and_with_names_only_those(
     for name in names:
         monkeypatch.setattr(command, name, lambda name=name: ran.append(name))
     assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == [*names]
-    args = "bench collectives --ops barrier ddp"
-    done = CliRunner().invoke(app, args.split())
-    assert done.exit_code == 2 and "'barrier' is no operation" in " ".join(done.output.split())
-    assert ran == [*names]
+    done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
+    assert done.exit_code == 2 and ran == [*names]
 
 
 def test_the_help_has_examples_and_the_environment_is_clean() -> None:

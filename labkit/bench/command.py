@@ -1,7 +1,4 @@
-"""`labkit bench`: each bench is a command with options of its own; without one, all run.
-
-Several can be named in a row: `labkit bench world ddp --turns 10`.
-"""
+"""`labkit bench`: each bench is a command with options of its own; without one, all run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
     epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40  ·  "
     "labkit bench collectives --ops all_reduce --ranks 4",
-    chain=True, invoke_without_command=True, rich_markup_mode="rich",
+    invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
 console = Console()
 

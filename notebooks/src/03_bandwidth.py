@@ -389,7 +389,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # everybody waits. The hierarchy sends most on fast wires, and on the slow ones *all* cards work at
 # once, each with its half.
 #
-# The ms beyond the formula are the processes' own: they copy 2 MiB and add them up, on cores that
+# Any ms beyond the formula are the processes' own: they copy 2 MiB and add them up, on cores that
 # they share. Give the wires `Link(gbps=1000)`, and this time is all that is left.
 
 # %% [markdown]

@@ -411,6 +411,21 @@ def test_a_prediction_stands_beside_what_was_measured():
     assert "<td" in guess.beside(messages=3, sent_bytes=4096)._repr_html_()
 
 
+def test_what_stands_beside_a_prediction_says_where_it_is_from():
+    beside = predict(sent_bytes=4096).beside("the formula's", sent_bytes=8192)
+    head, row = repr(beside).splitlines()
+    assert head.split() == ["predicted", "the", "formula's"]
+    assert row.endswith("✗ the formula's is 2 × the prediction")
+    assert "<th>the formula&#x27;s</th>" in beside._repr_html_()
+    assert "measured" not in repr(beside) + beside._repr_html_()
+
+
+def test_a_whole_number_has_no_decimals_however_it_was_computed():
+    guess = predict(sent_bytes=2 * 4096 / 2, s=0.5)
+    assert repr(guess) == "predicted: sent (bytes) = 4,096, s = 0.5"
+    assert "4,096.0" not in repr(guess.beside(sent_bytes=4096, s=float("inf")))
+
+
 def test_a_prediction_must_be_made():
     with pytest.raises(CheckFailed, match="sent_bytes is not predicted yet"):
         predict(sent_bytes=...)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from labkit import Comm, World, listen
+from labkit.check import lab_03 as check
 from labkit.check.lab_03_rings import (
     DGX1,
     PCIE_GBYTES,
@@ -39,6 +40,12 @@ def test_six_rings_fill_all_links_and_none_can_be_faster() -> None:
     rings = [DOUBLE, DOUBLE, SINGLE]
     rings += [ring[::-1] for ring in rings]
     assert rings_us(rings, DGX1) == pytest.approx(best_us(DGX1))
+
+
+def test_the_check_says_when_nobody_can_do_better() -> None:
+    best = [DOUBLE, DOUBLE, SINGLE]
+    assert "nobody can do better" in repr(check.rings(lambda wires: best + [r[::-1] for r in best]))
+    assert "nobody can do better" not in repr(check.rings(lambda wires: best))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])

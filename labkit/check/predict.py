@@ -41,10 +41,13 @@ class Prediction:
     numbers: dict[str, Number]
 
     def __repr__(self) -> str:
-        return "predicted: " + ", ".join(f"{_label(n)} = {v:,}" for n, v in self.numbers.items())
+        return "predicted: " + ", ".join(
+            f"{_label(n)} = {_text(v)}" for n, v in self.numbers.items()
+        )
 
-    def beside(self, **measured: Number) -> "Comparison":
-        """The predictions beside what was measured, under the same names."""
+    def beside(self, heading: str = "measured", /, **measured: Number) -> "Comparison":
+        """The predictions beside what was measured, under the same names. `heading` says where
+        those numbers are from, if not measured."""
         if not self.numbers:
             raise CheckFailed(
                 "nothing is predicted yet.",
@@ -55,7 +58,8 @@ class Prediction:
                 f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "
                 "give the same names"
             )
-        return Comparison([(name, self.numbers[name], measured[name]) for name in self.numbers])
+        rows = [(name, self.numbers[name], measured[name]) for name in self.numbers]
+        return Comparison(rows, heading)
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,15 @@ class Comparison:
     """Name, predicted and measured; a row each."""
 
     rows: list[tuple[str, Number, Number]]
+    heading: str = "measured"
 
     def _table(self) -> list[tuple[str, str, str, str]]:
-        return [(_label(n), f"{p:,}", f"{m:,}", _verdict(p, m)) for n, p, m in self.rows]
+        return [
+            (_label(n), _text(p), _text(m), _verdict(p, m, self.heading)) for n, p, m in self.rows
+        ]
 
     def __repr__(self) -> str:
-        table = [("", "predicted", "measured", ""), *self._table()]
+        table = [("", "predicted", self.heading, ""), *self._table()]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         return "\n".join(
             f"{n:<{widths[0]}}  {p:>{widths[1]}}  {m:>{widths[2]}}  {v}".rstrip()
@@ -83,7 +90,8 @@ class Comparison:
             )
             for row in self._table()
         ]
-        head = "".join(f"<th>{text}</th>" for text in ("", "predicted", "measured", ""))
+        heads = ("", "predicted", html.escape(self.heading), "")
+        head = "".join(f"<th>{text}</th>" for text in heads)
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -95,9 +103,15 @@ def _label(name: str) -> str:
     return label.replace("_", " ")
 
 
-def _verdict(predicted: Number, measured: Number) -> str:
+def _text(number: Number) -> str:
+    """With commas, and without the ".0" of a whole number: 2 * S * 3 / 4 is no less a count."""
+    whole = isinstance(number, float) and number.is_integer()
+    return f"{int(number) if whole else number:,}"
+
+
+def _verdict(predicted: Number, measured: Number, heading: str) -> str:
     if predicted == measured:
         return "✓ equal"
     if not predicted:
         return "✗ not equal"
-    return f"✗ measured is {measured / predicted:.3g} × the prediction"
+    return f"✗ {heading} is {measured / predicted:.3g} × the prediction"

@@ -76,8 +76,10 @@ two_s = max(two_nodes.run(seconds_of, by_ring))
 bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a ring, paced")
 
 # %% [markdown]
-# Of the ring's four hops, two are slow. All four ranks wait for them. **Which link sets the pace,
-# how many bytes must pass it, and can there be fewer?**
+# Of the ring's four hops, two are slow. All four ranks wait for them. (By the formula of lab 02 the
+# wires alone take 25 ms and 252 ms, ten times as long. The processes that carry the messages add
+# up to 10 ms or so of their own; on fast wires that shows.) **Which link sets the pace, how many bytes must
+# pass it, and can there be fewer?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -93,8 +95,9 @@ bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a rin
 #                              or Ethernet
 # ```
 #
-# Three kinds of wires, each some times slower than the one before. Which way a message takes is the
-# **topology**. A collective is as fast as the link that is busy longest: its **bottleneck**.
+# Three kinds of wires. NVLink is far ahead; PCIe and the network are close to each other, and a
+# message to another node crosses both. Which way a message takes is the **topology**. A collective
+# is as fast as the link that is busy longest: its **bottleneck**.
 
 # %% [markdown]
 # Links are sold in different units. Two traps: network cards are sold in *bits* (8 to the byte), and
@@ -134,6 +137,15 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # divide *that* by the time: the **bus bandwidth**, which can be held against a link's speed.
 #
 # **busbw = algbw × factor**
+
+# %% [markdown]
+# The operations with chunks, of which every rank has n at first or at the end:
+#
+# | operation | what rank r has at the end |
+# |---|---|
+# | reduce-scatter | chunk r, summed over all ranks |
+# | all-gather | all chunks; chunk s is what rank s brought |
+# | all-to-all (new) | chunk r of every rank: each rank deals its n chunks out, one to each rank |
 
 # %% [markdown]
 # Where the factors come from, with n ranks:
@@ -194,11 +206,12 @@ gradients = predict(sent_by_each_bytes=2 * 7 * 14_000_000_000 // 8)
 gradients
 
 # %% [markdown]
-# And so many seconds it takes at least, if the slowest link of the ring is one of these:
+# And so many seconds it takes at least, by your prediction, if the slowest link of the ring is one
+# of these:
 
 # %%
 times_s = {link: gradients.numbers["sent_by_each_bytes"] / 1e9 / its for link, its in LINKS.items()}
-bars(times_s, "seconds for the gradients of one step", "{:,.2f} s", log=True, height=2.8)
+bars(times_s, "seconds for one step, by your prediction", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
 # Now the run that comes. Two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: what passes
@@ -227,15 +240,21 @@ show("events.py:all_reduce_bus_bytes")
 show("events.py:reduce_scatter_bus_bytes")
 
 # %% [markdown]
-# By it, 14 GB of gradients in 8 chunks:
+# By it, 14 GB of gradients in 8 chunks. (Was yours another number? Put this one into step 3 and draw
+# its bars again.)
 
 # %% tags=["nbval-check-output"]
-gradients.beside(sent_by_each_bytes=all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0))
+by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
+gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 
 # %% [markdown]
 # The hierarchical all-reduce. `wire.nodes` has the ranks of each node. `row` are the ranks of this
-# node, `column` those that stand at the same place in each node. (`fold` and `unfold` are for nodes
-# of different sizes; where all are alike, they do nothing.)
+# node, `column` those that stand at the same place in each node.
+#
+# - `Part(wire, ranks)` is the wire between these ranks only, counted anew from 0.
+# - `rings_all_reduce` is the ring of lab 02; a long tensor goes in several pieces, a ring for each.
+# - `divide_by` is the number of ranks for a mean, and 1 for a sum.
+# - `fold` and `unfold` are for nodes of different sizes; where all are alike, they do nothing.
 
 # %%
 show("comm/algorithms/hierarchical.py:hierarchical_all_reduce")
@@ -281,10 +300,12 @@ table(read_nccl_log(EXAMPLES["sockets"]), "sockets")
 # 1 Gb/s = 0.125 GB/s.
 
 # %%
-sizes, busbws = [4**k for k in range(6, 13)], []
+sizes, busbws, took_s = [4**k for k in range(6, 13)], [], []
 print(f"{'size (B)':>10} {'time (ms)':>10} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
 for nbytes in sizes:
-    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns=3))
+    turns = 20 if nbytes < 2**20 else 3  # the best of many: small messages scatter most
+    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns))
+    took_s.append(its_s)
     algbw = nbytes / its_s / 1e9
     busbws.append(algbw * 2 * 3 / 4)
     print(f"{nbytes:>10,} {1e3 * its_s:>10.2f} {algbw:>13.4f} {busbws[-1]:>13.4f}")
@@ -329,22 +350,25 @@ guess.beside(ring_bytes=slow_ring, hierarchical_bytes=slow_hierarchical)
 
 # %% [markdown]
 # A third of the bytes on the busiest slow wire. And the time? The costs are those of lab 02,
-# steps × α + bytes × β, with a β for each level (α is small here: leave it out):
+# steps × α + bytes × β, with a β for each level. Our wires have no latency, so α is what the
+# processes need for a step. Take it from the row of 4 KiB: 6 steps that move next to nothing.
 
 # %%
+alpha_s = took_s[0] / 6
 beta = {link: link.seconds(1) for link in (FAST, SLOW)}
 inside, between = hierarchical_cost(nodes=2, ranks_per_node=2, nbytes=S)
 predicted_s = {
-    "ring": cost("all_reduce", "ring", 4, S).seconds(0, beta[SLOW]),
-    "hierarchical": inside.seconds(0, beta[FAST]) + between.seconds(0, beta[SLOW]),
+    "ring": cost("all_reduce", "ring", 4, S).seconds(alpha_s, beta[SLOW]),
+    "hierarchical": inside.seconds(alpha_s, beta[FAST]) + between.seconds(alpha_s, beta[SLOW]),
 }
+print(f"alpha: {1e3 * alpha_s:.1f} ms a step")
 
 
 def by_hierarchy(comm, x):
     comm.all_reduce(x, algorithm="hierarchical")
 
 
-measured_s = {"ring": two_s, "hierarchical": max(two_nodes.run(seconds_of, by_hierarchy))}
+measured_s = {"ring": two_s, "hierarchical": max(two_nodes.run(seconds_of, by_hierarchy, S, 5))}
 
 # %%
 fig, axes = plt.subplots(figsize=(8, 1.8))
@@ -364,6 +388,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # Why so much? The ring moves in step: in each of its 6 steps a chunk of S/4 crosses a slow wire, and
 # everybody waits. The hierarchy sends most on fast wires, and on the slow ones *all* cards work at
 # once, each with its half.
+#
+# Any ms beyond the formula are the processes' own: they copy 2 MiB and add them up, on cores that
+# they share. Give the wires `Link(gbps=1000)`, and this time is all that is left.
 
 # %% [markdown]
 # ## 6. Break it
@@ -409,8 +436,9 @@ for order, sent in zip(orders, pairs):
     print(f"ring {order}: {crossing:,} bytes between nodes")
 
 # %% [markdown]
-# Twice the bytes. With one card per rank, as here, they go over twice as many cards. Where a node
-# has *one* card, its ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead
+# Twice the bytes. On our two nodes each rank has a card of its own: the bytes go over twice as many
+# cards. So it costs bytes here, not time, and no clock tells you. Where a node has *one* card, its
+# ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead
 # of one. So: ranks of a node have neighbouring numbers (launchers do it so), and `Mesh` puts its
 # last axis inside a node.
 
@@ -437,8 +465,12 @@ patient.run(sum_of_ones, [0])
 
 # %% [markdown]
 # It should be 4 everywhere. Nothing hangs, nothing complains, and the sums are wrong: each group saw
-# its calls in order, but rank 0 brought a number to its node that was not its own any more. Now
-# ranks 0 and 3:
+# its calls in order, but rank 0 brought a number to its node that was not its own any more.
+#
+# **And rank 0, the one whose numbers everybody logs, shows the right 4.** It got each number once:
+# rank 2's sum of two, then rank 1's. The log is clean, and three ranks of four train on nonsense.
+#
+# Now ranks 0 and 3:
 
 # %% tags=["raises-exception"]
 patient.run(sum_of_ones, [0, 3])
@@ -498,7 +530,8 @@ check.best_order(best_order)
 # place in each node. Replace `x` (one dimension; its length divides by `inside.size`) by the sum over
 # all ranks, and send no byte too many between nodes. You have
 # `comm.reduce_scatter_tensor(out, x)`, where `out` becomes this rank's sum of `x.numel() // n`
-# elements, and `comm.all_gather_into_tensor(x, part)`.
+# elements, and `comm.all_gather_into_tensor(x, part)`. Let `out` be a tensor of its own, no piece of
+# `x`: NCCL promises nothing where an output overlaps its input, but at the rank's own place.
 
 
 # %%
@@ -515,7 +548,9 @@ def my_hierarchical(inside, between, x):
 check.my_hierarchical(my_hierarchical)
 
 # %% [markdown]
-# Yours on the two nodes, as a timeline: which of the three parts takes the time?
+# Yours on the two nodes, as a timeline: which of the three parts takes the time? (The number in a
+# bar counts the calls of its group, and the run before this one is counted. Where a bar is too
+# short, the number stands alone.)
 
 
 # %%
@@ -577,7 +612,7 @@ print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB
 
 # %% [markdown]
 # The ring 0, 1, ... 7 is that slow since no NVLink joins 3 and 4, nor 7 and 0: these hops go over
-# PCIe. Find better rings: return a list of one or more orders. Several rings run at once, and each
+# PCIe 3.0 x16, 15.75 GB/s one way. Find better rings: return a list of one or more orders. Several rings run at once, and each
 # gets an equal share of the bytes; rings that use the same hop in the same direction share its
 # NVLinks. The score is the time to all-reduce 1 GB. `wires[a, b]` is how many NVLinks lead from a
 # to b; pairs without are not in it.

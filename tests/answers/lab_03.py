@@ -89,7 +89,7 @@ def gathers_inside_by_all_reduce(inside, between, x):
     inside.all_gather_into_tensor(x, part)
 
 
-@wrong("03.my_hierarchical", "(2 nodes of 2) now holds")
+@wrong("03.my_hierarchical", "x itself must change")
 def returns_a_new_tensor(inside, between, x):
     part = x.new_empty(x.numel() // inside.size)
     inside.reduce_scatter_tensor(part, x)
@@ -99,7 +99,21 @@ def returns_a_new_tensor(inside, between, x):
     return out
 
 
+@wrong("03.my_hierarchical", "x itself must change")
+def gives_the_name_to_a_new_tensor(inside, between, x):
+    part = x.new_empty(x.numel() // inside.size)
+    inside.reduce_scatter_tensor(part, x)
+    between.all_reduce(part)
+    x = torch.empty_like(x)
+    inside.all_gather_into_tensor(x, part)
+
+
 # ---- read_log(log)
+
+
+@wrong("03.read_log", "your function raised AttributeError")
+def looks_for_the_channels_in_the_wrong_place(log):
+    return log.channels, {"P2P"}, set()
 
 
 @wrong("03.read_log", "between is {'P2P'}, but set() is right")

@@ -37,6 +37,10 @@ class Link:
         """The wire from global rank `one` to `other`: here all are alike."""
         return self
 
+    def level(self, one: int, other: int) -> str:
+        """The name of the wire's level: here there is one."""
+        return ""
+
 
 @dataclass(frozen=True)
 class TwoLevel:
@@ -60,5 +64,9 @@ class TwoLevel:
 
     def joining(self, one: int, other: int) -> Link:
         """The wire from global rank `one` to `other`."""
+        return self.inside if self.level(one, other) == "inside" else self.between
+
+    def level(self, one: int, other: int) -> str:
+        """The name of its level, "inside" or "between"."""
         same = one // self.ranks_per_node == other // self.ranks_per_node
-        return self.inside if same else self.between
+        return "inside" if same else "between"

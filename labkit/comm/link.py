@@ -3,6 +3,8 @@
 On a laptop the ranks share the cores that also carry the messages, so a slow network and the
 overlap that hides it cannot be seen. A `Link` makes them visible: each rank gets one outgoing
 wire, a message occupies it for bytes / bandwidth and arrives one latency later.
+Only sending is limited: many ranks that send to one at once each get their wire's full speed, where
+a real network card would also limit what comes in.
 Every picture made this way is labelled "paced". `TwoLevel` makes a cluster of it: fast wires inside
 each node, slow ones between nodes.
 """

@@ -156,6 +156,46 @@ def test_communicators_are_kept_apart_and_the_largest_is_first() -> None:
     assert "1 communicators, of 2 ranks" in shown(log)
 
 
+SPLIT = (
+    "ncclCommSplit comm 0x6{rank} rank {own} nranks 2 cudaDev {rank} nvmlDev 0 busId {rank}000 "
+    "parent 0x5{rank} {count} 1 color {color} key {rank}{dash}- Init {state}"
+)
+
+
+@pytest.mark.parametrize("count", ["splitCount", "childCount"])
+def test_split_communicators_are_kept_apart_from_their_parent(count: str) -> None:
+    """Composed after NCCL's formats: START of 2.21 has no space before its dash."""
+    lines = [init(rank, 4, "COMPLETE", "0xaa") for rank in range(4)]
+    lines += [line("Channel 00/01 : 0 1 2 3")]
+    for rank in range(4):
+        about = {"rank": rank, "own": rank % 2, "count": count, "color": -7 + rank // 2}
+        lines += [line(SPLIT.format(**about, dash="", state="START"), rank)]
+        lines += [line("Channel 00/02 : 1 0", rank)] if rank == 2 else []
+        lines += [line(SPLIT.format(**about, dash=" ", state="COMPLETE"), rank)]
+    log = parse_nccl_log("\n".join(lines))
+    assert [(one.id, one.size, len(one.ranks)) for one in log.communicators] == [
+        ("0xaa", 4, 4), ("0xaa split 1 color -7", 2, 2), ("0xaa split 1 color -6", 2, 2),
+    ]  # fmt: skip
+    assert [one.rings for one in log.communicators] == [{0: (0, 1, 2, 3)}, {}, {0: (1, 0)}]
+    assert log.main.ready and remarks(log) == []
+
+
+def test_threads_of_a_process_set_up_a_communicator_each() -> None:
+    def say(tid: int, text: str) -> str:
+        return f"a:1:{tid} [0] NCCL INFO {text}"
+
+    big = INIT.format(rank=0, size=4, id=" commId 0xaa", state="START")
+    small = INIT.format(rank=0, size=2, id=" commId 0xbb", state="START").replace("0x50", "0x60")
+    lines = [say(11, big), say(12, small)]
+    lines += [say(11, "Channel 00/01 : 0 1 2 3"), say(12, "Channel 00/01 : 0 1")]
+    lines += [say(99, "Channel 01/0 : 0[0] -> 2[2] via P2P/IPC comm 0x50 nRanks 04")]
+    lines += [say(99, "Channel 00/0 : 0[0] -> 1[1] via P2P/IPC")]
+    one, other = parse_nccl_log("\n".join(lines)).communicators
+    assert [one.rings[0], other.rings[0]] == [(0, 1, 2, 3), (0, 1)]
+    assert one.connections == [Connection(1, 0, 2, "P2P/IPC")], "the line names it"
+    assert other.connections == [Connection(0, 0, 1, "P2P/IPC")], "the process's last"
+
+
 def test_a_log_without_its_head_is_one_communicator() -> None:
     lines = [line("Channel 00/01 : 0 1"), init(0, id="0xaa"), init(1, id="0xaa")]
     (only,) = parse_nccl_log("\n".join(lines)).communicators

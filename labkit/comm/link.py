@@ -3,6 +3,8 @@
 On a laptop the ranks share the cores that also carry the messages, so a slow network and the
 overlap that hides it cannot be seen. A `Link` makes them visible: each rank gets one outgoing
 wire, a message occupies it for bytes / bandwidth and arrives one latency later.
+Only sending is limited: many ranks that send to one at once each get their wire's full speed, where
+a real network card would also limit what comes in.
 Every picture made this way is labelled "paced". `TwoLevel` makes a cluster of it: fast wires inside
 each node, slow ones between nodes.
 """
@@ -37,6 +39,10 @@ class Link:
         """The wire from global rank `one` to `other`: here all are alike."""
         return self
 
+    def level(self, one: int, other: int) -> str:
+        """The name of the wire's level: here there is one."""
+        return ""
+
 
 @dataclass(frozen=True)
 class TwoLevel:
@@ -60,5 +66,9 @@ class TwoLevel:
 
     def joining(self, one: int, other: int) -> Link:
         """The wire from global rank `one` to `other`."""
+        return self.inside if self.level(one, other) == "inside" else self.between
+
+    def level(self, one: int, other: int) -> str:
+        """The name of its level, "inside" or "between"."""
         same = one // self.ranks_per_node == other // self.ranks_per_node
-        return self.inside if same else self.between
+        return "inside" if same else "between"

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 from weakref import finalize, ref
@@ -59,7 +59,8 @@ class PacedWire(Wire):
         ranks = dist.get_process_group_ranks(group)
         if isinstance(link, TwoLevel):
             self.nodes = nodes_of(ranks, link.ranks_per_node)
-        self._out = [_outgoing(link.joining(ranks[self.rank], rank)) for rank in ranks]
+        own = ranks[self.rank]
+        self._out = [_outgoing(link.level(own, one), link.joining(own, one)) for one in ranks]
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         return self._out[peer].post(x.nbytes, partial(super().isend, x, peer, tag))
@@ -89,12 +90,22 @@ class Outgoing:
             return Departing(self._lane.submit(deliver))
 
 
-_outgoing = cache(Outgoing)  # one for each link, as a process has one network card
+_every: dict[tuple[str, Link], Outgoing] = {}  # one for each, as a process has one network card
+_every_lock = threading.Lock()
+
+
+def _outgoing(level: str, link: Link) -> Outgoing:
+    """The process's wire of this level and speed: two levels of one speed are still two wires."""
+    with _every_lock:
+        if (level, link) not in _every:
+            _every[level, link] = Outgoing(link)
+        return _every[level, link]
 
 
 def paced_bytes(link: Link) -> int:
-    """Bytes that this process has sent over its modelled wire of the speed of `link`, so far."""
-    return _outgoing(link).sent_bytes
+    """Bytes that this process has sent over its modelled wires of the speed of `link`, so far."""
+    with _every_lock:
+        return sum(one.sent_bytes for (_, speed), one in _every.items() if speed == link)
 
 
 class Departing:

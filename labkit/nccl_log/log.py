@@ -59,7 +59,8 @@ class TreeNode:
 
 @dataclass
 class Communicator:
-    """Ranks that talk together. `id` is what NCCL calls commId, "" where the log has none."""
+    """Ranks that talk together. `id` is what NCCL calls commId; for a split one without, whose
+    split it is and its color; "" where the log has neither."""
 
     id: str = ""
     size: int = 0

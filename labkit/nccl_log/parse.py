@@ -14,6 +14,7 @@ src/graph/rings.cc, src/transport/).
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from labkit.nccl_log.log import Communicator, Connection, NcclLog, NcclRank, TreeNode
 
@@ -26,8 +27,11 @@ LINE = re.compile(
 VERSION = re.compile(r"NCCL version (\S+)")
 INIT = re.compile(
     r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d+) cudaDev (?P<device>\d+)"
-    r".*? busId (?P<bus>\w+)(?:.*?commId (?P<id>\w+))?.*Init (?P<state>START|COMPLETE)"
+    r".*? busId (?P<bus>\w+)"
+    r"(?: parent (?P<parent>\S+)(?: (?:split|child)Count (?P<nth>\d+))? color (?P<color>-?\d+))?"
+    r"(?:.*?commId (?P<id>\w+))?.*Init (?P<state>START|COMPLETE)"
 )
+NAMES_ITS_COMM = re.compile(r" comm (0x\w+)")
 RING = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)\s*$")
 CONNECTION = re.compile(
     r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)? : (?P<source>\d+)(?:\[\w+\])? -> "
@@ -40,7 +44,14 @@ SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$")
 COUNT = re.compile(r"(\d+) coll channels")
 THRESHOLDS = re.compile(r"threadThresholds (.*)")
 
-Who = tuple[str, int, int]  # host, process, device
+
+class Who(NamedTuple):
+    """Who wrote a line."""
+
+    host: str
+    pid: int
+    tid: int
+    device: int
 
 
 def read_nccl_log(path: Path | str) -> NcclLog:
@@ -58,7 +69,7 @@ def parse_nccl_log(text: str) -> NcclLog:
         if (found := LINE.search(line)) is None:
             continue
         log.lines += 1
-        who = found["host"], int(found["pid"]), int(found["device"])
+        who = _who(found)
         if found["level"] == "WARN":
             place = f" ({found['place']})" if found["place"] else ""
             log.warnings.append(f"{found['host']} [{found['device']}]: {found['text']}{place}")
@@ -69,6 +80,10 @@ def parse_nccl_log(text: str) -> NcclLog:
     return log
 
 
+def _who(found: "re.Match[str]") -> Who:
+    return Who(found["host"], *(int(found[name]) for name in ("pid", "tid", "device")))
+
+
 def _of_all(log: NcclLog, who: Who, text: str) -> bool:
     """What holds for the process as a whole; whether the line was such a one."""
     if found := CHOSEN.search(text):
@@ -76,7 +91,7 @@ def _of_all(log: NcclLog, who: Who, text: str) -> bool:
             log.networks.append(found[1])
     elif found := CARDS.search(text):
         cards = re.findall(r"\[\d+\]([^\s;<]+)", found[1])
-        own = log.cards.setdefault(who[0], [])
+        own = log.cards.setdefault(who.host, [])
         own += [card for card in cards if card not in own]
     elif found := SET.match(text):
         log.settings[found[1]] = found[2]
@@ -86,46 +101,86 @@ def _of_all(log: NcclLog, who: Who, text: str) -> bool:
 
 
 class _Groups:
-    """The communicators, and which of them each process is setting up. Where the log names one at
+    """The communicators, and which of them each thread is setting up. Where the log names one at
     most, every line is about that one, also where the log's head is missing."""
 
     def __init__(self, text: str):
-        ids = {found["id"] or "" for found in INIT.finditer(text)} - {""}
-        self._only = None if len(ids) > 1 else "".join(ids)
-        self._now: dict[Who, str] = {}
+        self._names = _Names()
+        lines = [found for line in text.splitlines() if (found := LINE.search(line))]
+        inits = [(_who(line), found) for line in lines if (found := INIT.search(line["text"]))]
+        names = {self._names.of(who, found) for who, found in inits} - {""}
+        self._only = None if len(names) > 1 else "".join(names)
+        self._of_thread: dict[tuple[str, int, int], str] = {}
+        self._of_process: dict[tuple[str, int, int], str] = {}  # with the device: it may have many
         self.every: dict[str, Communicator] = {}
 
     def hear(self, who: Who, text: str) -> bool:
         """Take in a line about a communicator; whether it was such a one."""
         if found := INIT.search(text):
-            self._now[who] = found["id"] or ""
-            self._init(self._group(who), who, found)
+            name = self._names.of(who, found)
+            self._of_thread[who.host, who.pid, who.tid] = name
+            self._of_process[who.host, who.pid, who.device] = name
+            self._init(self._group(who, text), who, found)
             return True
         readers: list[tuple[re.Pattern[str], Callable[[Communicator, re.Match[str]], None]]] = [
             (RING, _ring), (CONNECTION, _connection), (COUNT, _count), (THRESHOLDS, _thresholds),
         ]  # fmt: skip
         for pattern, read in readers:
             if found := pattern.match(text):
-                read(self._group(who), found)
+                read(self._group(who, text), found)
                 return True
         nodes = TREE.findall(text) if text.startswith("Trees") else []
         for node in nodes:
             channel, *children, rank, parent = map(int, node)
             below = tuple(child for child in children if child >= 0)
             above = parent if parent >= 0 else None
-            self._group(who).trees.setdefault(channel, {})[rank] = TreeNode(above, below)
+            self._group(who, text).trees.setdefault(channel, {})[rank] = TreeNode(above, below)
         return bool(nodes)
 
-    def _group(self, who: Who) -> Communicator:
-        name = self._now.get(who, "") if self._only is None else self._only
+    def _group(self, who: Who, text: str) -> Communicator:
+        """The communicator of a line: the one that it names, else its thread's last, else its
+        process's (helper threads set up none themselves)."""
+        name = self._only
+        if name is None:
+            by_process = self._of_process.get((who.host, who.pid, who.device), "")
+            by_thread = self._of_thread.get((who.host, who.pid, who.tid), by_process)
+            named = NAMES_ITS_COMM.search(text)
+            name = self._names.at(who, named[1], by_thread) if named else by_thread
         return self.every.setdefault(name, Communicator(name))
 
     @staticmethod
     def _init(group: Communicator, who: Who, found: "re.Match[str]") -> None:
         rank = int(found["rank"])
         group.size = int(found["size"])
-        new = NcclRank(rank, who[0], who[1], int(found["device"]), found["bus"])
+        new = NcclRank(rank, who.host, who.pid, int(found["device"]), found["bus"])
         group.ranks.setdefault(rank, new).ready |= found["state"] == "COMPLETE"
+
+
+class _Names:
+    """What tells communicators apart: commId; where a split one has none, its parent, which of the
+    parent's splits it is, and its color. The log gives the parent as a pointer, which each process
+    has another of."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[str, int, str], str] = {}  # host, process, pointer -> name
+
+    def at(self, who: Who, pointer: str, otherwise: str = "") -> str:
+        return self._at.get((who.host, who.pid, pointer), otherwise)
+
+    def of(self, who: Who, init: "re.Match[str]") -> str:
+        """The name of the communicator that a line is about which says START or COMPLETE."""
+        known = self.at(who, init["comm"])
+        if known and init["state"] == "COMPLETE":
+            name = known  # as its START said, whatever this line adds
+        elif init["id"]:
+            name = init["id"]
+        elif init["parent"]:
+            parent = self.at(who, init["parent"])
+            name = f"{parent} split {init['nth'] or '?'} color {init['color']}".strip()
+        else:
+            name = known
+        self._at[who.host, who.pid, init["comm"]] = name
+        return name
 
 
 def _ring(group: Communicator, found: "re.Match[str]") -> None:

@@ -110,6 +110,7 @@ def _source(sweep: Sweep, ops: Sequence[str]) -> str:
     return (
         f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "
         f"{about['cores']} cores, torch {about['torch']}; {', '.join(ops)} on "
-        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; tenth "
-        f"percentile of the calls of {about['turns']} turns; the others as in labkit's own table"
+        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; "
+        f"{about['turns']} turns, {about.get('time', 'unknown statistic')}; the others as in "
+        "labkit's own table"
     )

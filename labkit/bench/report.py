@@ -19,7 +19,7 @@ def tables(sweep: Sweep) -> list[Table]:
     for op, n, points in sweep.tables():
         table = Table(
             title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
+            caption=_caption(points, sweep), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
             title_justify="left", caption_justify="left", show_edge=False,
         )  # fmt: skip
         for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
@@ -49,6 +49,13 @@ def _cells(point: Point) -> list[str]:
         "N/A" if point.wrong is None else str(point.wrong),
         "" if point.own else f"{point.ratio:.2f}", f"{point.of_copy_rate:.2f}",
     ]  # fmt: skip
+
+
+def _caption(points: list[Point], sweep: Sweep) -> str:
+    """Which time it is, and a summary."""
+    statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
+    summary = _summary(points, sweep.about.get("backend", "backend"))
+    return "\n".join(filter(None, (statistic, summary)))
 
 
 def _summary(points: list[Point], backend: str) -> str:

@@ -426,6 +426,7 @@ def test_what_gives_no_table_is_refused() -> None:
     made_up = made_up_sweep()
     for points, about, says in [
         (made_up.points, {**ABOUT, "backend": "nccl"}, "only over gloo labkit chooses"),
+        (made_up.points, {**ABOUT, "transport": "shm"}, "ranks that share memory ask no table"),
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
     ]:
@@ -560,15 +561,20 @@ def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
 # ---- the command
 
 
-def test_the_command_measures_draws_saves_and_fits(tmp_path: Path) -> None:
+def test_the_command_measures_draws_saves_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", "shm")  # a table is about messages all the same
     made = {name: tmp_path / name for name in ("sweep.json", "picture.png", "table.json")}
     args = "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1"
     files = [f"--save={made['sweep.json']}", f"--plot={made['picture.png']}"]
     files += ["--fit", f"--table={made['table.json']}"]
     done = CliRunner().invoke(app, [*args.split(), *files])
     assert done.exit_code == 0, done.output
-    for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE="):
+    for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
+                 'where messages go, as in World(n, transport="gloo")'):  # fmt: skip
         assert said in done.output
+    assert bench.read_sweep(made["sweep.json"]).about["transport"] == "gloo"
     assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
     assert {p.size_bytes for p in bench.read_sweep(made["sweep.json"]).points} == {512, 1024}
     assert made["picture.png"].read_bytes().startswith(b"\x89PNG")

@@ -128,6 +128,7 @@ def bench_collectives(
     redop: str = "sum",
     turns: int = 9,
     check: bool = True,
+    transport: str | None = None,
 ) -> Sweep:
     """Time collectives over sizes, on worlds of their own.
 
@@ -138,6 +139,8 @@ def bench_collectives(
         redop: "sum", "min", "max" or "product".
         turns: how often each is timed, in turns with the others.
         check: count wrong elements, against what each rank has worked out by itself.
+        transport: of the worlds, "shm" or "gloo"; as a `World` has it when None. On GPUs of
+            their own ranks have NCCL, whatever is asked.
 
     Raises ValueError for what does not exist or does not fit.
     """
@@ -145,20 +148,23 @@ def bench_collectives(
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     points: list[Point] = []
-    backend = ""
+    backend = carrier = ""
     for n in dict.fromkeys(ranks):
         todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
         counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
-        with World(n, device=None if on_gpus else "cpu", check=False, timeout_s=120) as world:
-            backend = world.backend
+        with World(
+            n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
+            check=False, timeout_s=120,
+        ) as world:  # fmt: skip
+            backend, carrier = world.backend, world.transport
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = _serving(op, n, algorithms) if backend != "nccl" else [DEFAULT]
                 op_redop = redop if op in REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
                 points += _points(case, n, nbytes, backend, world.run(_turns, case))
-    return Sweep(points, _about(backend, turns))
+    return Sweep(points, _about(backend, carrier, turns))
 
 
 def _points(
@@ -230,9 +236,10 @@ def _check_input(
         )
 
 
-def _about(backend: str, turns: int) -> dict[str, Any]:
+def _about(backend: str, transport: str, turns: int) -> dict[str, Any]:
     return {
         "backend": backend,
+        "transport": transport,
         "host": platform.node(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,

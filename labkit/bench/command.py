@@ -155,7 +155,10 @@ def collectives(
         bandwidth(found).savefig(plot)
         console.print(f"The picture: {plot}", soft_wrap=True)
     if fit:
-        console.print(report.fit_table(fits.fit_sweep(found)))
+        fitted = fits.fit_sweep(found)
+        console.print(report.fit_table(fitted))
+        if doubts := report.doubts(fitted):
+            console.print(f"[yellow]poor fit:[/] {doubts}")
         path = choices.write_table(found, table or choices.user_table())
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "

@@ -8,6 +8,7 @@ from rich.table import Table
 from labkit.bench.fits import Fit
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
+TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 WIDTH = 112  # of the table of a sweep, which does not fold
 
 
@@ -84,3 +85,17 @@ def fit_table(fits: list[Fit]) -> Table:
             f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
         )  # fmt: skip
     return table
+
+
+def doubts(fits: list[Fit]) -> str:
+    """A sentence where a line is so far off that alpha and beta say little; else nothing."""
+    poor = [one for one in fits if one.error > TRUSTED_ERROR]
+    if not poor:
+        return ""
+    worst = max(poor, key=lambda one: one.error)
+    return (
+        f"{len(poor)} of {len(fits)} lines are off by more than {TRUSTED_ERROR:.0%}, most of all "
+        f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks, by {worst.error:.0%}. Do not "
+        "trust their alpha and beta: the machine was busy, or the model is not that of this link. "
+        "Close other programs and measure with more --turns."
+    )

@@ -32,6 +32,11 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
     Raises ValueError where the sweep has nothing to choose from."""
     if sweep.about.get("backend") != "gloo":
         raise ValueError("only over gloo labkit chooses its algorithms; NCCL has its own tables")
+    if sweep.about.get("transport") == "shm":
+        raise ValueError(
+            "ranks that share memory ask no table, and these times are of such ranks; measure "
+            'with transport="gloo", as labkit bench collectives --fit does'
+        )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for op, ranks, points in sweep.tables():
         if op in OPS:
@@ -110,6 +115,7 @@ def _source(sweep: Sweep, ops: Sequence[str]) -> str:
     return (
         f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "
         f"{about['cores']} cores, torch {about['torch']}; {', '.join(ops)} on "
-        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; tenth "
-        f"percentile of the calls of {about['turns']} turns; the others as in labkit's own table"
+        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; "
+        f"{about['turns']} turns, {about.get('time', 'unknown statistic')}; the others as in "
+        "labkit's own table"
     )

@@ -1,9 +1,10 @@
 """The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
 
 Within one size, all algorithms and the backend's own take turns of a few calls each, so that a
-machine that slows down slows all of them. A call lasts as long as it does on its slowest rank, and
-of all calls the tenth percentile is reported: what other programs add to a call has no upper end,
-and would say more of them than of the algorithm.
+machine that slows down slows all of them. As in nccl-tests, the time of a call is that of a whole
+turn, from a barrier to the end of the last call on the slowest rank, over the number of calls. A
+single call says little: where ranks may run ahead, one call lasts long and the next is already
+there. Of all turns the median is reported, which other programs move least.
 """
 
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import quantiles
+from statistics import median
 from typing import Any
 
 import psutil
@@ -38,6 +39,7 @@ from labkit.world.pick import pick
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
+STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
 TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
 BUFFERS = 5  # of the operation's size, that a rank holds while it checks
 
@@ -57,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank found for one algorithm: seconds of each call."""
+    """What one rank found for one algorithm: of each turn, its seconds over its calls."""
 
     chosen: str
     seconds: list[float]
@@ -93,26 +95,25 @@ def _turns(case: Case) -> dict[str, Timed]:
         names = list(calls)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            found[name].seconds.extend(_seconds(me, calls[name], repeats[name]))
+            found[name].seconds.append(_seconds(me, calls[name], repeats[name]))
     return found
 
 
-def _seconds(me: Rank, once: Callable[[], object], repeats: int) -> list[float]:
-    """Of so many calls in a row."""
-    seconds = []
+def _seconds(me: Rank, once: Callable[[], object], repeats: int) -> float:
+    """Of so many calls in a row, from a barrier to the end of the last, over their number. On the
+    slowest rank that is all the work: none is left to a rank that is still behind."""
     me.comm.barrier()
+    began_s = time.perf_counter()
     for _ in range(repeats):
-        began_s = time.perf_counter()
         once()
         if me.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began_s)
-    return seconds
+    return (time.perf_counter() - began_s) / repeats
 
 
 def _agreed_repeats(me: Rank, once: Callable[[], object]) -> int:
     """How many calls make a turn: rank 0 decides for all."""
-    once_s = min(_seconds(me, once, 3))
+    once_s = _seconds(me, once, 3)
     repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))], device=me.device)
     me.comm.broadcast(repeats)
     return int(repeats)
@@ -127,6 +128,7 @@ def bench_collectives(
     redop: str = "sum",
     turns: int = 9,
     check: bool = True,
+    transport: str | None = None,
 ) -> Sweep:
     """Time collectives over sizes, on worlds of their own.
 
@@ -137,6 +139,8 @@ def bench_collectives(
         redop: "sum", "min", "max" or "product".
         turns: how often each is timed, in turns with the others.
         check: count wrong elements, against what each rank has worked out by itself.
+        transport: of the worlds, "shm" or "gloo"; as a `World` has it when None. On GPUs of
+            their own ranks have NCCL, whatever is asked.
 
     Raises ValueError for what does not exist or does not fit.
     """
@@ -144,20 +148,23 @@ def bench_collectives(
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     points: list[Point] = []
-    backend = ""
+    backend = carrier = ""
     for n in dict.fromkeys(ranks):
         todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
         counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
-        with World(n, device=None if on_gpus else "cpu", check=False, timeout_s=120) as world:
-            backend = world.backend
+        with World(
+            n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
+            check=False, timeout_s=120,
+        ) as world:  # fmt: skip
+            backend, carrier = world.backend, world.transport
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = _serving(op, n, algorithms) if backend != "nccl" else [DEFAULT]
                 op_redop = redop if op in REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
                 points += _points(case, n, nbytes, backend, world.run(_turns, case))
-    return Sweep(points, _about(backend, turns))
+    return Sweep(points, _about(backend, carrier, turns))
 
 
 def _points(
@@ -179,9 +186,8 @@ def _points(
 
 
 def _typical(of_ranks: list[list[float]]) -> float:
-    """The tenth percentile of the calls; each is as long as on its slowest rank."""
-    calls = [max(call) for call in zip(*of_ranks)]
-    return quantiles(calls, n=10, method="inclusive")[0] if len(calls) > 1 else calls[0]
+    """The median of the turns; each is as long as on its slowest rank."""
+    return median(max(turn) for turn in zip(*of_ranks))
 
 
 def _serving(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
@@ -230,12 +236,14 @@ def _check_input(
         )
 
 
-def _about(backend: str, turns: int) -> dict[str, Any]:
+def _about(backend: str, transport: str, turns: int) -> dict[str, Any]:
     return {
         "backend": backend,
+        "transport": transport,
         "host": platform.node(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "turns": turns,
+        "time": STATISTIC,
         "table": table_note(),
     }

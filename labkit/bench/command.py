@@ -143,6 +143,7 @@ def collectives(
         (choices.OPS if fit else module.OPS) if ops is None else _words(ops),
         (choices.RANKS if fit else module.RANKS) if ranks is None else _numbers(ranks),
         None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
+        "gloo" if fit else None,
     )  # fmt: skip
     for shown in report.tables(found):
         Console(width=max(report.WIDTH, console.width)).print(shown)
@@ -154,11 +155,16 @@ def collectives(
         bandwidth(found).savefig(plot)
         console.print(f"The picture: {plot}", soft_wrap=True)
     if fit:
-        console.print(report.fit_table(fits.fit_sweep(found)))
+        fitted = fits.fit_sweep(found)
+        console.print(report.fit_table(fitted))
+        if doubts := report.doubts(fitted):
+            console.print(f"[yellow]poor fit:[/] {doubts}")
         path = choices.write_table(found, table or choices.user_table())
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
-            f"export LABKIT_TABLE={path.resolve()}", soft_wrap=True,
+            f"export LABKIT_TABLE={path.resolve()}\n"
+            'It counts where messages go, as in World(n, transport="gloo"); ranks that share '
+            'memory, as in World(n, transport="shm"), ask no table.', markup=False, soft_wrap=True,
         )  # fmt: skip
     if wrong := sum(point.wrong or 0 for point in found.points):
         console.print(f"[red]wrong:[/] {wrong} elements")

@@ -7,8 +7,9 @@ however small, beta the seconds per byte; what it takes to reduce a byte is insi
 it grows as the bytes do. What has no formula (what a backend chooses by itself) counts as one step
 that sends its bus bytes: a straight line over size.
 
-The fit is least squares of the relative errors: absolute ones would leave 4 KiB, of microseconds,
-no say beside 64 MiB. Neither alpha nor beta can be negative.
+The fit is least squares of log(predicted / measured): absolute errors would leave 4 KiB, of
+microseconds, no say beside 64 MiB, and relative ones would have it too low where times vary, since
+none can be too low by more than 100 %. Neither alpha nor beta can be negative.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,16 @@ from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 from labkit.comm.algorithms.costs import COSTS, Cost, cost
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
+FAR = 14.0  # a factor of e**14, a million: so far beyond all sizes an end is as good
+TRIED, ZOOMS = 41, 14  # ratios of beta to alpha; each zoom has a twentieth of the one before
 
 
 @dataclass(frozen=True)
 class Fit:
     """What one algorithm of an operation costs on so many ranks.
 
-    `error` is the root mean square of the relative errors at the measured sizes: 0.1 means that
-    the line is typically a tenth off.
+    `error` is the root mean square of log(predicted / measured) at the measured sizes: 0.1 means
+    that the line is typically a tenth off.
     """
 
     op: str
@@ -75,17 +78,30 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """alpha, beta and the root mean square of (predicted / measured - 1), which they minimise."""
-    measured_s = np.array(seconds)
-    steps = np.array([c.steps for c in costs]) / measured_s  # each row then asks for 1
-    sent = np.array([c.sent_bytes for c in costs]) / measured_s
-    alpha, beta = np.linalg.lstsq(np.stack([steps, sent], axis=1), np.ones(len(costs)))[0]
-    if alpha < 0:  # then the best that is not negative has none
-        alpha, beta = 0.0, sent.sum() / (sent @ sent)
-    elif beta < 0:
-        alpha, beta = steps.sum() / (steps @ steps), 0.0
-    errors = alpha * steps + beta * sent - 1
-    return float(alpha), float(beta), float(np.sqrt(np.mean(errors**2)))
+    """alpha, beta and the root mean square of log(predicted / measured), which they minimise.
+
+    What is sought is only the ratio beta / alpha: given that, a common factor makes the mean of
+    the logarithms 0, and their spread is the error. The ratio is where the spread is least, or
+    else one of the ends, where alpha or beta is 0.
+    """
+    steps = np.array([c.steps for c in costs], dtype=float)
+    sent = np.array([c.sent_bytes for c in costs], dtype=float)
+
+    def logs(alpha: float, beta: float) -> np.ndarray:
+        return np.log(np.array(seconds) / (alpha * steps + beta * sent))
+
+    def spread(line: tuple[float, float]) -> float:
+        return float(logs(*line).std())
+
+    low, high = np.log((steps / sent).min()) - FAR, np.log((steps / sent).max()) + FAR
+    for _ in range(ZOOMS):
+        tried = np.linspace(low, high, TRIED)
+        best = int(np.argmin([spread((1.0, np.exp(log_ratio))) for log_ratio in tried]))
+        low, high = tried[max(best - 1, 0)], tried[min(best + 1, TRIED - 1)]
+    inside = (1.0, float(np.exp(tried[best])))
+    line = min((0.0, 1.0), (1.0, 0.0), inside, key=spread)
+    factor = float(np.exp(logs(*line).mean()))
+    return line[0] * factor, line[1] * factor, spread(line)
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:

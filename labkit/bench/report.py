@@ -8,6 +8,7 @@ from rich.table import Table
 from labkit.bench.fits import Fit
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
+TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 WIDTH = 112  # of the table of a sweep, which does not fold
 
 
@@ -19,7 +20,7 @@ def tables(sweep: Sweep) -> list[Table]:
     for op, n, points in sweep.tables():
         table = Table(
             title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=_summary(points, backend), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
+            caption=_caption(points, sweep), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
             title_justify="left", caption_justify="left", show_edge=False,
         )  # fmt: skip
         for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
@@ -51,6 +52,13 @@ def _cells(point: Point) -> list[str]:
     ]  # fmt: skip
 
 
+def _caption(points: list[Point], sweep: Sweep) -> str:
+    """Which time it is, and a summary."""
+    statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
+    summary = _summary(points, sweep.about.get("backend", "backend"))
+    return "\n".join(filter(None, (statistic, summary)))
+
+
 def _summary(points: list[Point], backend: str) -> str:
     """The default against the backend's own, over all sizes."""
     ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
@@ -77,3 +85,17 @@ def fit_table(fits: list[Fit]) -> Table:
             f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
         )  # fmt: skip
     return table
+
+
+def doubts(fits: list[Fit]) -> str:
+    """A sentence where a line is so far off that alpha and beta say little; else nothing."""
+    poor = [one for one in fits if one.error > TRUSTED_ERROR]
+    if not poor:
+        return ""
+    worst = max(poor, key=lambda one: one.error)
+    return (
+        f"{len(poor)} of {len(fits)} lines are off by more than {TRUSTED_ERROR:.0%}, most of all "
+        f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks, by {worst.error:.0%}. Do not "
+        "trust their alpha and beta: the machine was busy, or the model is not that of this link. "
+        "Close other programs and measure with more --turns."
+    )

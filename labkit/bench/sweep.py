@@ -42,8 +42,8 @@ class Point:
     """One line of the table: an operation of `size_bytes` by one algorithm.
 
     `algorithm` is "default" for what runs when none is asked for, `chosen` says which that was;
-    the backend's own has the backend's name and `own` True. `time_s` is of one call (the tenth
-    percentile, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
+    the backend's own has the backend's name and `own` True. `time_s` is of one call (a turn over
+    its calls, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
     elements on all ranks, None where they were not checked. `copy_s` is what a rank takes to copy
     as many bytes inside its memory, while the others do the same.
     """
@@ -82,7 +82,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run, and where it was made: host, backend, versions, turns."""
+    """All points of one run, and where and how it was made: host, backend, versions, turns, and
+    which time of a call it tells."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)

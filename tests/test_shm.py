@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from provoke import driver, gone, until
 from labkit import Comm, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.comm.shm import collectives, ring, slots, words
+from labkit.comm.shm.mail import Inbox, Outbox
 from labkit.world import folders
 
 MEMORY = Path("/dev/shm")
@@ -296,6 +297,36 @@ def test_a_receive_makes_progress_while_its_rank_waits_for_something_else(world2
         assert not x.any()
 
     world2.run(exchange)
+
+
+class Left:
+    """A lock; `then` runs when it is first left, as another thread could."""
+
+    def __init__(self, then: Callable[[], object]):
+        self._lock, self._then = threading.Lock(), [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        while self._then:
+            self._then.pop()()
+
+
+def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Path) -> None:
+    """It comes, and is taken out, between a look for it and the wait for it."""
+    outbox, inbox = Outbox(tmp_path / "ring", 1), Inbox(tmp_path / "ring", 1)
+    x = torch.zeros(4)
+    received = inbox.receive(x, 0, asynchronous=False)
+
+    def meanwhile() -> None:
+        outbox.send(torch.ones(4), 0)
+        assert inbox.is_done(received)
+
+    inbox._lock = Left(meanwhile)  # type: ignore[assignment]
+    received.wait()
+    assert x.tolist() == [1] * 4
 
 
 # --- waiting -----------------------------------------------------------------------------------

@@ -122,15 +122,20 @@ class Inbox(Ring):
     def until_done(self, received: "Received", until_s: float) -> None:
         """Take out what arrives, for whomever it is, until `received` has its message. (Several
         threads may do so at once.)"""
-        while not self.is_done(received):
-            self.wait(WRITTEN, self._read + 1, until_s)
+        while (read := self._read_without(received)) is not None:
+            self.wait(WRITTEN, read + 1, until_s)
 
     def is_done(self, received: "Received") -> bool:
         """Whether it has its message, once all that is here is taken out."""
+        return self._read_without(received) is None
+
+    def _read_without(self, received: "Received") -> int | None:
+        """Take out all that is here. The bytes read so far if `received` still has no message: it
+        comes behind them. (Read under the lock: later another thread may have taken it out.)"""
         with self._lock:
             if not received.done:
                 self._take_out()
-            return received.done
+            return None if received.done else self._read
 
     def _take_out(self) -> None:
         while (written := self.words[WRITTEN]) > self._read:

@@ -190,8 +190,8 @@ STORE_HINTS = {
 }
 IN_PLACE_HINTS = {
     "'NoneType'": "comm.all_reduce works in place and returns None: look into the tensor after it.",
-    "the ranks disagree": "In a round all ranks sum tensors alike. A batch has one dimension, shape "
-    "[1], and is float32.",
+    "the ranks disagree": "In a round all ranks sum tensors alike. A batch has one dimension, "
+    "shape [1], and is float32.",
 }
 
 

@@ -430,8 +430,9 @@ clinic(patients, guesses)
 
 # %% [markdown]
 # A hang is easy to see in a recording, too, which keeps what the ranks did until then. Ranks 0 and 2
-# are still in their second collective. Rank 1 has returned after the first, the barrier: its row stays
-# empty.
+# are still in their second collective: their bars end in arrows, since nobody saw them end. (The time
+# in the title is that of the last line a rank wrote.) Rank 1 has returned after the first, the barrier.
+# From there on its row is empty.
 
 # %%
 three = World(3, backend="gloo", timeout_s=2)

@@ -431,7 +431,7 @@ clinic(patients, guesses)
 # %% [markdown]
 # A hang is easy to see in a recording, too, which keeps what the ranks did until then. Ranks 0 and 2
 # are still in their second collective: their bars end in arrows, since nobody saw them end. (The time
-# in the title is that of the last line a rank wrote.) Rank 1 has returned after the first, the barrier.
+# in the title is the last moment that a rank noted.) Rank 1 has returned after the first, the barrier.
 # From there on its row is empty.
 
 # %%
@@ -664,6 +664,7 @@ report("01")
 # - `TORCH_FR_BUFFER_SIZE=2000` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) keeps the last operations of
 #   each rank on NCCL, the *flight recorder*; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` has them written down.
 # - `py-spy dump --pid ...` shows the line at which a rank stands, as `Who stood where` did.
-#
+
+# %% [markdown]
 # **You can now** start ranks in three ways, say what happens until they are a group, cut them into a
 # mesh, and name the rank behind a hang.

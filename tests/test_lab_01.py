@@ -15,6 +15,7 @@ import torch
 from labkit.check import CheckFailed, lab_01
 from labkit.check import lab_01_nodes as nodes
 from labkit.check.clinic import Clinic, Finding, clinic, through_the_door, through_torch
+from labkit.world.plain import LauncherStore
 
 LAB = Path(__file__).parent.parent / "notebooks" / "src" / "01_ranks_and_groups.py"
 
@@ -187,6 +188,38 @@ def test_a_guess_must_be_one_of_the_three():
     assert caught.value.expected == "hang or crash or silent"
 
 
+@pytest.mark.parametrize(
+    ("guesses", "says"),
+    [
+        ({}, "no guess yet for passes, waits"),
+        ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
+        (
+            {"passes": "silent", "waits": "hang", "deadlock": "hang"},
+            "no program is called 'deadlock'",
+        ),
+    ],
+)
+def test_guesses_that_are_missing_or_of_no_program_are_refused(guesses: Any, says: str):
+    def passes(comm: Any) -> None: ...
+
+    def waits(comm: Any) -> None: ...
+
+    with pytest.raises(CheckFailed, match=says):
+        clinic([passes, waits], guesses)
+
+
+# ---- a launcher's store
+
+
+def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
+    meeting = LauncherStore()
+    key = "default_pg/0//cpu//0/0"
+    meeting.store.set(key, bytes([2, 0, 0xA0, 0x3F, 127, 0, 0, 1, 0, 0]))
+    assert meeting.addresses(1) == {key: f"127.0.0.1:{0xA03F}"}
+    with pytest.raises(RuntimeError, match="1 of 2 ranks came to the store within 0.1 s"):
+        meeting.addresses(2, within_s=0.1)
+
+
 def test_a_table_shows_words_as_they_are():
     html = Clinic([Finding("p", "hang", ["a < b"], "c & d")])._repr_html_()
     assert "a &lt; b" in html and "c &amp; d" in html and ">hang<" in html
@@ -222,5 +255,7 @@ def test_the_best_known_placement_can_be_reached():
         *((1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)),
         *((1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)),
     ]
-    score = lab_01.place(lambda rank: order[rank]).score
+    passed = lab_01.place(lambda rank: order[rank])
+    score = passed.score
     assert score is not None and score.value == score.best == nodes.BEST
+    assert "nobody can do better" in passed.proven[-1]

@@ -93,20 +93,34 @@ def clinic(
 ) -> Clinic:
     """Run each program, a function of a `Comm`, on `size` ranks of both sides, all at once.
 
-    `guesses`: program's name -> "hang", "crash" or "silent". Raises CheckFailed for others.
+    `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
+    guesses. Raises CheckFailed where one is missing, is none of the three, or has no program.
     """
+    if guesses is not None:
+        _all_guessed([program.__name__ for program in programs], guesses)
     guesses = guesses or {}
-    for program in programs:
-        guess = guesses.get(program.__name__, "")
-        if guess not in ("", *ENDINGS):
-            raise CheckFailed(
-                f"your guess for {program.__name__} is {guess!r}.",
-                expected=" or ".join(ENDINGS),
-                hint="What does plain torch do? Guess first, then look.",
-            )
     with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
         found = list(together.map(lambda program: examine(program, size), programs))
     return Clinic([Finding(*one, guess=guesses.get(one[0], "")) for one in found])
+
+
+def _all_guessed(names: list[str], guesses: Mapping[str, Any]) -> None:
+    for name in guesses:
+        if name not in names:
+            raise CheckFailed(f"no program is called {name!r}.", expected=", ".join(names))
+    if missing := [name for name in names if guesses.get(name, ...) is ...]:
+        raise CheckFailed(
+            f"no guess yet for {', '.join(missing)}.",
+            expected=" or ".join(ENDINGS),
+            hint="What does plain torch do? Guess first, then look. A wrong guess costs nothing.",
+        )
+    for name, guess in guesses.items():
+        if guess not in ENDINGS:
+            raise CheckFailed(
+                f"your guess for {name} is {guess!r}.",
+                expected=" or ".join(ENDINGS),
+                hint="What does plain torch do? Guess first, then look.",
+            )
 
 
 def examine(program: Program, size: int) -> tuple[str, str, list[str], str]:

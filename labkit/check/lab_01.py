@@ -12,8 +12,8 @@ import torch
 
 from labkit.check import lab_01_nodes as nodes
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import brief, equal, fail, kind, no_yield
-from labkit.check.ranks import WAIT_S, run
+from labkit.check.findings import CheckFailed, brief, equal, fail, kind, no_yield
+from labkit.check.ranks import WAIT_S, Ran, run
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
 from labkit.world.plain import file_store
@@ -23,6 +23,7 @@ ON_RANKS = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE = {"pp": 16, "dp": 8, "tp": 8}
 CALLS = 4  # of a store that a barrier may make, on each rank: two are enough
 LATE_S = 0.1
+LOOP_S = 2 * WAIT_S  # a barrier that still asks the store then has a loop that does not end
 
 
 def _answers(student: Student, calls: list[tuple[Any, ...]]) -> list[Any]:
@@ -118,7 +119,8 @@ def my_barrier(student: Student) -> Iterator[str]:
     for size in (2, 4):
         for late in range(size):
             with tempfile.TemporaryDirectory() as folder:
-                ran = run(size, _meet_twice, student, str(Path(folder) / "store"), late)
+                path = str(Path(folder) / "store")
+                ran = _run(STORE_HINTS, size, _meet_twice, student, path, late)
             for rank, (arrived, calls) in enumerate(ran.values):
                 _all_had_come(arrived, rank, size, late)
                 if max(calls) > CALLS:
@@ -145,14 +147,62 @@ def _all_had_come(arrived: list[int], rank: int, size: int, late: int) -> None:
 
 
 class Counted:
-    """A store that counts its calls."""
+    """A store that counts its calls, and says in a student's words what is wrong with one."""
 
     def __init__(self, store: Any):
-        self._store, self.calls = store, 0
+        self._store, self.calls, self._since_s = store, 0, time.monotonic()
 
     def __getattr__(self, name: str) -> Any:
         self.calls += 1
+        if time.monotonic() - self._since_s > LOOP_S:
+            raise RuntimeError(f"a loop asked the store {self.calls:,} times and did not end")
         return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if not isinstance(value, (str, bytes)):
+            raise TypeError(
+                f"store.set({key!r}, {value!r}): the value is {kind(value)}, not a text"
+            )
+        self.__getattr__("set")(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._patient("get", key, [key])
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._patient("wait", keys, list(keys), *timeout)
+
+    def _patient(self, call: str, argument: Any, keys: list[str], *more: Any) -> Any:
+        try:
+            return self.__getattr__(call)(argument, *more)
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+            missing = ", ".join(repr(key) for key in keys if not self._store.check([key]))
+            text = f"store.{call} waited {WAIT_S:g} s for {missing}, which nobody has set"
+            raise RuntimeError(text) from None
+
+
+STORE_HINTS = {
+    "a loop asked the store": "store.get returns bytes, b'4', which never equal the number 4; and "
+    "store.wait sleeps where a loop would ask again.",
+    "not a text": "The value is a text, as in store.set(key, 'yes'). Numbers are for store.add.",
+    "which nobody has set": "Who sets this key, and does that rank come to the line?",
+}
+IN_PLACE_HINTS = {
+    "'NoneType'": "comm.all_reduce works in place and returns None: look into the tensor after it.",
+    "the ranks disagree": "In a round all ranks sum tensors alike. A batch has one dimension, "
+    "shape [1], and is float32.",
+}
+
+
+def _run(hints: dict[str, str], *args: Any) -> Ran:
+    """As `run`; an error whose words are in `hints` gets that hint."""
+    try:
+        return run(*args)
+    except CheckFailed as failed:
+        found = [hint for words, hint in hints.items() if words in failed.sentence]
+        failed.hint = failed.hint or "".join(found[:1])
+        raise
 
 
 def _meet_twice(comm: Any, student: Student, path: str, late: int) -> tuple[list[int], list[int]]:
@@ -178,7 +228,7 @@ def totals(student: Student) -> Iterator[str]:
     for counts in ([2, 2], [3, 1], [1, 3, 2, 0]):
         every = [[float(10**rank * (i + 1)) for i in range(n)] for rank, n in enumerate(counts)]
         rounds = [sum(its[i] for its in every if i < len(its)) for i in range(max(counts))]
-        ran = run(len(counts), _play_batches, student, every)
+        ran = _run(IN_PLACE_HINTS, len(counts), _play_batches, student, every)
         hint = "A rank that has run out of batches still takes part: what does it add?"
         equal(ran.values, [rounds] * len(counts), hint=hint)
         for rank, ops in enumerate(ran.ops):
@@ -222,4 +272,6 @@ def place(student: Student) -> Iterator[str | Score]:
             hint="Which axis sends most? Its ranks belong into one node.",
         )
     yield "each of the 12 places taken once; a step's messages sent on 12 real ranks"
+    if crossing == nodes.BEST:
+        yield "none of all 5,775 ways to share the ranks out sends fewer: nobody can do better"
     yield Score(crossing, nodes.BEST, "bytes between nodes")

@@ -138,4 +138,6 @@ def _boxes(places: list[Place], node_of: list[int]) -> list[FancyBboxPatch]:
 
 
 def _points(ranks: int) -> float:
+    if ranks <= 12:
+        return SMALL_PT + 7
     return SMALL_PT + 1 if ranks <= 32 else SMALL_PT - 1 if ranks <= 96 else SMALL_PT - 3

@@ -1,9 +1,12 @@
 """torch.distributed as it is, on the ranks of a world: for labs that show it beside the door.
 
 `Plain` has the names of a `Comm`, so that one program runs on both; nothing looks over its
-shoulder. `file_store` is the store that ranks of one machine can meet at.
+shoulder. `file_store` is the store that ranks of one machine can meet at, `LauncherStore` the one
+that a launcher opens for processes that are not ranks yet.
 """
 
+import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -50,3 +53,44 @@ def file_store(path: str, timeout_s: float) -> Any:
     store = dist.FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+class LauncherStore:
+    """A TCP store on a free port of this machine alone, as torchrun opens one for its ranks.
+
+    `variables` are for the ranks' environment, beside the five that every launcher sets.
+    """
+
+    def __init__(self) -> None:
+        # The socket is made first: torch would listen on every address of the machine.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1", self.port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+        self.variables = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 opens none
+            "GLOO_SOCKET_IFNAME": loopback,  # the ranks' own sockets stay inside this machine
+        }
+
+    def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
+        """Key -> "127.0.0.1:41234" of each rank, once `ranks` of them have written theirs. Raises
+        RuntimeError where they have not `within_s` seconds."""
+        until_s = time.monotonic() + within_s
+        while time.monotonic() < until_s:
+            keys = sorted(key for key in self.store.list_keys() if key.startswith("default_pg"))
+            if len(keys) >= ranks:
+                return {key: _address(self.store.get(key)) for key in keys}
+            time.sleep(0.05)
+        raise RuntimeError(
+            f"{len(keys)} of {ranks} ranks came to the store within {within_s:g} s; did the others "
+            "start, with this store's address and port?"
+        )
+
+
+def _address(value: bytes) -> str:
+    """In gloo's bytes the port stands before the IP address, as in a socket's address of C."""
+    at = value.find(bytes([127, 0, 0, 1]))
+    return f"127.0.0.1:{int.from_bytes(value[at - 2 : at], 'big')}"

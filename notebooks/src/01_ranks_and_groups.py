@@ -6,10 +6,8 @@
 
 # %%
 import os
-import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,13 +15,13 @@ import matplotlib.pyplot as plt
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from labkit import Comm, Mesh, RankError, World, plot, record
 from labkit.check import lab_01 as check
 from labkit.check import predict, report
 from labkit.check.clinic import clinic
 from labkit.course import show
+from labkit.world.plain import LauncherStore
 
 guess = predict()  # nothing yet: that is for you, in step 3
 Path("../runs").mkdir(exist_ok=True)  # where the script of step 5 goes
@@ -32,23 +30,23 @@ Path("../runs").mkdir(exist_ok=True)  # where the script of step 5 goes
 # ## 1. The question
 #
 # A job stands on many devices, and one of its ranks is not where the others are. How long do these
-# wait before they say so? Torch's own answer, on this machine:
+# wait before they say so? Torch's own answer, with NCCL, on which such a job runs: 10 minutes.
 
 # %%
-timeout_h = default_pg_timeout.total_seconds() / 3600
+timeout_h = 10 / 60  # of NCCL; gloo's is 30 minutes
 devices = [8, 1024, 16384]
 
 fig, axes = plt.subplots(figsize=(8, 1.6))
 labels = [f"{n:,} devices" for n in devices]
 bars = axes.barh(labels, [n * timeout_h for n in devices], color="#D55E00")
 axes.bar_label(bars, fmt="{:,.0f} h", padding=4)
-axes.set(xlim=(0, 10_000), xlabel=f"device-hours lost in one hang of {60 * timeout_h:.0f} minutes")
+axes.set(xlim=(0, 3_500), xlabel=f"device-hours lost in one hang of {60 * timeout_h:.0f} minutes")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# (With NCCL torch waits 10 minutes. Source: the documentation of `init_process_group`.) Then you
-# get a message that names neither the rank nor its line. So: **how do processes that know nothing
-# of each other become a group, and how do you find the one that went astray?**
+# (Source: the documentation of `init_process_group`.) Then you get a message that names neither the
+# rank nor its line. So: **how do processes that know nothing of each other become a group, and how
+# do you find the one that went astray?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -152,7 +150,9 @@ guess
 show("world/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
-# Such a file is a store like any other. It never forgets, so each run needs a new one:
+# Such a file is a store like any other. Torch counts in it who uses it (`refcount`), and deletes it
+# when the last one leaves. After a crash it stays, and the next run may find addresses of the dead:
+# give each run a name of its own.
 
 # %%
 Path("../runs/store").unlink(missing_ok=True)
@@ -200,49 +200,25 @@ dist.destroy_process_group()
 
 # %% [markdown]
 # Now this notebook plays the launcher. As torchrun does, it opens the store itself, so that you can
-# look into it. (Started without torchrun, rank 0 opens it.) The socket is made first, on a free
-# port and for this machine alone.
+# look into it. (Started without torchrun, rank 0 opens it.) `LauncherStore` takes a free port, for
+# this machine alone; its `variables` tell the ranks that the store is there, and that their sockets
+# stay inside this machine, too.
 
 # %%
-listener = socket.create_server(("127.0.0.1", 0))
-port = listener.getsockname()[1]
-store = dist.TCPStore(
-    "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-)
-loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+meeting = LauncherStore()
 
 
 def start(rank, world_size):
     told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    told |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the store is there: do not open one
-    told |= {"GLOO_SOCKET_IFNAME": loopback}  # stay inside this machine
-    env = os.environ | {name: str(value) for name, value in told.items()}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.port}
+    env = os.environ | meeting.variables | {name: str(value) for name, value in told.items()}
     command = [sys.executable, "../runs/hello.py"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
-# %% [markdown]
-# To look into the store: each rank's key, and the address in its value, which is bytes.
-
-
-# %%
-def keys_of(ranks):
-    """The ranks' keys, once `ranks` of them are there."""
-    until_s = time.monotonic() + 30
-    while time.monotonic() < until_s:
-        keys = sorted(key for key in store.list_keys() if key.startswith("default_pg"))
-        if len(keys) >= ranks:
-            return keys
-        time.sleep(0.05)
-    raise RuntimeError(f"not all of {ranks} ranks came to the store within 30 s")
-
-
-def look(ranks):
-    for key in keys_of(ranks):
-        value = store.get(key)
-        at = value.find(bytes([127, 0, 0, 1]))  # the IP address; the port stands before it
-        print(f"{key}  ->  127.0.0.1:{int.from_bytes(value[at - 2 : at], 'big')}")
+def look(ranks):  # once so many of them are there
+    for key, address in meeting.addresses(ranks).items():
+        print(f"{key}  ->  {address}")
 
 
 # %% [markdown]
@@ -274,19 +250,33 @@ look(2)
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=1 python ../runs/hello.py
 # ```
 #
-# The first waits until you start the second in the other terminal. Try: rank 1 first; the same rank
-# twice; `WORLD_SIZE=3`. (Ctrl-C ends a rank that waits.) Then let a launcher do it:
+# The first waits until you start the second in the other terminal. Then let a launcher do it. (Its
+# four lines about `OMP_NUM_THREADS` are no error: each rank gets one thread.)
 #
 # ```sh
 # torchrun --nproc-per-node 4 ../runs/hello.py
 # ```
 
 # %% [markdown]
+# Do it wrong, too. (Ctrl-C ends a rank that waits.)
+#
+# | you do | you see | because |
+# |---|---|---|
+# | rank 1 first, then rank 0 | the two sums, as before | rank 1 asks until somebody opens the store |
+# | rank 0 twice | the second dies: `EADDRINUSE` | both want to open the store at port 29500 |
+# | rank 1 twice, no rank 0 | nothing | there is no store, and both ask on |
+# | `WORLD_SIZE=3` for two ranks | nothing | both wait for the address of rank 2 |
+#
+# The notebook also set `GLOO_SOCKET_IFNAME`. Without it, as here, gloo takes the network address that
+# belongs to the machine's name. Do the ranks not connect? Then put `GLOO_SOCKET_IFNAME=lo` (macOS:
+# `lo0`) behind `env`.
+
+# %% [markdown]
 # Last, meet in a file, without any variable. Copy the script to `../runs/by_file.py`, begin it with
 # `import os, sys`, and have it call
 #
 # ```python
-# place = f"file://{os.getcwd()}/meet-1"  # a new name for each run
+# place = f"file://{os.getcwd()}/meet-1"  # a name that no crashed run has left behind
 # dist.init_process_group("gloo", init_method=place, rank=int(sys.argv[1]), world_size=2)
 # ```
 #
@@ -414,7 +404,7 @@ def other_group(comm):
     return x
 
 
-# %% stub="guesses = {}  # name of a program -> \"hang\", \"crash\" or \"silent\": your turn"
+# %% stub="# each of them: \"hang\", \"crash\" or \"silent\"\nguesses = {\"skips\": ..., \"other_order\": ..., \"other_shape\": ..., \"other_dtype\": ...}\nguesses |= {\"sends_to_nobody\": ..., \"other_group\": ...}"
 ### BEGIN SOLUTION
 guesses = {"skips": "hang", "other_order": "hang", "other_shape": "crash", "other_dtype": "silent"}
 guesses |= {"sends_to_nobody": "hang", "other_group": "hang"}
@@ -434,16 +424,19 @@ clinic(patients, guesses)
 # - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the other end timed out
 #   first. Each rank knows only its own socket. In `skips` the one rank without a complaint is to blame.
 # - **The crash** is told of the rank that died: not of the one whose tensor was too large.
-# - **The silent one** is the worst. The sum of three ones is not 2. Rank 1's whole numbers, read as
-#   floats, are nearly nothing; nothing stops, and your loss is a little wrong for weeks.
+# - **The silent one** is the worst. The sum of three ones is not 2: it lacks a rank, for rank 1's
+#   whole numbers, read as floats, are nearly nothing. On rank 1 it is a billion, for floats were read
+#   as whole numbers there. Nothing stops.
 
 # %% [markdown]
-# A hang is easy to see in a recording, too, which keeps what the ranks did until then. Rank 1 went
-# on after the barrier; ranks 0 and 2 are still in their second collective:
+# A hang is easy to see in a recording, too, which keeps what the ranks did until then. Ranks 0 and 2
+# are still in their second collective: their bars end in arrows, since nobody saw them end. (The time
+# in the title is the last moment that a rank noted.) Rank 1 has returned after the first, the barrier.
+# From there on its row is empty.
 
 # %%
 three = World(3, backend="gloo", timeout_s=2)
-_ = three.run(lambda: Comm().barrier())  # all ranks are awake
+_ = three.run(lambda: None)  # all ranks are awake
 
 # %%
 with record() as stuck, suppress(RankError):  # the error is in the table above
@@ -452,17 +445,19 @@ plot.timeline(stuck)
 
 # %% [markdown]
 # How does labkit know? Each rank writes what it begins on a **board**, a page of memory that all of
-# them see, before it sends anything. Who comes second compares:
+# them see, before it sends anything. Who comes second compares. A `note` is one operation; its `key`
+# is group and number, the same on all ranks; its `signature` a checksum of operation, shape and dtype:
 
 # %%
-show("comm/board.py:Board.enter", since="for other in note.ranks")
+show("comm/board.py:Board.enter", since="key, signature =")
 
 # %% [markdown]
-# And when ranks wait, the world asks who of them can still come. A rank that has returned never
-# will; nor will one that stands in a circle of waiting ranks:
+# And when ranks wait, the world asks who of them can still come. `waits` has the note that each rank
+# waits for, `needs` the ranks that have not begun it; `targets` are the ranks of this run. A rank that
+# has returned never will come (`gone`); nor will one in a circle of waiting ranks (`stuck`):
 
 # %%
-show("world/diagnose.py:Watch._hopeless", since="stuck = {")
+show("world/diagnose.py:Watch._hopeless", since="needs = {")
 
 # %% [markdown]
 # It cannot know what you *meant*. Two all-reduces of the same shape, in another order: every rank
@@ -552,9 +547,9 @@ check.groups_along(groups_along)
 #
 # | call | what it does |
 # |---|---|
-# | `store.set(key, "text")` | writes; the store never forgets |
-# | `store.get(key)` | its bytes; waits until the key is there |
-# | `store.add(key, 1)` | adds to a number (0 at first) and returns the new one |
+# | `store.set(key, "text")` | writes a text; the key stays, for the next barrier, too |
+# | `store.get(key)` | its bytes, `b"4"` after four times `add`; waits until the key is there |
+# | `store.add(key, 1)` | adds to a number (0 at first) and returns the new one, an `int` |
 # | `store.wait([key, ...])` | sleeps until all these keys are there |
 
 
@@ -664,9 +659,12 @@ report("01")
 #
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, has ranks compare operation
 #   and shapes before each collective, over gloo. It is slow: for a hunt, not for a run.
+# - `dist.monitored_barrier(timeout=...)`, on gloo alone: a barrier at which rank 0 names the rank
+#   that is missing, "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
 # - `TORCH_FR_BUFFER_SIZE=2000` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) keeps the last operations of
 #   each rank on NCCL, the *flight recorder*; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` has them written down.
 # - `py-spy dump --pid ...` shows the line at which a rank stands, as `Who stood where` did.
-#
+
+# %% [markdown]
 # **You can now** start ranks in three ways, say what happens until they are a group, cut them into a
 # mesh, and name the rank behind a hang.

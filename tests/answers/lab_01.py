@@ -101,11 +101,29 @@ def asks_again_and_again(store, rank, size, name):
         time.sleep(0.001)
 
 
-@wrong("01.my_barrier", "Wait timeout")
+@wrong("01.my_barrier", "store.wait waited 2 s for 'one/open', which nobody has set")
 def nobody_opens(store, rank, size, name):
     if store.add(name, 1) == size + 1:
         store.set(f"{name}/open", "yes")
     store.wait([f"{name}/open"])
+
+
+@wrong("01.my_barrier", "store.get waited 2 s for 'one/open', which nobody has set")
+def gets_what_nobody_set(store, rank, size, name):
+    store.get(f"{name}/open")
+
+
+@wrong("01.my_barrier", "store.get returns bytes, b'4', which never equal the number 4")
+def compares_bytes_with_a_number(store, rank, size, name):
+    store.add(name, 1)
+    while store.get(name) != size:
+        pass
+
+
+@wrong("01.my_barrier", "store.set('one', 0): the value is an int, not a text")
+def sets_a_number(store, rank, size, name):
+    store.set(name, 0)
+    store.add(name, 1)
 
 
 # ---- totals(comm, batches)
@@ -138,6 +156,24 @@ def repeats_the_last(comm, batches):
     found = []
     for i in range(int(rounds)):
         x = batches[min(i, len(batches) - 1)].clone()
+        comm.all_reduce(x)
+        found.append(x.item())
+    return found
+
+
+@wrong("01.totals", "comm.all_reduce works in place and returns None")
+def takes_what_is_returned(comm, batches):
+    n = comm.all_reduce(torch.tensor([len(batches)]), op="max")
+    return [0.0 for _ in range(n)]
+
+
+@wrong("01.totals", "A batch has one dimension, shape [1], and is float32")
+def adds_a_number_without_dimension(comm, batches):
+    rounds = torch.tensor([len(batches)])
+    comm.all_reduce(rounds, op="max")
+    found = []
+    for i in range(int(rounds)):
+        x = batches[i] if i < len(batches) else torch.tensor(0.0)
         comm.all_reduce(x)
         found.append(x.item())
     return found

@@ -240,6 +240,33 @@ def test_a_rank_that_never_comes_up_is_named() -> None:
     assert remarks(log) == ["no Init COMPLETE from ranks 1: start-up failed or hangs there"]
 
 
+def test_ranks_that_the_log_does_not_show_are_not_said_to_hang() -> None:
+    log = parse_nccl_log("\n".join([init(0, 4), init(1, 4, "START")]))
+    hangs, unseen = remarks(log)
+    assert hangs == "no Init COMPLETE from ranks 1: start-up failed or hangs there"
+    assert unseen.startswith("no start-up line from ranks 2, 3: is this the output of all nodes")
+
+
+def test_nvlink_between_nodes_is_no_network_without_gpudirect() -> None:
+    over = line("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL")
+    log = parse_nccl_log("\n".join([init(0), init(1, host="b"), over]))
+    assert kinds(log.main, inside=False).keys() == {"P2P"} and remarks(log) == []
+    assert kinds(parse_nccl_log(over).main, inside=False).keys() == {"P2P"}, "also without hosts"
+
+
+def test_a_networks_name_may_have_spaces() -> None:
+    assert parse_nccl_log(line("Using network AWS Libfabric")).networks == ["AWS Libfabric"]
+    assert parse_nccl_log(line("Using network IB")).networks == ["IB"]
+
+
+def test_different_versions_are_remarked() -> None:
+    both = ["NCCL version 2.21.5+cuda12.4", line("NCCL version 2.19.3+cuda12.2", 1)]
+    (told,) = remarks(parse_nccl_log("\n".join([init(0), init(1), *both])))
+    assert "different versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in told
+    again = [both[0], both[0], "NCCL version 2.21.5."]
+    assert remarks(parse_nccl_log("\n".join([init(0), init(1), *again]))) == []
+
+
 def test_ranks_mixed_in_any_order_are_the_same_log() -> None:
     lines = EXAMPLES["two_nodes"].read_text().splitlines()
     one, other = parse_nccl_log("\n".join(lines)).main, parse_nccl_log("\n".join(lines[::-1])).main

@@ -106,7 +106,7 @@ class Communicator:
 class NcclLog:
     """All that a log says. `lines` counts those that NCCL wrote, `understood` those read here."""
 
-    version: str = ""
+    versions: list[str] = field(default_factory=list)  # one, where all is well
     networks: list[str] = field(default_factory=list)  # those chosen: "IB", "Socket", a plugin's
     cards: dict[str, list[str]] = field(default_factory=dict)  # host -> "mlx5_0:1/IB" or "eth0"
     settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variables that are set
@@ -114,6 +114,11 @@ class NcclLog:
     communicators: list[Communicator] = field(default_factory=list)  # the largest first
     lines: int = 0
     understood: int = 0
+
+    @property
+    def version(self) -> str:
+        """NCCL's version, "" where the log has none; where ranks differ, all of them."""
+        return ", ".join(self.versions)
 
     @property
     def main(self) -> Communicator:

@@ -24,7 +24,7 @@ LINE = re.compile(
     r"(?P<host>[^\s:\[\]]+):(?P<pid>\d+):(?P<tid>\d+) \[(?P<device>\d+)\] "
     r"(?:(?P<place>\S+:\d+) (?:\(\S+\) )?)?NCCL (?P<level>INFO|WARN) (?P<text>.*)"
 )
-VERSION = re.compile(r"NCCL version (\S+)")
+VERSION = re.compile(r"NCCL version (\d[\w.+]*\w)")
 INIT = re.compile(
     r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d+) cudaDev (?P<device>\d+)"
     r".*? busId (?P<bus>\w+)"
@@ -38,7 +38,7 @@ CONNECTION = re.compile(
     r"(?P<target>\d+)(?:\[\w+\])?(?: \[(?P<end>send|receive)\])? via (?P<over>.+?)(?: comm 0x.*)?$"
 )
 TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
-CHOSEN = re.compile(r"Using network (\S+)")
+CHOSEN = re.compile(r"Using network (\S.*?)\s*$")  # a plugin's name may have spaces
 CARDS = re.compile(r"NET/(?:IB|Socket|\w+) ?: Using (\[0\].*)")
 SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$")
 COUNT = re.compile(r"(\d+) coll channels")
@@ -64,8 +64,8 @@ def parse_nccl_log(text: str) -> NcclLog:
     log = NcclLog()
     groups = _Groups(text)
     for line in text.splitlines():
-        if found := VERSION.search(line):
-            log.version = found[1]
+        if (found := VERSION.search(line)) and found[1] not in log.versions:
+            log.versions.append(found[1])
         if (found := LINE.search(line)) is None:
             continue
         log.lines += 1

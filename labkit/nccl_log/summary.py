@@ -1,6 +1,7 @@
 """A log of NCCL as a table, and what in it deserves a second look."""
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 
 from rich.markup import escape
@@ -47,9 +48,20 @@ def remarks(log: NcclLog) -> list[str]:
     if (more := len(log.warnings) - MOST_SHOWN) > 0:
         found.append(f"{more} warnings more: search the log for NCCL WARN")
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
-    if group.size and not group.ready:
-        late = [rank for rank in range(group.size) if not _is_ready(group, rank)]
+    if len({version.split("+")[0] for version in log.versions}) > 1:
+        found.append(
+            f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
+            "all nodes run the same container?"
+        )
+    late = [rank for rank, one in sorted(group.ranks.items()) if not one.ready]
+    if late:
         found.append(f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there")
+    unseen = [rank for rank in range(group.size) if rank not in group.ranks]
+    if unseen:
+        found.append(
+            f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
+            "they never get that far?"
+        )
     if "SHM" in inside:
         found.append(
             "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
@@ -60,7 +72,7 @@ def remarks(log: NcclLog) -> list[str]:
             "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
             "driver in the container, and is NCCL_IB_DISABLE unset?"
         )
-    elif between and not any(one.gpu_direct for one in group.connections):
+    elif _over_network(between) and not any(one.gpu_direct for one in group.connections):
         found.append(
             "no GPUDirect RDMA (no GDRDMA) between nodes: every message is copied through host "
             "memory; is the nvidia-peermem module loaded?"
@@ -83,7 +95,12 @@ def _is_inside(group: Communicator, one: Connection) -> bool:
     """Whether both ends are on one node; by the transport, where the log does not place them."""
     if {one.source, one.target} <= group.ranks.keys():
         return group.same_node(one.source, one.target)
-    return not one.kind.startswith("NET")
+    return not one.kind.startswith("NET") and "MNNVL" not in one.transport
+
+
+def _over_network(kinds: Iterable[str]) -> bool:
+    """Whether a network card carries any; NVLink between nodes (P2P/MNNVL) needs none."""
+    return any(kind.startswith("NET") for kind in kinds)
 
 
 def _ranks(group: Communicator) -> str:
@@ -108,10 +125,6 @@ def _rings(group: Communicator) -> list[tuple[str, str]]:
 def _over(group: Communicator, inside: bool) -> list[str]:
     counts = kinds(group, inside)
     return [f"{kind}, {count} connections" for kind, count in counts.most_common()]
-
-
-def _is_ready(group: Communicator, rank: int) -> bool:
-    return rank in group.ranks and group.ranks[rank].ready
 
 
 def _some(numbers: "list[int] | tuple[int, ...]", between: str = ", ") -> str:

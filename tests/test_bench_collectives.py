@@ -640,6 +640,24 @@ def test_bad_input_is_a_sentence_before_anything_is_measured(
     assert says in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "times"), [("float64", 3.5), ("float32", 5), ("float16", 8), ("uint8", 14)]
+)
+def test_the_guard_counts_what_checking_takes(
+    dtype: str, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given and got has the dtype; what is expected, the whole numbers of int32."""
+    size = 1 << 20
+    free = SimpleNamespace(available=times * size * 2 - 1)  # bytes of 2 ranks, but one
+    monkeypatch.setattr(collectives.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(collectives, "World", None)
+    with pytest.raises(ValueError, match="end at a smaller size"):
+        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
+    free.available += 1
+    with pytest.raises(TypeError):  # on to the world, which is none here
+        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
+
+
 def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -41,7 +41,7 @@ OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
 TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
-BUFFERS = 5  # of the operation's size, that a rank holds while it checks
+BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: given and got, and 3 int32 for each element
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,8 @@ def _check_input(
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")
     if turns < 1:
         raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
-    need, free = BUFFERS * max(sizes) * max(ranks), psutil.virtual_memory().available
+    held = BUFFERS + CHECKING_BYTES / getattr(torch, dtype).itemsize  # times the operation's size
+    need, free = held * max(sizes) * max(ranks), psutil.virtual_memory().available
     if need > free:
         raise ValueError(
             f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "

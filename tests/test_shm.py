@@ -19,7 +19,7 @@ import torch.distributed as dist
 from comm_contract import PLAIN, check, events_of
 from provoke import driver, gone, until
 
-from labkit import Comm, Mesh, RankError, RankInterrupt, World, listen
+from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.comm.shm import collectives, ring, slots, words
 from labkit.comm.shm.mail import Inbox, Outbox
@@ -392,6 +392,44 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) ->
         with pytest.raises(RankError, match="(?s)failed: Timed out waiting 1.5 s for") as told:
             world.run(alone)
         assert told.value.kind == "stuck"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("call", ["short", "long", "async", "recv", "send"])
+def test_who_comes_too_late_gets_an_error_and_no_numbers(
+    call: str, transport: str, tmp_path: Path
+) -> None:
+    """So does who goes on after its error. (As over gloo.)"""
+
+    def go_on() -> list[str]:
+        comm, heard = Comm(), []
+        while comm.rank == 1 and not (tmp_path / "given up").exists():
+            time.sleep(0.01)
+        for k in range(3):
+            x = torch.full((1 << 8 if call == "short" else 1 << 18,), 10.0**k)
+            try:
+                if call in ("recv", "send"):
+                    (comm.recv if (call == "recv") == (comm.rank == 0) else comm.send)(
+                        x, 1 - comm.rank
+                    )
+                elif handle := comm.all_reduce(x, async_op=call == "async"):
+                    handle.wait()
+                heard.append(str(x[0]))
+            except CommError as error:
+                heard.append(str(error))
+            except RuntimeError as error:  # gloo's own, of a message it does not begin
+                heard.append(f"failed: {error}")
+                assert transport == "gloo"
+            (tmp_path / "given up").touch()
+        return heard
+
+    with World(2, transport=transport, timeout_s=0.5, check=False) as world:
+        early, late = world.run(go_on)
+    assert all("failed: " in heard for heard in (*early, *late)), (early, late)
+    if transport == "shm":
+        assert "Timed out" in early[0] and "gave up" in late[0]
+        for heard in (*early[1:], *late[1:]):
+            assert "of no more use after an earlier error" in heard and "restart()" in heard
 
 
 def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> None:

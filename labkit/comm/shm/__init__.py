@@ -24,8 +24,9 @@ Three rules make it safe without any lock between the ranks:
     mail.py         its two ends: send and receive
     back.py         the back of the door that has all of it
 
-What it costs: a collective on S bytes copies 2 S on each rank where the ring over gloo sends
-2(n-1)/n S through the kernel; the bytes copied are the `wire_bytes` of its events.
+What it costs: an all-reduce of S bytes copies (2n-1)/n S on each of n ranks, where the ring over
+gloo sends 2(n-1)/n S through the kernel. What the others copy stands at each in collectives.py;
+the bytes copied are the `wire_bytes` of its events.
 """
 
 from labkit.comm.shm.back import Shared

@@ -12,6 +12,7 @@ from labkit.comm.back import Back, Call, Kind
 from labkit.comm.chooser import Choice
 from labkit.comm.shm import collectives
 from labkit.comm.shm.mail import Inbox, Outbox
+from labkit.comm.shm.ring import Ring
 from labkit.comm.shm.slots import Slots
 from labkit.comm.surroundings import here
 from labkit.comm.wire import Lane, LaneWork, Work
@@ -27,6 +28,9 @@ class Shared(Back):
     Collectives run one after the other, in the order in which they were called: a blocking one in
     the caller's thread, an asynchronous one (and what comes behind it) on a lane. The work's
     `wait` returns the bytes this rank copied. Memory is mapped at the first use.
+
+    A rank whose operation fails (a peer did not come in time, say) is out of step with the others
+    for good: it gives up, so that they fail, too, and refuses all later calls of the group.
     """
 
     transport = "shm"
@@ -37,6 +41,7 @@ class Shared(Back):
         self._slots: Slots | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
+        self.broken = ""  # by what
         self._lane: Lane | None = None
         self._last: LaneWork | None = None  # of those on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
@@ -69,9 +74,29 @@ class Shared(Back):
 
     def _carry(self, collective: Callable[[Slots], int]) -> int:
         with self._turn, here.carrying():
-            if self._slots is None:
-                self._slots = Slots(self._path, self._rank, self._size, self._timeout_s)
-            return collective(self._slots)
+            self.refuse_if_broken()
+            try:
+                if self._slots is None:
+                    self._slots = Slots(self._path, self._rank, self._size, self._timeout_s)
+                return collective(self._slots)
+            except BaseException as error:
+                self.give_up(error)
+                raise
+
+    def refuse_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(
+                f"this group is of no more use after an earlier error ({self.broken}): its ranks "
+                "are out of step; start new ones with world.restart()"
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        with self._choosing:
+            self.broken = self.broken or str(error).partition("\n")[0] or type(error).__name__
+            rings = [*self._outboxes.values(), *self._inboxes.values()]
+        for one in (*rings, self._slots):
+            if one is not None:
+                one.give_up()
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
@@ -108,14 +133,38 @@ class Shared(Back):
             with self._choosing:
                 if peer not in self._outboxes:
                     self._outboxes[peer] = Outbox(self._ring(self._rank, peer), self._timeout_s)
-        return self._outboxes[peer].send(x, call.tag)
+        outbox = self._outboxes[peer]
+        return Message(self, outbox, lambda: outbox.send(x, call.tag))
 
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         if peer not in self._inboxes:
             with self._choosing:
                 if peer not in self._inboxes:
                     self._inboxes[peer] = Inbox(self._ring(peer, self._rank), self._timeout_s)
-        return self._inboxes[peer].receive(x, call.tag, call.asynchronous)
+        inbox = self._inboxes[peer]
+        return Message(self, inbox, lambda: inbox.receive(x, call.tag, call.asynchronous))
 
     def _ring(self, source: int, target: int) -> Path:
         return self._path.with_name(f"{self._path.name}-{source}-{target}")
+
+
+class Message:
+    """A send or a receive: it is not begun in a broken group, and breaks its own if it fails."""
+
+    def __init__(self, group: Shared, ring: Ring, begin: Callable[[], Work]):
+        self._group, self._ring = group, ring
+        self._work = None if group.broken or ring.gave_up() else begin()
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        try:
+            if self._work is None:
+                self._group.refuse_if_broken()
+                raise RuntimeError("the other rank gave up after an error")
+            return self._work.wait()
+        except RuntimeError as error:
+            self._group.give_up(error)
+            raise
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._ring.gave_up() or self._work.is_completed()

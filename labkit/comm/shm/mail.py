@@ -138,6 +138,8 @@ class Inbox(Ring):
             return None if received.done else self._read
 
     def _take_out(self) -> None:
+        if self.words.gave_up(RECEIVER):  # nobody's tensor is written after its error
+            return
         while (written := self.words[WRITTEN]) > self._read:
             in_order()
             if self._arriving is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from labkit.comm.shm.words import WORD_BYTES, Words, address_of
+from labkit.comm.shm.words import GONE, HERE, WORD_BYTES, Words, address_of
 
 ALIGNED = 64  # bytes of a line of the cache: where data of a rank begins
 
@@ -22,16 +22,21 @@ class Region:
     processes, of which this one is number `me`. Raises RuntimeError where there is no room."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
-        self._here = range(words, words + parties)  # "I have it"
+        here = range(words, words + parties)  # "I have it", "I gave up"
         notes = range(words + parties, words + 2 * parties)  # "I sleep"
         self.data = -(-notes.stop * WORD_BYTES // ALIGNED) * ALIGNED
         self.memory = _map(path, self.data + data_bytes)
-        self.words = Words(self.memory, notes, me)
+        self.words = Words(self.memory, here, notes, me)
+        self._own = here[me]
         self._start = address_of(self.memory) + self.data
-        self.words.announce(self._here[me], 1)
-        if all(self.words[i] for i in self._here):
+        self.words.announce(self._own, HERE)
+        if all(self.words[i] for i in here):
             with suppress(OSError):  # two may see it at once
                 path.unlink()
+
+    def give_up(self) -> None:
+        """Tell the others not to wait for this process any more."""
+        self.words.announce(self._own, GONE)
 
     def address(self, begin: int) -> int:
         """Of the data's byte `begin`."""

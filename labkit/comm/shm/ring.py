@@ -41,8 +41,19 @@ class Ring:
         self._lane: Lane | None = None
 
     def wait(self, word: int, value: int, until_s: float) -> None:
-        if not self.words.wait(word, value, until_s):
+        if not self.words.wait(word, value, until_s, (SENDER, RECEIVER)):
+            if self.gave_up():
+                raise RuntimeError("the other rank, or this one, gave up after an error")
             raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
+
+    def gave_up(self) -> bool:
+        """Whether one of the ends did."""
+        return self.words.gave_up(SENDER) or self.words.gave_up(RECEIVER)
+
+    def give_up(self) -> None:
+        """Nothing more is moved; the other end must not wait."""
+        with self._lock:
+            self._region.give_up()
 
     def _later(self, function: Callable[[], None]) -> LaneWork:
         if self._lane is None:

@@ -33,7 +33,7 @@ MOST_VIEWS = 512  # that are kept for the next time
 
 class Slots:
     """Rank `rank`'s view of the slots of `size` ranks, which meet in the file `path`. Waiting for
-    longer than `timeout_s` raises RuntimeError."""
+    longer than `timeout_s`, or for a rank that gave up, raises RuntimeError."""
 
     def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -44,6 +44,10 @@ class Slots:
         self._words = self._region.words
         self._piece = 0
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def give_up(self) -> None:
+        """This rank takes no further part: the others must not wait for it."""
+        self._region.give_up()
 
     def begin(self) -> None:
         """Go on to the next piece, once its slot is free."""
@@ -97,10 +101,13 @@ class Slots:
         words, value = self._words, 3 * piece + stage
         until_s = 0.0
         for rank in ranks:
-            if words[rank] >= value:
-                continue
-            until_s = until_s or time.monotonic() + self.timeout_s
-            if not words.wait(rank, value, until_s):
+            arrived = words[rank] >= value
+            if not arrived:
+                until_s = until_s or time.monotonic() + self.timeout_s
+                arrived = words.wait(rank, value, until_s, (rank,))
+            if words.gave_up(rank):  # also of what it had announced: no result of half the ranks
+                raise RuntimeError(f"rank {rank} of the group gave up after an error")
+            if not arrived:
                 raise RuntimeError(
                     f"Timed out waiting {self.timeout_s:g} s for rank {rank} of the group"
                 )

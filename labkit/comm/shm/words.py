@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 WORD_BYTES = 8
+HERE, GONE = 1, 2  # what a process says of itself: "I have it mapped", "I gave up, for good"
 LOOKS, TURNS = 40, 12  # looks before the core is offered to others, and how often that is done
 X86 = platform.machine() in ("x86_64", "AMD64")
 SLEEP_S = 0.1  # then a sleeper looks again, whatever happens
@@ -38,10 +39,11 @@ NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes nobody
 
 class Words:
     """The 8-byte words at the start of `memory`. In those of `notes`, one for each process, a
-    process notes how many of its threads sleep; `me` is the number of this process."""
+    process notes how many of its threads sleep, in those of `here` whether it is here; `me` is the
+    number of this process."""
 
-    def __init__(self, memory: mmap.mmap, notes: Sequence[int], me: int):
-        self._words = memoryview(memory).cast("Q")
+    def __init__(self, memory: mmap.mmap, here: Sequence[int], notes: Sequence[int], me: int):
+        self._words, self._here = memoryview(memory).cast("Q"), here
         self._address = address_of(memory)
         self._note, self._notes = notes[me], [note for note in notes if note != notes[me]]
         self._sleepers = threading.Lock()  # threads of this process share its note
@@ -60,10 +62,15 @@ class Words:
                 wake(self._address + WORD_BYTES * i)
                 return
 
-    def wait(self, i: int, value: int, until_s: float, turns: int = TURNS) -> bool:
-        """Wait until word `i` is at least `value`; False when the time `until_s` comes first."""
+    def gave_up(self, process: int) -> bool:
+        return self._words[self._here[process]] == GONE
+
+    def wait(self, i: int, value: int, until_s: float, on: Sequence[int]) -> bool:
+        """Wait until word `i` is at least `value`; False when the time `until_s` comes first, or
+        when one of the processes `on` gives up. (Nobody is woken for that: a sleeper looks again
+        soon enough.)"""
         words = self._words
-        for _ in range(turns):
+        for _ in range(TURNS):
             for _ in range(LOOKS):
                 if words[i] >= value:
                     in_order()
@@ -71,7 +78,7 @@ class Words:
             step_aside()
         nap_s = NAPS_S[0]
         while words[i] < value:
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s or any(map(self.gave_up, on)):
                 return False
             self._count_sleepers(1)
             if (seen := words[i]) < value:

@@ -326,3 +326,36 @@ def test_the_command_tells_and_draws(tmp_path: Path) -> None:
         done = runner.invoke(app, ["nccl-log", *wrong])
         assert done.exit_code == 2 and says in done.output
     assert runner.invoke(app, ["nccl-log", str(tmp_path / "gone")]).exit_code == 2
+
+
+def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
+    """As NCCL_DEBUG_FILE=%h.%p writes them."""
+    lines, parts = EXAMPLES["sockets"].read_text().splitlines(), []
+    for process in ("node0:4100", "node0:4101", "node1:4200", "node1:4201"):
+        parts.append(tmp_path / process.replace(":", "."))
+        own = [line for line in lines if line.startswith(process)]
+        parts[-1].write_text("\n".join(own))  # NCCL's may lack its last newline, cut off
+    out = tmp_path / "drawn.png"
+    command = ["nccl-log", *map(str, parts[:3]), "-", "--out", str(out)]
+    done = CliRunner().invoke(app, command, input=parts[3].read_text())
+    assert done.exit_code == 0, done.output
+    for words in ("4 logs", "node0: 0, 1; node1: 2, 3"):
+        assert words in done.output
+    assert "no start-up line" not in done.output and out.exists()
+
+
+def test_the_command_reads_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = EXAMPLES["two_nodes"].read_bytes() + b"\xff\n"
+    done = CliRunner().invoke(app, ["nccl-log", "-"], input=log)
+    assert done.exit_code == 0, done.output
+    assert "standard input" in done.output and Path("nccl.png").exists()
+
+
+def test_the_command_tells_of_many_ranks_without_a_picture(tmp_path: Path) -> None:
+    file, out = tmp_path / "big.log", tmp_path / "big.png"
+    ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
+    file.write_text("\n".join([*(init(rank, 65) for rank in range(65)), ring]))
+    done = CliRunner().invoke(app, ["nccl-log", str(file), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "No picture: 65 ranks" in done.output and not out.exists()

@@ -33,18 +33,22 @@ class Ranks:
 
     def __init__(self, world: "World"):
         self.size, self.owner = world.size, os.getpid()
-        self.folder = tempfile.mkdtemp(prefix="labkit-")
-        self.shared = memory_folder(self.folder) if world.transport == "shm" else ""
-        self.board = Board.create(Path(self.folder) / "board", world.size) if world.check else None
+        self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
-        self._cleanup = weakref.finalize(
-            self, _abandon, {self.folder, self.shared}, self.owner, self.ends
-        )
+        folders: set[str] = set()
+        self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
         try:
             with Interrupts() as interrupts:
+                folders.add(folder := tempfile.mkdtemp(prefix="labkit-"))
+                self.folder, self.shared = folder, ""
+                if world.transport == "shm":
+                    folders.add(shared := memory_folder(folder))
+                    self.shared = shared
+                if world.check:
+                    self.board = Board.create(Path(folder) / "board", world.size)
                 self.starter: Starter = starter(world._start_with)
                 self._bear(world, interrupts)
         except BaseException:

@@ -1,5 +1,6 @@
 """What the whole suite shares: how it behaves on a machine that lacks a plugin or a GPU."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A suite that was started in the background (nohup, &) ignores Ctrl-C, and so would all
+        # that it starts: then what is tested about interrupts would wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

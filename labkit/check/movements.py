@@ -58,6 +58,7 @@ def numbers_of(ranks: tuple[int, ...]) -> str:
 
 
 def only_messages(ran: Ran) -> None:
+    """Fails where a rank calls a ready collective."""
     for rank, ops in enumerate(ran.ops):
         if others := [op for op in ops if op not in ("send", "recv")]:
             fail(
@@ -68,6 +69,7 @@ def only_messages(ran: Ran) -> None:
 
 
 def only_to_the_right(ran: Ran) -> None:
+    """Fails where a rank sends to another than the next one."""
     size = len(ran.events)
     for rank, its in enumerate(ran.events):
         for event in its:
@@ -80,6 +82,7 @@ def only_to_the_right(ran: Ran) -> None:
 
 
 def each_sends(ran: Ran, right: list[int], words: str) -> None:
+    """Fails where a rank does not send `right` bytes; `words` say why it should."""
     for rank, (sent_bytes, its) in enumerate(zip(ran.sent_bytes, right)):
         if sent_bytes != its:
             fail(
@@ -90,6 +93,7 @@ def each_sends(ran: Ran, right: list[int], words: str) -> None:
 
 
 def takes_steps(movement: Movement | None, right: int) -> None:
+    """Fails where the data needs more steps than `right`."""
     assert movement is not None, "the bytes have been counted"
     if (steps := len(movement.frames)) > right:
         fail(

@@ -19,5 +19,6 @@ def memory_folder(beside: str) -> str:
 
 
 def remove(folders: Iterable[str]) -> None:
+    """Delete these folders, those that are there."""
     for folder in filter(None, folders):
         shutil.rmtree(folder, ignore_errors=True)

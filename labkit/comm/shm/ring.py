@@ -75,6 +75,7 @@ class Ring:
 
 
 def taken_word(number: int) -> int:
+    """Where the reader says that it has taken message `number`."""
     return TAKEN + number % MOST_UNTAKEN
 
 

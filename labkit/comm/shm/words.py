@@ -95,6 +95,7 @@ class Words:
 
 
 def address_of(memory: mmap.mmap) -> int:
+    """Where `memory` begins in this process."""
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 

@@ -669,7 +669,7 @@ def test_the_step_that_hangs_is_the_one_that_is_drawn() -> None:
                 time.sleep(60)
             Comm().all_reduce(torch.ones(5))
 
-    with World(2, timeout_s=1.5) as world, pytest.raises(RankError), record() as trace:
+    with World(2, timeout_s=3) as world, pytest.raises(RankError), record() as trace:
         world.run(hang)
     assert trace.steps() == [0, 1, 2]
     for one in trace.ranks.values():

@@ -64,7 +64,7 @@ def shm() -> None:
 
 
 @bench.command()
-def recording(turns: Turns = 40) -> None:
+def recording(turns: Turns = 100) -> None:
     """What recording adds to a step."""
     from labkit.bench import recording as module
 

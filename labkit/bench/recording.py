@@ -4,6 +4,7 @@ The step is the one `labkit run` does when nothing else is asked for, on as many
 recording costs the same for every step of a model, a short one.
 """
 
+import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from labkit.bench.ddp import LENGTH, ROWS, stepper
@@ -19,7 +21,7 @@ from labkit.recording import record
 from labkit.training import DTYPES, Task
 from labkit.world import World, attach, progress
 
-STEPS = 3  # in a turn
+SETTLING = 40  # turns, at most
 TASK = Task()
 
 
@@ -56,27 +58,31 @@ def _turns(case: Case, turns: int) -> tuple[list[float], list[float]]:
     """On each rank: seconds of a step, plain and recorded, one of each a turn."""
     comm = attach().comm
     step = stepper(DDP, case.model, case.rows, DTYPES[case.dtype])
-    for _ in range(3):
-        step()
 
     def timed(block: Callable[[], Any]) -> float:
         with block():
             step()  # when a recording begins, Python's caches are cold: no part of a step's cost
             comm.barrier()
             began_s = time.perf_counter()
-            for _ in range(STEPS):
-                step()
+            step()
             comm.barrier()
-            return (time.perf_counter() - began_s) / STEPS
+            return time.perf_counter() - began_s
 
-    plain: list[float] = []
-    recorded: list[float] = []
-    for turn in progress(range(turns), f"{case.model} on {comm.size} ranks"):
-        kinds: list[tuple[list[float], Callable[[], Any]]]
-        kinds = [(plain, nullcontext), (recorded, record)]
-        for seconds, block in kinds if turn % 2 else kinds[::-1]:
-            seconds.append(timed(block))
-    return plain, recorded
+    def one_of_each(turn: int) -> dict[Callable[[], Any], float]:
+        kinds = (nullcontext, record) if turn % 2 else (record, nullcontext)
+        return {block: timed(block) for block in kinds}
+
+    for turn in range(SETTLING):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        one_of_each(turn)
+        pages = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        comm.all_reduce(pages, op="max")
+        if turn > 3 and pages < 100:
+            break  # a step that has to ask the system for memory would hide what is looked for
+
+    label = f"{case.model} {case.dtype} on {comm.size} ranks"
+    found = [one_of_each(turn) for turn in progress(range(turns), label)]
+    return [turn[nullcontext] for turn in found], [turn[record] for turn in found]
 
 
 def bench_recording(cases: tuple[Case, ...] = CASES, turns: int = 40) -> list[RecordingTimes]:

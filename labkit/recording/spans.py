@@ -13,6 +13,7 @@ Nothing in a model, a strategy or a training loop knows of it.
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -29,13 +30,26 @@ from labkit.trace import Span
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its number, in order
 _LEAF = 2**64 - 1  # the number of the nodes that hold parameters
-VIEWS = {
+FREE = {  # what these do in backward is pass the gradient on
     f"{name}Backward0"
     for name in (
-        "Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze", "T",
-        "Transpose", "UnsafeView", "Unsqueeze", "View",
+        "Add", "Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze",
+        "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
     )
 }  # fmt: skip
+
+
+_Hooks = dict[int, Callable[..., Any]]
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A module that has been named."""
+
+    module: "ref[nn.Module]"
+    name: str
+    kind: str
+    hooks: _Hooks  # that tell of its backward
 
 
 class Spans:
@@ -57,19 +71,23 @@ class Spans:
         self._open: list[Span] = []  # outermost first
         self._of_user: list[Span] = []  # opened by the user: no part of the nesting
         self._own: Span | None = None  # the module whose backward runs
-        self._names: dict[int, tuple[ref[nn.Module], str]] = {}  # id -> module, its name
-        self._marks: dict[tuple[str, str], torch.Tensor] = {}  # module, kind -> see `_hook_of`
+        self._known: dict[int, _Known] = {}  # by id(module)
+        self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
+        self._carrier = torch.empty(0)  # see `_hook_on`
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's next node at the last mark
-        self._hooks = ExitStack()
+        # Where a parent made so many nodes before a module, and none was worth a mark: it is not
+        # looked for again.
+        self._nothing_before: set[tuple[_Known, int]] = set()
+        self._in_place = ExitStack()
 
     def __enter__(self) -> "Spans":
         for handle in (
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
         ):
-            self._hooks.callback(handle.remove)
+            self._in_place.callback(handle.remove)
         self._thread, self._on = threading.get_ident(), True
         self._put(nn.Module, "__call__", self._recorded(nn.Module.__call__))
         self._put(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
@@ -77,11 +95,11 @@ class Spans:
 
     def _put(self, place: Any, name: str, replacement: Any) -> None:
         """Until recording ends."""
-        self._hooks.callback(setattr, place, name, getattr(place, name))
+        self._in_place.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, replacement)
 
     def __exit__(self, *_: Any) -> None:
-        self._hooks.close()
+        self._in_place.close()
         self._open.clear()
         self._of_user.clear()
         self._own, self._loss, self._on = None, None, False
@@ -123,69 +141,90 @@ class Spans:
     def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which is that of all modules, with a span around it. It runs some hundred times
         in a step, from cold caches: what it does not do is what makes it cheap."""
-        get_ident, is_compiling = threading.get_ident, torch.compiler.is_compiling
-        spans, clock = self._open, self.clock
+        get_ident, is_compiling = threading.get_ident, torch.compiler.is_dynamo_compiling
+        spans, all_known, nothing_before = self._open, self._known, self._nothing_before
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != self._thread:
                 return call(module, *args, **kwargs)  # one program is recorded, as it was written
             if outermost := not spans:
                 self._met(module)
-            known = self._names.get(id(module))
-            name = known[1] if known and known[0]() is module else self._name_all(module)
-            if not outermost and _next_node() != self._marked_until:
-                self._mark(args, spans[-1], by_parent=True)
-            span = Span("forward", name, self.step, 0.0, 0.0, len(spans), type(module).__name__)
+            known = all_known.get(id(module))
+            if known is None or known.module() is not module:
+                known = self._know_all(module)
+            if not outermost and (made := _next_node() - self._marked_until):
+                if (known, made) in nothing_before:
+                    self._marked_until += made
+                elif not self._mark_input(args):
+                    nothing_before.add((known, made))
+            span = Span("forward", known.name, self.step, 0.0, 0.0, len(spans), known.kind)
+            clock = self.clock
             clock.begin(span)
             spans.append(span)
             try:
                 output = call(module, *args, **kwargs)
                 if _next_node() != self._marked_until:
-                    self._mark((output,), span)
+                    self._mark(output, known.hooks)
                 return output
             finally:
-                self.end(span)
+                if spans and spans[-1] is span:
+                    spans.pop()
+                    clock.end(span)
+                    self._done(span)
+                else:
+                    self.end(span)
                 if outermost:  # from here to backward, the loss is computed
                     self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
                     clock.begin(self._loss)
 
         return recorded_call
 
-    def _name_all(self, root: nn.Module) -> str:
+    def _know_all(self, root: nn.Module) -> _Known:
         """Names from the root; a wrapper that holds one `module` does not lengthen them."""
         for path, module in root.named_modules():
-            known = self._names.get(id(module))
-            if known is None or known[0]() is not module:
+            known = self._known.get(id(module))
+            if known is None or known.module() is not module:
                 name = path.removeprefix("module.") if path != "module" else ""
-                self._names[id(module)] = ref(module), name
-        return self._names[id(root)][1]
+                kind = type(module).__name__
+                self._known[id(module)] = _Known(
+                    ref(module), name, kind, self._hooks_of(name, kind)
+                )
+        return self._known[id(root)]
 
     # --- backward ---
 
-    def _mark(self, values: Iterable[Any], span: Span, by_parent: bool = False) -> None:
-        """When backward comes to what made these tensors, it has come to the module of `span`; or,
-        for a module's input, back to its parent's. Nodes from before the last mark are not looked
-        at: mostly, one module's output is the next one's input."""
+    def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
+        """When backward comes to what made these tensors, call `hooks`. Nodes from before the last
+        mark are not looked at: mostly, one module's output is the next one's input. Returns
+        whether any was marked."""
         since, self._marked_until = self._marked_until, _next_node()
-        marked = []
-        for value in _tensors(values):
+        marked: list[int] = []
+        for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
             node: Any = value.grad_fn
             while node is not None and since <= (number := node._sequence_nr()) < _LEAF:
-                if not by_parent or type(node).__name__ not in VIEWS:
+                if not by_parent or type(node).__name__ not in FREE:
                     if number not in marked:  # one node may have made several tensors
                         marked.append(number)
-                        node._register_hook_dict(self._hook_of(span.module, span.kind))
+                        # A node takes hooks over from a tensor of the user's at a third of the
+                        # price of `register_prehook`. Here the tensor is always the same: one for
+                        # each module would lie among the activations, and break up the heap.
+                        self._carrier._backward_hooks = hooks
+                        node._register_hook_dict(self._carrier)
                     break
                 node = node.next_functions[0][0]  # of what `value` is a view of
+        return bool(marked)
 
-    def _hook_of(self, module: str, kind: str) -> torch.Tensor:
-        """A tensor that has the hook of this module's backward, made once. A node takes its hooks
-        over, as from a tensor of the user's, at a third of the price of `register_prehook`."""
-        mark = self._marks.get((module, kind))
-        if mark is None:
-            mark = self._marks[module, kind] = torch.empty(0)
-            mark._backward_hooks = {0: partial(self._backward_of, module, kind)}
-        return mark
+    def _mark_input(self, args: tuple[Any, ...]) -> bool:
+        """What the parent of a module has made since the last module is its own."""
+        parent = self._open[-1]
+        return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
+
+    def _hooks_of(self, module: str, kind: str) -> _Hooks:
+        """As autograd wants them; for those whose backward is that of this module."""
+        hooks = self._hooks.get((module, kind))
+        if hooks is None:
+            hooks = self._hooks[module, kind] = {0: partial(self._backward_of, module, kind)}
+        return hooks
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:

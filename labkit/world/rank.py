@@ -3,6 +3,7 @@ the driver sends until it is told to stop. It ends by `os._exit`, so that no hal
 can abort it.
 """
 
+import ctypes
 import faulthandler
 import io
 import os
@@ -32,6 +33,8 @@ from labkit.world.pickling import Unpicklable, dumps, unpack
 
 HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
 CONTROL, OUTPUT = range(2)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's own limit
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def _wake_up(spec: Spec) -> Channel:
         os.environ.update(spec.env)
         os.chdir(spec.cwd)
         sys.path[:] = spec.path
+        _keep_freed_memory()
         use_loopback(whatever_is_set=True)
         faulthandler.enable()  # a crash in C code prints the lines of Python it came from
         if hasattr(faulthandler, "register"):
@@ -123,6 +127,18 @@ def _wake_up(spec: Spec) -> Channel:
     vars(me.state).update(names, device=device, __name__="__main__")
     control.send(("ready", None))
     return control
+
+
+def _keep_freed_memory() -> None:
+    """glibc hands memory back to the system whenever 128 KiB to some MiB are free at the heap's
+    end, and has to ask for it again page by page: a training step, which frees all it has
+    allocated, then pays for it at random, some 5 % of its time on a CPU. A rank keeps what it
+    has had; the variables of mallopt(3) decide otherwise."""
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+        if mallopt is not None:  # the allocator is glibc's
+            mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+            mallopt(M_MMAP_THRESHOLD, MOST_FROM_HEAP_BYTES)
 
 
 def _speak_through(sock: socket.socket) -> None:

@@ -13,7 +13,6 @@ from provoke import ROOT
 
 from labkit import Comm, Link, World, record
 from labkit.world import folders
-from labkit.world import transport as transport_module
 from labkit.world.pick import Pick
 from labkit.world.transport import Transport, pick_transport
 
@@ -21,14 +20,8 @@ MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
-def shared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_module, "BY_DEFAULT", True)
-
-
-def test_it_is_gloo_until_shared_memory_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
-    assert pick_transport(2, Pick("gloo", "cpu", ""), None, None, None) == Transport("gloo")
 
 
 def transports() -> set[str]:

@@ -29,9 +29,10 @@ MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has p
 
 
 class Ranks:
-    """The living processes of a world, and the sockets to them."""
+    """The living processes of a world, and the sockets to them. Among the `interrupts`, one is
+    looked for while they are born."""
 
-    def __init__(self, world: "World"):
+    def __init__(self, world: "World", interrupts: Interrupts):
         self.size, self.owner = world.size, os.getpid()
         self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
@@ -41,16 +42,15 @@ class Ranks:
         folders: set[str] = set()
         self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
         try:
-            with Interrupts() as interrupts:
-                folders.add(folder := tempfile.mkdtemp(prefix="labkit-"))
-                self.folder, self.shared = folder, ""
-                if world.transport == "shm":
-                    folders.add(shared := memory_folder(folder))
-                    self.shared = shared
-                if world.check:
-                    self.board = Board.create(Path(folder) / "board", world.size)
-                self.starter: Starter = starter(world._start_with)
-                self._bear(world, interrupts)
+            folders.add(folder := tempfile.mkdtemp(prefix="labkit-"))
+            self.folder, self.shared = folder, ""
+            if world.transport == "shm":
+                folders.add(shared := memory_folder(folder))
+                self.shared = shared
+            if world.check:
+                self.board = Board.create(Path(folder) / "board", world.size)
+            self.starter: Starter = starter(world._start_with)
+            self._bear(world, interrupts)
         except BaseException:
             self.stop(kill=True)
             raise

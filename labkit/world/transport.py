@@ -10,7 +10,6 @@ from labkit.world.pick import Pick
 
 VARIABLE = "LABKIT_TRANSPORT"
 NAMES = ("shm", "gloo")
-BY_DEFAULT = False  # until an interrupt between two short runs of the driver is never lost
 LEAST_ROOM_BYTES = 128 << 20  # Docker gives 64 MB in all, which a few groups use up
 RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, may take
 
@@ -30,8 +29,7 @@ class Transport:
 def pick_transport(
     size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
 ) -> Transport:
-    """Shared memory for the ranks of one machine's CPU, where asked for and, with BY_DEFAULT, where
-    it serves; else the backend.
+    """Shared memory for the ranks of one machine's CPU, where it serves; else the backend.
 
     The first that says something decides: `asked`, the argument; LABKIT_TRANSPORT in the
     environment, where it can be had; `backend`, which may name gloo. Raises ValueError for names
@@ -59,7 +57,7 @@ def pick_transport(
         return Transport("gloo")
     if named := asked or wished or backend:
         return Transport(named)
-    if picked.device != "cpu" or not BY_DEFAULT:
+    if picked.device != "cpu":
         return Transport("gloo")
     return Transport("gloo", problem) if (problem := _no_room(size)) else Transport("shm")
 

@@ -90,7 +90,11 @@ class World:
         self._closed = False
         self._busy = threading.RLock()
         self._asked_to_stop = ""  # "closed" or "restarted", by another thread
-        self._ranks()
+        try:
+            self._ranks()
+        except BaseException:  # an interrupt: nobody will ever have this world
+            self._stop(kill=True)
+            raise
         if interactive():
             print(self.picked)
 
@@ -169,8 +173,9 @@ class World:
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
-            self._alive = Ranks(self)
-            self._table = table_note()  # the ranks keep the environment that they were born with
+            self._table = table_note()  # the ranks keep the environment that they are born with
+            with Interrupts() as interrupts:
+                self._alive = Ranks(self, interrupts)
         if self._alive.owner != os.getpid():
             raise RuntimeError(
                 f"this world belongs to process {self._alive.owner}, of which this one is a fork; "

@@ -11,8 +11,10 @@ both at once are counted once, as wires carry both ways). The exact bytes that e
 also where nothing divides, are in sent.py. Source: those of the algorithms.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 PIECE_BYTES = 1 << 20  # a longer tensor travels in pieces: one is reduced while others are sent
@@ -91,7 +93,9 @@ def _rings(n: int, S: float) -> Cost:
 
 def _halving(n: int, S: float) -> Cost:
     core = power_of_two(n)
-    cost = Cost(rounds(core), (core - 1) / core * S, (core - 1) / core * S)
+    held = [2] * (n - core) + [1] * (2 * core - n)  # chunks of each rank of the core, at the end
+    kept = [sum(held[: core >> k]) for k in range(1, rounds(core) + 1)]  # of the busiest rank
+    cost = Cost(rounds(core), sum(kept) / n * S, sum(kept) / n * S)
     return cost + Cost(2, S + S / n, S) if core < n else cost
 
 
@@ -114,8 +118,37 @@ def _fold(S: float) -> Cost:
 
 def _double_tree(n: int, S: float) -> Cost:
     P = piece_count(S / 2)
-    ticks = P + 2 * max(depth(double_tree(n)[0], rank) for rank in range(n))
-    return Cost(ticks, ticks / P * 2 * S, ticks / P * S)
+    height, children, full = _double_tree_pieces(n, 0)
+    few = min(P, 2 * height + 1)  # from so many pieces on, all wires are in use for some ticks
+    pieces = _double_tree_pieces(n, few)[2] + (P - few) * full
+    return Cost(P + 2 * height - 1, pieces * S / (2 * P), children * S / 2)
+
+
+@cache
+def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
+    """The height of the trees, the most children that a rank has, and the pieces that pass the
+    busiest rank, tick after tick (P = 0: in a tick in which all wires are in use)."""
+    trees = double_tree(n)
+    children = [Counter(tree) for tree in trees]
+    depths = [[depth(tree, rank) for rank in range(n)] for tree in trees]
+    height = max(depths[0])
+    places = {  # many ranks stand alike: depth, children and parents in either tree
+        tuple((d[r], c[r], int(tree[r] is not None)) for tree, c, d in zip(trees, children, depths))
+        for r in range(n)
+    }
+
+    def passing(place: tuple[tuple[int, int, int], ...], tick: int) -> int:
+        sent = received = 0
+        for depth_here, below, above in place:
+            rising, falling = tick - height + depth_here, tick - height - depth_here
+            for k, out, into in ((rising, above, below), (falling, below, above)):
+                sent += (not P or 0 <= k < P) * out
+                received += (not P or 0 <= k + 1 < P) * into  # to be used in the next tick
+        return max(sent, received)
+
+    ticks = range(P + 2 * height) if P else range(1)
+    pieces = sum(max(passing(place, tick) for place in places) for tick in ticks)
+    return height, max(children[0][rank] for rank in range(n)), pieces
 
 
 COSTS: dict[str, dict[str, Callable[[int, float], Cost]]] = {

@@ -9,7 +9,6 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_ddp": "labkit.bench.ddp",
         "bench_door": "labkit.bench.door",
         "bench_plot": "labkit.bench.plot",
-        "bench_shm": "labkit.bench.shm",
         "bench_world": "labkit.bench.world",
         "fit": "labkit.bench.fits",
         "read_sweep": "labkit.bench.sweep",

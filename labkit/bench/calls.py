@@ -99,6 +99,9 @@ def expected(buffers: Buffers, redop: str) -> torch.Tensor:
         "scatter": lambda: only_part(given(0)),
         "all_to_all": lambda: joined([rank] * ranks),
         "ring_exchange": lambda: given((rank - 1) % ranks),
+        "there_and_back": lambda: (
+            given(rank ^ 1) if rank ^ 1 < ranks else torch.full_like(given(0), UNTOUCHED)
+        ),
     }
     return outcomes[op]()
 
@@ -126,16 +129,29 @@ def call(door: Any, buffers: Buffers, redop: str, algorithm: str) -> None:
             door.all_to_all(b.got_parts, b.given_parts, **mine)
         case "ring_exchange":
             door.ring_exchange(b.got, b.given, **mine)
+        case "there_and_back" if b.rank % 2:
+            door.recv(b.got, b.rank - 1)
+            door.send(b.given, b.rank - 1)
+        case "there_and_back":
+            if b.rank + 1 < b.ranks:
+                door.send(b.given, b.rank + 1)
+                door.recv(b.got, b.rank + 1)
         case other:
             raise AssertionError(f"the bench has no {other}")
 
 
 class Own:
-    """The backend's own collectives, past the door, under the names of `Comm`. The arguments are
+    """The backend's own operations, past the door, under the names of `Comm`. The arguments are
     those of `Native`, but that it wants the root before the reduction, too."""
 
     def __init__(self, group: Any):
-        self._native = Native(group)
+        self._group, self._native = group, Native(group)
+
+    def send(self, x: torch.Tensor, peer: int) -> None:
+        self._group.send([x], peer, 0).wait()
+
+    def recv(self, x: torch.Tensor, peer: int) -> None:
+        self._group.recv([x], peer, 0).wait()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         operation = getattr(self._native, name)

@@ -193,11 +193,11 @@ def _typical(of_ranks: list[list[float]]) -> float:
 def _serving(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
     """The algorithms to time: those asked for, or all, that this number of ranks allows. On one
     machine a hierarchical all-reduce is the ring inside it: timed only where it is asked for."""
-    asked = [DEFAULT, *ALGORITHMS[op]] if algorithms is None else dict.fromkeys(algorithms)
+    asked = [DEFAULT, *ALGORITHMS.get(op, ())] if algorithms is None else dict.fromkeys(algorithms)
     return [
         name
         for name in asked
-        if (name == DEFAULT or name in ALGORITHMS[op])
+        if (name == DEFAULT or name in ALGORITHMS.get(op, ()))
         and ((op, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0)
         and (name != "hierarchical" or algorithms is not None)
     ]

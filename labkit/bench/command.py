@@ -27,7 +27,7 @@ def _shown(name: str, measured: Callable[[], Any]) -> None:
 @bench.callback()
 def _bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        for one in (world, door, ddp, shm, recording, plot, collectives):
+        for one in (world, door, ddp, recording, plot, collectives):
             one()
 
 
@@ -56,14 +56,6 @@ def ddp(turns: Turns = 40) -> None:
 
 
 @bench.command()
-def shm() -> None:
-    """Operations over shared memory against the same over gloo."""
-    from labkit.bench import shm as module
-
-    _shown("shm", lambda: module.table(module.bench_shm()))
-
-
-@bench.command()
 def recording(turns: Turns = 100) -> None:
     """What recording adds to a step."""
     from labkit.bench import recording as module
@@ -82,6 +74,7 @@ def plot() -> None:
 @bench.command(
     epilog="Examples:  labkit bench collectives --ops all_reduce --from 1K --to 16M  ·  "
     "labkit bench collectives --ops broadcast,reduce --algorithms tree,chain --ranks 4  ·  "
+    "labkit bench collectives --algorithms default --ops there_and_back,all_reduce  ·  "
     "labkit bench collectives --save sweep.json --plot sweep.png  ·  "
     "labkit bench collectives --fit --table my_table.json"
 )
@@ -95,7 +88,8 @@ def collectives(
         str | None,
         typer.Option(
             help="all_reduce, reduce_scatter, all_gather (these three if absent), broadcast, "
-            "reduce, gather, scatter, all_to_all, ring_exchange: one or more, with commas."
+            "reduce, gather, scatter, all_to_all, ring_exchange, there_and_back (send and receive "
+            "between neighbours): one or more, with commas."
         ),
     ] = None,
     ranks: Annotated[
@@ -110,6 +104,9 @@ def collectives(
     redop: Annotated[str, typer.Option(help="sum, min, max or product.")] = "sum",
     turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
     check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
+    transport: Annotated[
+        str | None, typer.Option(help="shm or gloo; if absent, as a World has it here.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth over size, as PNG.")] = None,
     fit: Annotated[
@@ -126,6 +123,8 @@ def collectives(
     from labkit.bench import choices, fits, report, sweep
     from labkit.bench import collectives as module
 
+    if fit and transport == "shm":
+        raise ValueError("a table chooses for messages; --fit is for --transport gloo")
     if table is not None and not fit:
         raise ValueError("--table says where --fit writes; give both")
     for path in filter(None, (save, plot, table)):
@@ -143,7 +142,7 @@ def collectives(
         (choices.OPS if fit else module.OPS) if ops is None else _words(ops),
         (choices.RANKS if fit else module.RANKS) if ranks is None else _numbers(ranks),
         None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
-        "gloo" if fit else None,
+        "gloo" if fit else transport,
     )  # fmt: skip
     for shown in report.tables(found):
         Console(width=max(report.WIDTH, console.width)).print(shown)

@@ -6,7 +6,8 @@ fitted by `labkit.bench.fit`.
     busbw = algbw x factor        what the busiest link must have carried, whatever the algorithm
 
 S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter and send and receive
-from its src/*.cu): S is the whole, n parts where an operation is about parts.
+from its src/*.cu): S is the whole, n parts where an operation is about parts. Its table has no
+there_and_back: a message of S from an even rank to the next, and then one from there.
 
 No torch here.
 """
@@ -31,6 +32,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "ring_exchange": lambda n: 1.0,
+    "there_and_back": lambda n: 1.0,
 }
 PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n parts
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")

@@ -16,6 +16,10 @@ bench = typer.Typer(
 console = Console()
 
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
+Carrier = Annotated[
+    str | None,
+    typer.Option("--transport", help="Of labkit's: shm or gloo; if absent, what a World picks."),
+]
 
 
 def _shown(name: str, measured: Callable[[], Any]) -> None:
@@ -48,11 +52,11 @@ def door() -> None:
 
 
 @bench.command()
-def ddp(turns: Turns = 40) -> None:
+def ddp(turns: Turns = 40, transport: Carrier = None) -> None:
     """A step of labkit's DDP against torch's."""
     from labkit.bench import ddp as module
 
-    _shown("ddp", lambda: module.table(module.bench_ddp(turns=turns)))
+    _shown("ddp", lambda: module.table(module.bench_ddp(turns=turns, transport=transport)))
 
 
 @bench.command()
@@ -104,9 +108,7 @@ def collectives(
     redop: Annotated[str, typer.Option(help="sum, min, max or product.")] = "sum",
     turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
     check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
-    transport: Annotated[
-        str | None, typer.Option(help="shm or gloo; if absent, as a World has it here.")
-    ] = None,
+    transport: Carrier = None,
     save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth over size, as PNG.")] = None,
     fit: Annotated[

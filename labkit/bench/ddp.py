@@ -89,12 +89,16 @@ def _summary(ranks: int, model: str, seconds: dict[str, list[float]]) -> DdpTime
 
 
 def bench_ddp(
-    ranks: tuple[int, ...] = (2, 4), models: tuple[str, ...] = ("1M", "3.4M"), turns: int = 40
+    ranks: tuple[int, ...] = (2, 4),
+    models: tuple[str, ...] = ("1M", "3.4M"),
+    turns: int = 40,
+    transport: str | None = None,
 ) -> list[DdpTimes]:
-    """Time them for each number of ranks and each model."""
+    """Time them for each number of ranks and each model; torch's goes over gloo, ours over
+    `transport`, as a `World` has it here when None."""
     found = []
     for size in ranks:
-        with World(size, check=False) as world:
+        with World(size, check=False, transport=transport) as world:
             for model in models:
                 found.append(_summary(size, model, world.run(_turns, model, turns)[0]))
     return found

@@ -11,8 +11,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comm_contract
 import psutil
@@ -30,7 +32,8 @@ from comm_contract import (
 )
 
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
-from labkit.comm import here
+from labkit.comm import CommError, here
+from labkit.comm.wire import Wire
 
 FILE = Path(__file__).name
 
@@ -267,6 +270,27 @@ def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) ->
     for source, line in world2.run(call):
         assert source.startswith("replicas.py:")
         assert source.endswith(f"copy_from_rank_0, from {FILE}:{line + 1} in call")
+
+
+def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:
+    def on_a_broken_pair() -> list[str]:
+        comm, said = Comm(), []
+        gone = RuntimeError("Connection closed by peer\nand much more")
+        for noted in (False, True):
+            with (
+                patch.object(Wire, "isend", side_effect=gone),
+                listen() if noted else nullcontext(),
+                pytest.raises(CommError) as raised,
+            ):
+                comm.send(torch.ones(3), 1 - comm.rank)
+            said.append(str(raised.value))
+        return said
+
+    for checked in (False, True):
+        with World(2, backend="gloo", check=checked) as world:
+            for plain, noted in world.run(on_a_broken_pair):
+                assert plain.startswith("send") and plain.endswith(": Connection closed by peer")
+                assert noted.startswith("send") and noted.endswith(": Connection closed by peer")
 
 
 def test_listening_nests_and_ends(world2: World) -> None:

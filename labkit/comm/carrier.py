@@ -19,10 +19,10 @@ import torch.distributed as dist
 from labkit.comm.arguments import COLLECTIVE_TAGS, check_tensor, describe
 from labkit.comm.back import Back, Call, Kind
 from labkit.comm.backs import Gloo, SendReceive
-from labkit.comm.board import IN_FLIGHT, WAITED_FOR, Note
+from labkit.comm.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
 from labkit.comm.chooser import Choice
 from labkit.comm.clock import HOST_CLOCK, Clock
-from labkit.comm.handle import Handle
+from labkit.comm.handle import CommError, Handle
 from labkit.comm.native import Native, Nothing
 from labkit.comm.shm import Shared
 from labkit.comm.surroundings import caller, here
@@ -89,7 +89,7 @@ class Carrier:
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None and not here.listeners:
-            handle = Handle(start(back, call), what, finish)
+            handle = Handle(_begun(what, lambda: start(back, call)), what, finish)
         else:
             by = f" by {name}" if algorithm or collective in back.forced else ""
             note = Note(
@@ -126,7 +126,7 @@ class Carrier:
         call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
-            return Handle(start(back, call), op, finish)
+            return Handle(_begun(op, lambda: start(back, call)), op, finish)
         source, target = self.ranks[ends[0]], self.ranks[ends[1]]
         note = Note(
             f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
@@ -202,7 +202,7 @@ class Carrier:
             for heard in here.listeners:
                 heard(event)
         try:
-            work = start()
+            work = _begun(note.what, start)
         except BaseException:
             if board:
                 board.leave(note, failed=True)
@@ -273,3 +273,13 @@ def _in_line(x: torch.Tensor) -> torch.Tensor:
 
 def _shape(x: torch.Tensor) -> list[int]:
     return list(x.shape)
+
+
+def _begun(what: str, start: Callable[[], Work]) -> Work:
+    """The work of operation `what`. Raises CommError where the transport does not even begin."""
+    try:
+        return start()
+    except (CommError, CollectiveMismatch, NotImplementedError):
+        raise
+    except RuntimeError as error:
+        raise CommError.of(what, error) from error

@@ -99,7 +99,7 @@ class Comm:
     ) -> Choice:  # fmt: skip
         """Which algorithm carries an operation of `nbytes` (of all chunks together), and why.
 
-        >>> comm.explain("all_reduce", 1 << 20)
+        >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
         probe = torch.empty(0, dtype=dtype, device=self._own_device())

@@ -11,6 +11,12 @@ from labkit.events import CommEvent
 class CommError(RuntimeError):
     """An operation failed under way: a peer died, or did not come in time."""
 
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> "CommError":
+        """Of operation `what`, from what the transport says."""
+        why = str(error).partition("\n")[0] or type(error).__name__
+        return cls(f"{what} failed: {why}")
+
 
 class Handle:
     """What an asynchronous operation returns. The tensors given to the operation belong to it
@@ -49,8 +55,7 @@ class Handle:
         except RuntimeError as error:
             if self._board and self._note:
                 self._board.leave(self._note, failed=True)
-            why = str(error).partition("\n")[0] or type(error).__name__
-            raise CommError(f"{self._what} failed: {why}") from error
+            raise CommError.of(self._what, error) from error
         for step in self._finish:
             step()
         if self._board and self._note:

@@ -268,7 +268,7 @@ for nbytes in [2**10, 2**24]:
 
 # %% [markdown]
 # (`gloo` is the backend's own all-reduce, a ring, too. All of this is for messages: ranks that share a
-# machine can do without them. `World(4)` gives them common memory where it can.)
+# machine can do without them. A world without `backend="gloo"` gives them common memory where it can.)
 #
 # **Recursive doubling** is the tree's sister: no
 # root, and everyone swaps with a partner 1, 2, 4, ... away. Half the steps of the tree, but all of S in

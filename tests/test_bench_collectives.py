@@ -663,6 +663,7 @@ def test_the_guard_counts_what_checking_takes(
         bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
 
 
+@pytest.mark.slow
 def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -192,6 +192,7 @@ while time.monotonic() < until_s:
 """
 
 
+@pytest.mark.slow
 def test_who_reads_while_a_rank_writes_sees_no_half_of_a_note(tmp_path: Path) -> None:
     """Times half written once told the driver of a rank that had waited since the clock began."""
     seconds = 4.0

@@ -48,6 +48,7 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 def test_compare_in_float32_and_with_the_users_text(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
     options = [*TINY, "--dtype", "float32", "--text", "notes.txt", "--ranks", "2"]
@@ -65,6 +66,7 @@ class HalfSent(DDP):
             bucket.flat.mul_(0.5)
 
 
+@pytest.mark.slow
 def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def build(
         module: nn.Module, comm: object, lr: float
@@ -109,6 +111,7 @@ def test_a_nan_is_not_equal_wherever_it_stands() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], ["torch.distributed.run", "--nproc-per-node", "2", "-m"]])
 def test_a_run_is_recorded_and_viewed(launcher: list[str], tmp_path: Path) -> None:
     ranks = [] if launcher else ["--ranks", "2"]
@@ -125,6 +128,7 @@ def test_a_run_is_recorded_and_viewed(launcher: list[str], tmp_path: Path) -> No
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
     options = ["labkit", "run", "ddp", *TINY]
     alone = labkit(*options, "--ranks", "2", cwd=tmp_path)

@@ -276,6 +276,7 @@ def test_the_timeout_needs_no_plugin():
     assert not re.search(r"timeout|nbval|-n\b|xdist", settings["addopts"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["-p", "no:timeout"]], ids=["with", "without plugin"])
 def test_pytest_starts_with_and_without_the_timeout_plugin(options: list[str], tmp_path: Path):
     (tmp_path / "tests").mkdir()

@@ -87,6 +87,7 @@ def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
 # --- results -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_contract_in_tiny_pieces() -> None:
     def tiny() -> None:
         with_tiny_pieces()
@@ -368,6 +369,7 @@ def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
         world.run(napping)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["barrier", "async", "recv", "send", "long send", "irecv"])
 def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) -> None:
     def alone() -> None:
@@ -571,6 +573,7 @@ def test_who_waits_for_whom_is_told(way: str) -> None:
     assert re.search(r"rank(s 0 and 2| 0| 2) ", said) and "rank 1" in said, said
 
 
+@pytest.mark.slow
 def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     script = """
     def forever():

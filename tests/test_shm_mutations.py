@@ -18,6 +18,8 @@ from labkit.comm.shm.mail import Inbox
 from labkit.comm.shm.ring import Ring
 from labkit.comm.shm.slots import Slots
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:

@@ -4,7 +4,9 @@ and passes on the solution. The framework's own promises are tested below that.
 
 import ast
 import linecache
+import os
 import re
+import signal
 import sys
 import time
 from functools import cache
@@ -92,6 +94,28 @@ def test_a_wrong_answer_is_told_what_is_wrong(case: Wrong):
         EXERCISES[case.exercise](case.answer)
     assert case.says in str(caught.value)
     assert "you left the stub" not in str(caught.value)
+
+
+def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Its stub is named, not that of the exercise; and the hint is where to begin."""
+    first, second = EXERCISES["02.my_all_gather"], EXERCISES["02.my_all_reduce"]
+    solution, stub = answer(second.name, "solved"), answer(first.name, "student")
+    monkeypatch.setattr(first, "passed", None)
+    monkeypatch.setitem(solution.__globals__, "my_all_gather", stub)
+    with pytest.raises(CheckFailed) as caught:
+        second(solution)
+    assert "you left the stub of my_all_gather" in str(caught.value)
+    assert "my_all_gather, not passed yet: begin there" in str(caught.value)
+
+
+def test_after_the_death_of_the_server_the_next_check_runs():
+    """It takes the ranks of all sizes with it; who asked for none of that must not pay for it."""
+    for size in (2, 3):
+        run(size, lambda comm: comm.rank)
+    with pytest.raises(CheckFailed):
+        run(2, lambda comm: comm.rank or os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60))
+    for size in (3, 2):
+        assert run(size, lambda comm: comm.rank).values == list(range(size))
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -244,8 +244,13 @@ def test_cells_carry_what_nbgrader_wants(lab: Path, monkeypatch: pytest.MonkeyPa
     from labkit.check import Exercise
 
     monkeypatch.setitem(EXERCISES, "99.half", Exercise("99.half", 3, lambda student: []))
-    lab.write_text(LAB + "\n# %%\ncheck.half(half)\n")
+    imports = "\n# %%\nimport torch\nfrom labkit.check import lab_99 as check\n"
+    lab.write_text(LAB + imports + "\n# %%\ncheck.half(half)\n")
     cells = solved(lab).cells
+    assert cells[-2].metadata.nbgrader == {  # what gives the points is not to be replaced
+        "grade_id": "99-imports", "grade": False, "solution": False, "locked": True, "task": False,
+        "schema_version": 3,
+    }  # fmt: skip
     assert cells[1].metadata.nbgrader == {
         "grade_id": "99-half", "grade": False, "solution": True, "locked": False, "task": False,
         "schema_version": 3,

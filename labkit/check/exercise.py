@@ -103,9 +103,20 @@ class Exercise:
                     proven.append(finding)
         except CheckFailed as failed:
             failed.exercise = self.name
+            if unpassed := self._built_on(student):
+                more = f"It uses {' and '.join(unpassed)}, not passed yet: begin there."
+                failed.hint = f"{failed.hint} {more}".strip()
             raise failed from None
         self.passed = Passed(self, proven, score)
         return self.passed
+
+    def _built_on(self, student: Any) -> list[str]:
+        """Other exercises of this lab that the student's function calls and that are not passed."""
+        lab = self.name.partition(".")[0]
+        called = getattr(getattr(student, "__code__", None), "co_names", ())
+        others = [one for one in EXERCISES.values() if one is not self and not one.passed]
+        names = [one.name.partition(".") for one in others]
+        return [short for its_lab, _, short in names if its_lab == lab and short in called]
 
     def __repr__(self) -> str:
         return f"{self.name}: {(self.__doc__ or '').splitlines()[0]}"

@@ -67,6 +67,9 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     except RankInterrupt:
         raise
     except RankError as error:
+        if "the server that ranks are forked from" in str(error):  # all worlds had that one
+            for other in list(_worlds):
+                _worlds.pop(other).close()
         raise told(error) from None
     finally:
         too_late.cancel()
@@ -108,8 +111,10 @@ def told(error: RankError) -> CheckFailed:
     first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
         case "raised" if "NotImplementedError: your turn:" in first:
+            stub = re.search(r"your turn: write (\w+)", first)
+            whose = f" of {stub[1]}" if stub else ""
             return CheckFailed(
-                "you left the stub: the body is not written yet.",
+                f"you left the stub{whose}: the body is not written yet.",
                 hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
             )
         case "raised":

@@ -125,6 +125,9 @@ def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
         name = "-".join(filter(None, words.groups())) if words else "cell"
         facts: dict[str, Any] = {"grade": False, "solution": True, "locked": False}
         return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
+    if re.search(rf"^from labkit\.check import lab_{lab} as check$", text, re.MULTILINE):
+        facts = {"grade": False, "solution": False, "locked": True}  # what gives the points
+        return facts | {"grade_id": f"{lab}-imports", "schema_version": 3, "task": False}
     name = checked(text) or ""
     if name not in exercises(lab):
         return None

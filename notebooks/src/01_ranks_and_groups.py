@@ -243,7 +243,8 @@ look(2)
 
 # %% [markdown]
 # **Your turn, in terminals.** Open two (File, New, Terminal) in the folder of these labs, then
-# `source ../.venv/bin/activate`. Now *you* are the launcher; `env` sets the variables of one call:
+# `source ../.venv/bin/activate` (or however you activate the Python of these labs). Now *you* are the
+# launcher; `env` sets the variables of one call:
 #
 # ```sh
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python ../runs/hello.py

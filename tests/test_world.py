@@ -2,6 +2,7 @@
 refused. How runs fail is in test_failures.py."""
 
 import os
+import platform
 import random
 import resource
 import subprocess
@@ -945,3 +946,18 @@ def test_progress_on_a_rank_travels_and_rank_0_speaks_for_all(
     assert world2.run(work) == [1, 1]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and lines[0].startswith("[rank 0] train") and "8/8" in lines[0]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_a_rank_keeps_the_memory_that_a_step_has_freed(world2: World) -> None:
+    """Else every step asks the system for it again, page by page."""
+
+    def pages_of_a_step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.ones(1 << 20) for _ in range(16)]  # 4 MiB each
+        del activations
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first, *_, last = [world2.run(pages_of_a_step) for _ in range(4)]
+    assert all(page_count > 10_000 for page_count in first)
+    assert all(page_count < 1000 for page_count in last)

@@ -339,7 +339,7 @@ for n in [8, 64, 8000]:
 
 # %% [markdown]
 # That is the answer to the question: 1 GB costs 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000,
-# hierarchically. A plain ring over InfiniBand takes 35 and 200, and the server is hopeless.
+# hierarchically. A plain ring over InfiniBand takes 35 and 200 ms, the server is hopeless.
 #
 # From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But its *steps* do:
 # 16,000 latencies are 160 ms. So on thousands of ranks one uses algorithms with few steps **and** few

@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
-from answers import WRONG, Wrong
+from answers import RIGHT, WRONG, Wrong
 
 import labkit.check.ranks
 from labkit.check import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
@@ -28,6 +28,7 @@ from labkit.check.exercise import Passed
 from labkit.check.peak import PeakMemory
 from labkit.comm import CommError
 from labkit.course.editions import checked, solved, sources, student
+from labkit.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +119,13 @@ def test_after_the_death_of_the_server_the_next_check_runs():
         assert run(size, lambda comm: comm.rank).values == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("name", "play"), RIGHT, ids=[f"{name}-{play.__name__}" for name, play in RIGHT]
+)
+def test_another_right_answer_passes(name: str, play: Any):
+    assert EXERCISES[name](play).proven
+
+
 @pytest.mark.parametrize("name", EXERCISES)
 def test_an_exercise_has_two_wrong_answers_or_more(name: str):
     count = sum(case.exercise == name for case in WRONG)
@@ -183,6 +191,17 @@ def test_the_best_known_score_of_lab_02_can_be_reached():
 
     score = EXERCISES["02.my_best_broadcast"](broadcast).score
     assert score is not None and score.value == score.best
+
+
+def test_the_recipes_of_lab_02_draw_what_the_solutions_do():
+    prose = [cell.source for cell in solved(LABS["02"]).cells if cell.cell_type == "markdown"]
+    recipes = re.findall(
+        r"^```\n(plot\.movement.*?)```", "\n".join(prose), re.DOTALL | re.MULTILINE
+    )
+    assert len(recipes) == 2
+    with World(4, backend="gloo") as world:
+        for recipe in recipes:
+            assert eval(recipe, names_of("02", "solved") | {"world": world}).axes
 
 
 # ---- what goes wrong on a rank, in words

@@ -5,6 +5,8 @@ numbers are where at the end, told in words.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from labkit.check.findings import fail
 from labkit.check.ranks import Ran, watch
 from labkit.trace.movement import Content, Movement
@@ -13,10 +15,14 @@ PICTURE = "Draw it: plot.movement(watch_collective(world, {collective!r}, your_f
 
 
 def ends_with(
-    size: int, collective: str, student: Callable[..., Any], wanted: Mapping[tuple[int, int], range]
+    size: int,
+    collective: str,
+    student: Callable[..., Any],
+    wanted: Mapping[tuple[int, int], range],
+    hint: str = "",
 ) -> Movement | None:
-    """Fail unless (rank, chunk) of `wanted` ends with the numbers of those ranks, each once.
-    Returns the movement; None where nothing was sent."""
+    """Fail unless (rank, chunk) of `wanted` ends with the numbers of those ranks, each once; `hint`
+    says where to look, besides the picture. Returns the movement; None where nothing was sent."""
     try:
         movement = watch(size, collective, student)
     except ValueError:
@@ -28,7 +34,7 @@ def ends_with(
                 f"of {size} ranks, rank {rank} ends with {in_words(content, chunk)} in chunk "
                 f"{chunk}.",
                 expected=f"{numbers_of(tuple(ranks))}, each once",
-                hint=PICTURE.format(collective=collective),
+                hint=f"{hint} {PICTURE.format(collective=collective)}".strip(),
             )
     return movement
 
@@ -57,6 +63,32 @@ def numbers_of(ranks: tuple[int, ...]) -> str:
     return f"the numbers of rank{'s' * (len(ranks) > 1)} {listed}"
 
 
+def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
+    """Call student(comm, chunks) on a rank. Returns the numbers of the chunks in whose place in the
+    list another tensor stands afterwards."""
+    given = list(chunks)  # they stay alive, so that no other tensor gets their memory
+    student(comm, chunks)
+    return [
+        number
+        for number, (old, new) in enumerate(zip(given, chunks))
+        if not isinstance(new, torch.Tensor) or new.data_ptr() != old.data_ptr()
+    ]
+
+
+def in_place(ran: Ran) -> list[Any]:
+    """The values of ranks that return (value, replaced(...)). Fails where a chunk was replaced."""
+    for rank, (_, others) in enumerate(ran.values):
+        if others:
+            chunk = f"chunks[{others[0]}]"
+            fail(
+                f"on rank {rank} chunk {others[0]} is another tensor than the one you were given.",
+                expected="the tensors you were given, with other numbers in them",
+                hint=f"{chunk} += y and {chunk}.copy_(y) write into it; {chunk} = ... only puts "
+                "another into the list.",
+            )
+    return [value for value, _ in ran.values]
+
+
 def only_messages(ran: Ran) -> None:
     """Fails where a rank calls a ready collective."""
     for rank, ops in enumerate(ran.ops):
@@ -81,14 +113,14 @@ def only_to_the_right(ran: Ran) -> None:
                 )
 
 
-def each_sends(ran: Ran, right: list[int], words: str) -> None:
+def each_sends(ran: Ran, collective: str, right: list[int], words: str) -> None:
     """Fails where a rank does not send `right` bytes; `words` say why it should."""
     for rank, (sent_bytes, its) in enumerate(zip(ran.sent_bytes, right)):
         if sent_bytes != its:
             fail(
                 f"rank {rank} of {len(right)} sends {sent_bytes:,} bytes.",
                 expected=f"{its:,} bytes: {words}",
-                hint="Draw it: plot.movement(watch_collective(world, ..., your_function)).",
+                hint=PICTURE.format(collective=collective),
             )
 
 

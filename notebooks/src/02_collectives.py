@@ -19,7 +19,7 @@ from labkit import Comm, Link, World, listen, plot, watch_collective
 from labkit.check import lab_02 as check
 from labkit.check import predict, report
 from labkit.check.lab_02_rings import ring_a, ring_b
-from labkit.comm.algorithms import cost, hierarchical_cost
+from labkit.comm.algorithms import cost
 from labkit.course import show
 
 guess = predict()  # nothing yet: that is for you, in step 3
@@ -85,7 +85,8 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # - a **column** is a rank; its tensor is cut into four **chunks**, c0 to c3, one below the other;
 # - a cell has a stripe for each rank, coloured when that rank's numbers have been added: four
 #   stripes are the finished sum;
-# - what a rank sends in this step is framed, and the arrow shows to whom.
+# - what a rank sends in this step is framed, and the arrow shows to whom;
+# - a picture shows what the ranks hold when the step begins; what it brings shows in the next.
 #
 # All of the tensor passes through rank 0, six times. The others do nothing most of the time.
 
@@ -123,7 +124,8 @@ plot.steps(watch_collective(world, "all_reduce", "tree"))
 # | ring | 2(n-1) | S/n | 2(n-1) · α + 2(n-1)/n · S β |
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
-# Adding the numbers takes time as well (γ, gamma, for each byte); it is small beside a network.
+# Adding the numbers takes time as well (γ, gamma, for each byte); it is small beside a network. (The
+# server in step 1 was faster than this: our wires are slow on the way out only. More in step 5.)
 
 
 # %%
@@ -180,8 +182,10 @@ show("comm/algorithms/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
 #   sends and receives at the same time.
 # - `partial` is what is passed on: at first the rank's own numbers, then what has just arrived with
-#   its own added (`reduce`).
-# - What arrives goes into `room`, a place apart, so that nothing is overwritten that is still needed.
+#   its own added.
+# - `reduce(a, b)` adds b to a. In the last step the sum is complete and goes to `out`.
+# - What arrives goes into `room`, a place apart. It has two halves, in turns: one partial sum is still
+#   leaving while the next arrives.
 
 # %% [markdown]
 # The second half, and both together:
@@ -198,6 +202,10 @@ show("comm/algorithms/all_reduce.py:ring_all_reduce", since="own =")
 # %% tags=["nbval-check-output"]
 for name in ["naive", "ring", "tree"]:
     print(f"{name:6}", cost("all_reduce", name, n=4, nbytes=2**20))
+
+# %% [markdown]
+# `sent_bytes` are those that pass the busiest rank one after the other, in *or* out: in the tree 2S come
+# to rank 0, then 2S leave it. What rank 0 itself sends is only the second part.
 
 # %% [markdown]
 # ## 5. Run it
@@ -224,8 +232,8 @@ guess.beside(
 
 # %% [markdown]
 # In the tree rank 0 sends 2S and receives as much; a leaf sends S only. In the ring all send the same:
-# 2(n-1)/n · S, less than 2S however many ranks there are. No algorithm can do with less (Patarasuk and
-# Yuan, 2009).
+# 2(n-1)/n · S, less than 2S however many ranks there are. No algorithm in which the ranks do the adding
+# can do with less on its busiest rank (Patarasuk and Yuan, 2009).
 #
 # Now time. Of the paced wire we know α and β, so the formulas say the milliseconds. (Those of the ring
 # and the tree: there a rank receives one message at a time. A server receives n - 1 at once, and our
@@ -258,8 +266,18 @@ for k in (0, -1):  # the smallest and the largest
 
 # %% [markdown]
 # Small tensors: latency counts, and the tree has fewer steps. Large ones: bytes count, and the ring has
-# fewer of them. The lines cross, and a good library changes over there. labkit has a table for it, and
-# says why it chose:
+# fewer of them. The lines cross.
+#
+# **Recursive doubling** is the tree's sister: no root, and everyone swaps with a partner 1, 2, 4, ...
+# away. Half the steps of the tree, with all of S in each as there: log₂ n · (α + S β). (Where n is no
+# power of two, two steps more.)
+
+# %%
+plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
+
+# %% [markdown]
+# A good library changes over where the lines cross. labkit has a table for it, for messages that are not
+# paced, and says why it chose:
 
 # %%
 for nbytes in [2**10, 2**24]:
@@ -269,32 +287,25 @@ for nbytes in [2**10, 2**24]:
 # %% [markdown]
 # (`gloo` is the backend's own all-reduce, a ring, too. All of this is for messages: ranks that share a
 # machine can do without them. A world without `backend="gloo"` gives them common memory where it can.)
-#
-# **Recursive doubling** is the tree's sister: no
-# root, and everyone swaps with a partner 1, 2, 4, ... away. Half the steps of the tree, but all of S in
-# each:
-
-# %%
-plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
 
 # %% [markdown]
 # And now 1 GB. A cluster has two sorts of wires: inside a machine of 8 GPUs NVLink, say 450 GB/s; between
 # machines one InfiniBand card for each GPU, 50 GB/s (400 Gbit/s). Latencies differ from place to place;
-# we take 2 µs and 10 µs. **Hierarchical** means: a ring in each machine, then between machines only
-# 1/8 of the bytes by each GPU, then the ring inside again. The others use InfiniBand alone.
+# we take 2 µs and 10 µs. **Hierarchical** means: the first half of a ring inside each machine
+# (reduce-scatter), an all-reduce between machines of the 1/8 that each GPU then has, and the second half
+# inside (all-gather). The others use InfiniBand alone.
 
 # %%
 NVLINK, INFINIBAND = (2e-6, 1 / 450e9), (10e-6, 1 / 50e9)  # α in s, β in s per byte
 
 
 def hierarchical_s(n, nbytes):
-    inside, _ = hierarchical_cost(n // 8, 8, nbytes)
     between_s = ring_s(n // 8, nbytes / 8, *INFINIBAND) if n > 8 else 0.0
-    return inside.seconds(*NVLINK) + between_s
+    return ring_s(8, nbytes, *NVLINK) + between_s
 
 
 def two_trees_s(n, nbytes):
-    """Each carries half of the tensor, in many small pieces."""
+    """Each carries half, in many small pieces, whose own latencies (a few ms) we leave out."""
     return 2 * ceil(log2(n)) * INFINIBAND[0] + 2 * nbytes * INFINIBAND[1]
 
 
@@ -327,10 +338,13 @@ for n in [8, 64, 8000]:
     print(f"{n:5,} ranks " + "".join(f"{1000 * f(n, 1e9):14,.0f}" for f, _ in ways.values()))
 
 # %% [markdown]
-# That is the answer to the question. The server is hopeless. From 8 to 8,000 ranks the *bytes* of the
-# ring hardly grow: 40 ms for ever. But its *steps* do: 16,000 latencies are 160 ms. So on thousands of
-# ranks one uses algorithms with few steps **and** few bytes: hierarchical ones, or **two trees** at once,
-# each with half of the tensor, cut into pieces (in labkit `double_tree`).
+# That is the answer to the question: 1 GB costs 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000,
+# hierarchically. A plain ring over InfiniBand takes 35 and 200 ms, the server is hopeless.
+#
+# From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But its *steps* do:
+# 16,000 latencies are 160 ms. So on thousands of ranks one uses algorithms with few steps **and** few
+# bytes: hierarchical ones, or **two trees** at once, each with half of the tensor, cut into pieces (in
+# labkit `double_tree`).
 
 # %% [markdown]
 # ## 6. Break it
@@ -373,7 +387,8 @@ def pass_on(comm, outgoing, incoming):
 #
 # Somebody wrote two all-reduces. Neither hangs. You do not get the code, only what it does: what is
 # wrong with each, and from which step on? A vermilion cell holds what it should not: `2×` means that a
-# rank's numbers are in it twice.
+# rank's numbers are in it twice. Not every mistake is vermilion: what is only missing stays grey. (The
+# answer is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -406,8 +421,11 @@ show("check/lab_02_rings.py:ring_b")
 #
 # `chunks` is a list of n tensors in one dimension, which may differ in size. Around the ring, in n - 1
 # steps, make `chunks[comm.rank]` the sum of all ranks' chunks of that number. The others may hold
-# anything afterwards. `torch.empty_like(chunk)` is a place for what arrives; `take += incoming` adds in
-# place.
+# anything afterwards. `torch.empty_like(chunk)` is a place for what arrives, of its shape **and dtype**
+# (the pictures use whole numbers).
+#
+# Sum **in place**: write into the tensors that you are given. `chunks[i] += y` and `chunks[i].copy_(y)`
+# do; `chunks[i] = ...` only puts another tensor into the list.
 
 
 # %%
@@ -428,7 +446,8 @@ check.my_reduce_scatter(my_reduce_scatter)
 # %% [markdown]
 # ### Exercise 2: All-gather
 #
-# Now `chunks[comm.rank]` is what this rank has. In n - 1 steps, give everybody all chunks.
+# Now `chunks[comm.rank]` is what this rank has. The others hold anything: overwrite them, do not add. In
+# n - 1 steps, give everybody all chunks, again in place.
 
 
 # %%
@@ -448,13 +467,13 @@ check.my_all_gather(my_all_gather)
 # ### Exercise 3: The ring
 #
 # `x` has one dimension and any size, also one that does not divide by n. Make it the sum over all ranks,
-# in place. `x.tensor_split(n)` cuts it into n parts that are views: writing to them writes to `x`.
+# in place. `list(x.tensor_split(n))` is a list of n parts that are views: writing to them writes to `x`.
 
 
 # %%
 def my_all_reduce(comm, x):
     ### BEGIN SOLUTION
-    chunks = x.tensor_split(comm.size)
+    chunks = list(x.tensor_split(comm.size))
     my_reduce_scatter(comm, chunks)
     my_all_gather(comm, chunks)
     ### END SOLUTION
@@ -490,8 +509,13 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 4: A tree with any root
 #
-# A broadcast by a binomial tree: all who have `x` send it on, to 1, 2, 4, ... others. Any rank can be the
-# root. On 4 ranks it takes 2 steps, on 6 it takes 3.
+# A broadcast by a binomial tree. In the first step the root sends to one other, in the second both send to
+# one more each, then all four: each time twice as many have it. Any rank can be the root. On 4 ranks it
+# takes 2 steps, on 7 it takes 3. To draw it, with root 2:
+#
+# ```
+# plot.movement(watch_collective(world, "broadcast", lambda comm, x: my_tree(comm, x, 2), root=2))
+# ```
 
 
 # %%
@@ -515,7 +539,7 @@ check.my_tree(my_tree)
 # ### Exercise 5: The crossover
 #
 # At how many bytes do ring and tree take the same time? Set the two formulas of step 2 equal, and solve
-# for S. (For 4 ranks or more.)
+# for S, in bytes. (For 4 ranks or more.)
 
 
 # %%
@@ -598,7 +622,8 @@ report("02")
 # - **many channels**: NCCL runs several rings at once, over different wires, and cuts chunks further,
 #   so that adding and sending overlap;
 # - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree and not in the other, so all
-#   send nearly 2S in 2⌈log₂ n⌉ steps. On 8,000 ranks that is what makes 1 GB cheap;
+#   send nearly 2S, in 2⌈log₂ n⌉ steps and one more for each piece. On 8,000 ranks that is what makes 1 GB
+#   cheap;
 # - **Rabenseifner's**: reduce-scatter by halving, all-gather by doubling: the ring's bytes in the tree's
 #   steps, for powers of two. Look: `watch_collective(world, "all_reduce", "halving_doubling")`.
 #

@@ -5,7 +5,8 @@ tests/answers/lab_00.py:
     @wrong("00.average", "15.0 is right")
     def forgets_to_divide(comm, value): ...
 
-tests/test_checks.py runs them all. An exercise has at least two.
+tests/test_checks.py runs them all. An exercise has at least two. `@right("00.average")` enters
+another right answer than the solution, which must pass.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ class Wrong:
 
 
 WRONG: list[Wrong] = []
+RIGHT: list[tuple[str, Callable[..., Any]]] = []  # the exercise, an answer
 
 
 def wrong(exercise: str, says: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -28,6 +30,16 @@ def wrong(exercise: str, says: str) -> Callable[[Callable[..., Any]], Callable[.
 
     def enter(answer: Callable[..., Any]) -> Callable[..., Any]:
         WRONG.append(Wrong(exercise, says, answer))
+        return answer
+
+    return enter
+
+
+def right(exercise: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a function or class as a right answer."""
+
+    def enter(answer: Callable[..., Any]) -> Callable[..., Any]:
+        RIGHT.append((exercise, answer))
         return answer
 
     return enter

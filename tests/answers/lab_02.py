@@ -2,7 +2,7 @@ from math import ceil, log2
 
 import torch
 
-from answers import wrong
+from answers import right, wrong
 
 
 def pass_on(comm, outgoing, incoming):
@@ -97,7 +97,52 @@ def one_after_the_other(comm, chunks):
         take += incoming
 
 
+@wrong("02.my_reduce_scatter", "on rank 0 chunk 0 is another tensor than the one you were given")
+def sums_into_other_tensors(comm, chunks):
+    n, rank = comm.size, comm.rank
+    for step in range(1, n):
+        take = (rank - step - 1) % n
+        incoming = torch.empty_like(chunks[take])
+        pass_on(comm, chunks[(rank - step) % n], incoming)
+        chunks[take] = chunks[take] + incoming
+
+
+@right("02.my_reduce_scatter")
+def adds_to_the_item_of_the_list(comm, chunks):
+    n, rank = comm.size, comm.rank
+    for step in range(1, n):
+        take = (rank - step - 1) % n
+        incoming = torch.empty_like(chunks[take])
+        pass_on(comm, chunks[(rank - step) % n], incoming)
+        chunks[take] += incoming
+
+
+@right("02.my_reduce_scatter")
+def copies_the_sum_into_the_chunk(comm, chunks):
+    n, rank = comm.size, comm.rank
+    for step in range(1, n):
+        take = chunks[(rank - step - 1) % n]
+        incoming = torch.empty_like(take)
+        pass_on(comm, chunks[(rank - step) % n], incoming)
+        take.copy_(take + incoming)
+
+
 # ---- my_all_gather(comm, chunks)
+
+
+@wrong("02.my_all_gather", "on rank 0 chunk 1 is another tensor than the one you were given")
+def puts_what_arrives_into_the_list(comm, chunks):
+    n, rank = comm.size, comm.rank
+    for step in range(n - 1):
+        take = (rank - step - 1) % n
+        incoming = torch.empty_like(chunks[take])
+        pass_on(comm, chunks[(rank - step) % n], incoming)
+        chunks[take] = incoming
+
+
+@wrong("02.my_all_gather", "and overwrite what was there")
+def adds_what_arrives(comm, chunks):
+    scatter(comm, chunks, comm.size - 1, shift=1)
 
 
 @wrong("02.my_all_gather", "rank 0 ends with the numbers of rank 2 for chunk 2 in chunk 1")
@@ -199,6 +244,21 @@ def adds_in_both_halves(comm, x):
     scatter(comm, chunks, 2 * (comm.size - 1))
 
 
+@wrong("02.my_all_reduce", "Are the chunks views of x itself, and n of them that make up all of x?")
+def rebinds_x(comm, x):
+    chunks = [chunk.clone() for chunk in x.tensor_split(comm.size)]
+    scatter(comm, chunks, comm.size - 1)
+    gather(comm, chunks)
+    x = torch.cat(chunks)
+
+
+@right("02.my_all_reduce")
+def adds_to_the_items_of_a_list_of_views(comm, x):
+    chunks = list(x.tensor_split(comm.size))
+    adds_to_the_item_of_the_list(comm, chunks)
+    gather(comm, chunks)
+
+
 # ---- my_tree(comm, x, root)
 
 
@@ -230,6 +290,16 @@ def as_a_chain(comm, x, root):
         comm.recv(x, (comm.rank - 1) % comm.size)
     if position < comm.size - 1:
         comm.send(x, (comm.rank + 1) % comm.size)
+
+
+@wrong("02.my_tree", "on 7 ranks it takes 4 steps, but 3 are enough")
+def as_a_heap(comm, x, root):
+    position = (comm.rank - root) % comm.size
+    if position > 0:
+        comm.recv(x, ((position - 1) // 2 + root) % comm.size)
+    for below in (2 * position + 1, 2 * position + 2):
+        if below < comm.size:
+            comm.send(x, (below + root) % comm.size)
 
 
 @wrong("02.my_tree", "rank 0 calls broadcast")
@@ -267,6 +337,13 @@ def returns_nothing(n, alpha_s, beta_s_per_byte):
     pass
 
 
+@right("02.crossover_bytes")
+def rounds_to_a_whole_byte(n, alpha_s, beta_s_per_byte):
+    steps = ceil(log2(n))
+    more_bytes = steps - (n - 1) / n
+    return int((n - 1 - steps) * alpha_s / (more_bytes * beta_s_per_byte))
+
+
 # ---- my_best_broadcast(comm, x)
 
 
@@ -287,6 +364,16 @@ def a_chain_of_one_piece(comm, x):
         comm.recv(x, comm.rank - 1)
     if comm.rank < comm.size - 1:
         comm.send(x, comm.rank + 1)
+
+
+@wrong("02.my_best_broadcast", "You cut x. Now draw it: who has a piece and does not send?")
+def cuts_but_sends_all_from_rank_0(comm, x):
+    for piece in x.tensor_split(6):
+        for other in range(1, comm.size):
+            if comm.rank == 0:
+                comm.send(piece, other)
+            elif comm.rank == other:
+                comm.recv(piece, 0)
 
 
 @wrong("02.my_best_broadcast", "of 6 now holds a tensor that differs in")

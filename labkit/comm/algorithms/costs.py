@@ -176,7 +176,7 @@ COSTS: dict[str, dict[str, Callable[[int, float], Cost]]] = {
         "bruck": lambda n, S: Cost(rounds(n), (n - 1) / n * S),
     },
     "reduce_scatter": {
-        "ring": lambda n, S: Cost(n - 1, (n - 1) / n * S, (n - 1) / n * S),
+        "ring": lambda n, S: _rings(n, S) + Cost(0, 0, (n - 1) / n * S),
         "recursive_halving": _halving,
     },
     "all_reduce": {

@@ -19,6 +19,8 @@ from labkit.comm.algorithms.steps import (
     Part,
     Reduction,
     bounds_of,
+    in_turns,
+    pieces_of_chunks,
 )
 from labkit.comm.wire import Wire
 
@@ -55,6 +57,16 @@ def ring_reduce_scatter(
         yield send
         partial = incoming
     return sent_bytes
+
+
+def rings_reduce_scatter(
+    wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
+) -> Algorithm:
+    """Rings in turns, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha more
+    for each piece, and the gamma hidden behind the beta."""
+    pieces = pieces_of_chunks([*chunks, out])
+    rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
+    return (yield from in_turns(*rings))
 
 
 def recursive_halving_reduce_scatter(

@@ -34,7 +34,7 @@ from labkit.comm.algorithms.hierarchical import hierarchical_all_reduce
 from labkit.comm.algorithms.reduce import chain_reduce, flat_reduce, tree_reduce
 from labkit.comm.algorithms.reduce_scatter import (
     recursive_halving_reduce_scatter,
-    ring_reduce_scatter,
+    rings_reduce_scatter,
 )
 from labkit.comm.algorithms.ring_exchange import next_ring_exchange
 from labkit.comm.algorithms.scatter import flat_scatter, tree_scatter
@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
         "bruck": bruck_all_gather,
     },
     "reduce_scatter": {
-        "ring": ring_reduce_scatter,
+        "ring": rings_reduce_scatter,
         "recursive_halving": recursive_halving_reduce_scatter,
     },
     "all_reduce": {

@@ -1,19 +1,30 @@
 """The folders of a world: one for sockets, the board and files, one whose files are memory."""
 
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")  # on Linux: a file there is memory and never touches a disk
 
 
-def memory_folder(beside: str) -> str:
+def new_folder(told: Callable[[str], None], place: str | Path | None = None) -> str:
+    """A new folder that only this user can enter. `told` gets its name before it exists: who
+    removes it after a crash knows it then, whenever that comes."""
+    name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"  # whose it is
+    folder = str(Path(place or tempfile.gettempdir()) / name)
+    told(folder)
+    os.mkdir(folder, 0o700)
+    return folder
+
+
+def memory_folder(told: Callable[[str], None], beside: str) -> str:
     """A new folder for files that ranks map into their memory; `beside`, an ordinary folder, where
     the system has no better one."""
     try:
-        return tempfile.mkdtemp(prefix=f"labkit-{os.getpid()}-", dir=MEMORY)  # whose it is
+        return new_folder(told, MEMORY)
     except OSError:  # there is none, or not for us
         return beside
 

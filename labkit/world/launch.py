@@ -81,6 +81,11 @@ class ForkServer:
                 ForkServer._only = only = ForkServer()
             return only
 
+    def answer_for(self, folder: str) -> None:
+        """When the driver is gone, the server deletes it."""
+        with self._talking, suppress(EOFError):  # `start` tells it better
+            self._channel.send(("answer for", folder))
+
     def start(self, specs: list[Spec]) -> list[int]:
         """Bring these ranks to life; returns their process ids."""
         with self._talking:
@@ -162,6 +167,9 @@ class Spawner:
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def answer_for(self, folder: str) -> None:
+        """When the driver is gone, the ranks delete it: they know it when they live."""
 
     def start(self, specs: list[Spec]) -> list[int]:
         code = (

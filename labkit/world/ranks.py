@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 import sys
-import tempfile
 import time
 import weakref
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.comm import Board
 from labkit.world.channel import Channel, listener, ready
 from labkit.world.errors import RankError
-from labkit.world.folders import memory_folder, remove
+from labkit.world.folders import memory_folder, new_folder, remove
 from labkit.world.interrupts import Interrupts, ignored
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
@@ -42,14 +41,17 @@ class Ranks:
         folders: set[str] = set()
         self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
         try:
-            folders.add(folder := tempfile.mkdtemp(prefix="labkit-"))
-            self.folder, self.shared = folder, ""
-            if world.transport == "shm":
-                folders.add(shared := memory_folder(folder))
-                self.shared = shared
-            if world.check:
-                self.board = Board.create(Path(folder) / "board", world.size)
             self.starter: Starter = starter(world._start_with)
+
+            def told(folder: str) -> None:
+                folders.add(folder)
+                self.starter.answer_for(folder)
+
+            self.folder, self.shared = new_folder(told), ""
+            if world.transport == "shm":
+                self.shared = memory_folder(told, self.folder)
+            if world.check:
+                self.board = Board.create(Path(self.folder) / "board", world.size)
             self._bear(world, interrupts)
         except BaseException:
             self.stop(kill=True)

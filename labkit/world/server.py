@@ -46,8 +46,9 @@ def main(fd: int) -> None:
                 _report_ends(driver, children)
             if driver in talking:
                 kind, body = driver.recv()
-                if kind == "fork":
-                    folders |= body[0].folders
+                if kind == "answer for":
+                    folders.add(body)
+                elif kind == "fork":
                     pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
                     children.update(pids)
                     driver.send(("forked", (pids, refusal)))

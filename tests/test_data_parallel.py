@@ -33,7 +33,10 @@ STRATEGIES = [NaiveDDP, DDP, small_buckets, no_overlap]
 names = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.__name__)
 
 
-@pytest.fixture(scope="module", params=CONTRACT_SIZES, ids=lambda size: f"{size} ranks")
+SIZES = [pytest.param(n, marks=pytest.mark.slow) if n == 4 else n for n in CONTRACT_SIZES]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with World(request.param, timeout_s=20) as world:
         yield world

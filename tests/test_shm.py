@@ -396,6 +396,7 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) ->
         assert told.value.kind == "stuck"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("call", ["short", "long", "async", "recv", "send"])
 def test_who_comes_too_late_gets_an_error_and_no_numbers(

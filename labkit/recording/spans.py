@@ -73,13 +73,14 @@ class Spans:
         self._own: Span | None = None  # the module whose backward runs
         self._known: dict[int, _Known] = {}  # by id(module)
         self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
-        self._carrier = torch.empty(0)  # see `_hook_on`
+        self._carrier = torch.empty(0)  # see `_mark`
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's next node at the last mark
-        # Where a parent made so many nodes before a module, and none was worth a mark: it is not
-        # looked for again.
-        self._nothing_before: set[tuple[_Known, int]] = set()
+        # Where in a forward, counted in nodes, a parent made so many before a module, and none was
+        # worth a mark: it is not looked for again.
+        self._nothing_before: set[tuple[_Known, int, int]] = set()
+        self._first_node = 0  # of the outermost forward
         self._in_place = ExitStack()
 
     def __enter__(self) -> "Spans":
@@ -149,14 +150,16 @@ class Spans:
                 return call(module, *args, **kwargs)  # one program is recorded, as it was written
             if outermost := not spans:
                 self._met(module)
+                self._first_node = _next_node()
             known = all_known.get(id(module))
             if known is None or known.module() is not module:
                 known = self._know_all(module)
             if not outermost and (made := _next_node() - self._marked_until):
-                if (known, made) in nothing_before:
+                place = known, self._marked_until - self._first_node, made
+                if place in nothing_before:
                     self._marked_until += made
                 elif not self._mark_input(args):
-                    nothing_before.add((known, made))
+                    nothing_before.add(place)
             span = Span("forward", known.name, self.step, 0.0, 0.0, len(spans), known.kind)
             clock = self.clock
             clock.begin(span)

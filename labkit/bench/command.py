@@ -60,7 +60,7 @@ def ddp(turns: Turns = 40, transport: Carrier = None) -> None:
 
 
 @bench.command()
-def recording(turns: Turns = 100) -> None:
+def recording(turns: Turns = 20) -> None:
     """What recording adds to a step."""
     from labkit.bench import recording as module
 

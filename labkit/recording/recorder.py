@@ -236,7 +236,7 @@ class _Writer:
         steps, spans, comms, memory, metrics = (one[begin:end] for one, begin, end in lists)
         self._written = until
         spans = [span for span in spans if self._early.pop(id(span), None) is None]
-        early = [span for span in long_open if id(span) not in self._early]
+        early = [x for x in long_open if not x.ended_s and id(x) not in self._early]
         self._early |= {id(span): span for span in early}
         try:
             if self._file is None:

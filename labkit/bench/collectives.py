@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -92,9 +93,9 @@ def _turns(case: Case) -> dict[str, Timed]:
     calls[COPY], found[COPY] = lambda: buffers.got.copy_(buffers.given), Timed("", [], None)
     repeats = {name: _agreed_repeats(me, once) for name, once in calls.items()}
     for turn in range(case.turns):
-        names = list(calls)
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        # On all ranks the same order, and in every turn another: what a call leaves behind (memory
+        # in caches, threads that are still awake) is the next one's luck.
+        for name in Random(turn).sample(list(calls), len(calls)):
             found[name].seconds.append(_seconds(me, calls[name], repeats[name]))
     return found
 

@@ -39,21 +39,22 @@ def ring_reduce_scatter(
     `out` may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma).
     """
     n, rank = wire.size, wire.rank
-    if out.data_ptr() != chunks[rank].data_ptr():
-        out.copy_(chunks[rank])
+    own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
+    if n == 1 and not in_place:
+        out.copy_(own)
     room = out.new_empty(2, max(chunk.numel() for chunk in chunks))
     partial, sent_bytes = chunks[(rank - 1) % n], 0
     for step in range(1, n):
-        share = chunks[(rank - step - 1) % n]
-        incoming = room[step % 2, : share.numel()]
+        share, is_last = chunks[(rank - step - 1) % n], step == n - 1
+        incoming = out if is_last and not in_place else room[step % 2, : share.numel()]
         receive = wire.irecv(incoming, (rank - 1) % n, tag)
         send = wire.isend(partial, (rank + 1) % n, tag)
         sent_bytes += partial.nbytes
         yield receive
-        if step < n - 1:
-            reduce(incoming, share)
+        if is_last and in_place:
+            reduce(own, incoming)
         else:
-            reduce(out, incoming)
+            reduce(incoming, share)
         yield send
         partial = incoming
     return sent_bytes

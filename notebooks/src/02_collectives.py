@@ -183,9 +183,11 @@ show("comm/algorithms/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 #   sends and receives at the same time.
 # - `partial` is what is passed on: at first the rank's own numbers, then what has just arrived with
 #   its own added.
-# - `reduce(a, b)` adds b to a. In the last step the sum is complete and goes to `out`.
+# - `reduce(a, b)` adds b to a.
 # - What arrives goes into `room`, a place apart. It has two halves, in turns: one partial sum is still
 #   leaving while the next arrives.
+# - In the last step the sum becomes complete. It arrives in `out` itself, and the rank's own is added
+#   there. Where `out` *is* the rank's chunk (`in_place`: so in the all-reduce below), it is added to that.
 
 # %% [markdown]
 # The second half, and both together:

@@ -1,0 +1,16 @@
+"""Programs of ranks under a virtual clock."""
+
+from labkit.replay.engine import Compute, Deadlock, Issue, Program, Timed, Wait, run
+from labkit.replay.pipeline import bubble, pipeline_programs
+
+__all__ = [
+    "Compute",
+    "Deadlock",
+    "Issue",
+    "Program",
+    "Timed",
+    "Wait",
+    "bubble",
+    "pipeline_programs",
+    "run",
+]

@@ -1,0 +1,6 @@
+"""Clusters as plain data: what a device computes, what a wire carries, and who said so."""
+
+from labkit.clusters.cluster import Cluster, Device, Level
+from labkit.clusters.reading import cluster, known_clusters, read_clusters
+
+__all__ = ["Cluster", "Device", "Level", "cluster", "known_clusters", "read_clusters"]

@@ -1,0 +1,90 @@
+"""What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
+are on the first. A level is a kind of wire, inside a node or between nodes:
+
+    ports   per node, each carrying bytes_per_s out of it and as much into it
+    share   of one device, when all devices of its node send at the same time
+
+To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Device:
+    """`peak_flops`: of matrix products by dtype, "bfloat16", a multiplication and an addition being
+    two. `launch_s`: what each operation takes at least. `sources`: of each number, by its name."""
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    launch_s: float
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def peak_flops_of(self, dtype: str) -> float:
+        """Raises ValueError for a dtype it has no rate for."""
+        if dtype not in self.peak_flops:
+            raise ValueError(
+                f"{self.name} has no rate for {dtype}; it has {', '.join(self.peak_flops)}"
+            )
+        return self.peak_flops[dtype]
+
+
+@dataclass(frozen=True)
+class Level:
+    """`ports` wires out of each node, or, inside a node, one out of each device; each carries
+    `bytes_per_s` one way and as much the other, and a message takes `latency_s` more."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    ports: int
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` of `devices_per_node`, with wires `inside` each and, if there are several,
+    `between` them."""
+
+    name: str
+    title: str
+    device: Device
+    nodes: int
+    devices_per_node: int
+    inside: Level
+    between: Level | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("nodes", "devices_per_node"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{self.name}: {what}={getattr(self, what)}; at least 1 is needed")
+        if self.nodes > 1 and self.between is None:
+            raise ValueError(f"{self.name} has {self.nodes} nodes, and no level between them")
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Raises ValueError for a rank it has no device for."""
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"{self.name} has {self.size} devices ({self.nodes} nodes of "
+                f"{self.devices_per_node}), and none for rank {rank}"
+            )
+        return rank // self.devices_per_node
+
+    def level_of(self, ranks: Iterable[int]) -> Level:
+        """The slowest level that joins these ranks."""
+        if len({self.node_of(rank) for rank in ranks}) < 2:
+            return self.inside
+        assert self.between is not None
+        return self.between
+
+    def share_bytes_per_s(self, level: Level) -> float:
+        """What one device has of a level while all devices of its node send."""
+        return level.bytes_per_s * min(1.0, level.ports / self.devices_per_node)

@@ -1,0 +1,137 @@
+"""Clusters from TOML files: those that labkit knows, and your own. See known.toml for the form."""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from labkit.clusters.cluster import Cluster, Device, Level
+
+
+def cluster(name: str) -> Cluster:
+    """A cluster that labkit knows. Raises ValueError, listing the names, for another.
+
+    >>> cluster("dgx-h100").size
+    1024
+    """
+    known = known_clusters()
+    if name not in known:
+        raise ValueError(f"no cluster {name!r}; there are {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def known_clusters() -> dict[str, Cluster]:
+    """Those that labkit knows, by name."""
+    text = files("labkit.clusters").joinpath("known.toml").read_text(encoding="utf-8")
+    return _clusters(tomllib.loads(text), {}, "known.toml")
+
+
+def read_clusters(path: str | Path) -> dict[str, Cluster]:
+    """The clusters of a file of your own, by name. They may be of devices that labkit knows.
+
+    Raises FileNotFoundError, or ValueError that says what in the file is wrong.
+    """
+    try:
+        told = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    return _clusters(told, _known_devices(), str(path))
+
+
+def _known_devices() -> dict[str, dict[str, Any]]:
+    text = files("labkit.clusters").joinpath("known.toml").read_text(encoding="utf-8")
+    return dict(tomllib.loads(text)["devices"])
+
+
+def _clusters(
+    told: Mapping[str, Any], devices: Mapping[str, Any], where: str
+) -> dict[str, Cluster]:
+    _no_others(told, {"devices", "clusters"}, where)
+    tables = {**devices, **_table(told.get("devices", {}), f"{where}: devices")}
+    found = {}
+    for name, table in _table(told.get("clusters"), f"{where}: clusters").items():
+        found[name] = _cluster(name, table, tables, f"{where}: clusters.{name}")
+    return found
+
+
+def _cluster(name: str, told: Any, devices: Mapping[str, Any], where: str) -> Cluster:
+    told = _table(told, where)
+    _no_others(told, {"title", "device", "nodes", "levels"}, where)
+    device = told.get("device")
+    if device not in devices:
+        raise ValueError(f"{where}: no device {device!r}; there are {', '.join(devices)}")
+    levels = told.get("levels")
+    if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
+        raise ValueError(f"{where}: levels: one inside a node is needed, and one between, if any")
+    inside, *between = [_level(x, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
+    return Cluster(
+        name,
+        str(told.get("title", name)),
+        _device(devices[device], f"{where}: device {device}"),
+        _whole(told, "nodes", where),
+        _whole(levels[0], "devices", f"{where}: levels[0]"),
+        inside,
+        *between,
+    )
+
+
+def _device(told: Any, where: str) -> Device:
+    told = _table(told, where)
+    plain = ("memory_bytes", "memory_bytes_per_s", "launch_s")
+    _no_others(told, {"name", "peak_flops", *plain}, where)
+    numbers, sources = _numbers(told, plain, where)
+    rates = _table(told.get("peak_flops"), f"{where}: peak_flops")
+    peak_flops, more = _numbers(rates, tuple(rates), f"{where}: peak_flops")
+    sources |= {f"peak_flops.{dtype}": source for dtype, source in more.items()}
+    return Device(str(told.get("name", where)), peak_flops, **numbers, sources=sources)
+
+
+def _level(told: Any, where: str) -> Level:
+    told = _table(told, where)
+    _no_others(told, {"name", "devices", "ports", "bytes_per_s", "latency_s"}, where)
+    numbers, sources = _numbers(told, ("bytes_per_s", "latency_s"), where)
+    name = str(told.get("name", "wires"))
+    return Level(name, **numbers, ports=_whole(told, "ports", where), sources=sources)
+
+
+def _numbers(
+    told: Mapping[str, Any], names: tuple[str, ...], where: str
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Numbers and their sources. Only what a launch or a latency takes may be 0."""
+    numbers, sources = {}, {}
+    for name in names:
+        match told.get(name):
+            case [int() | float() as number, str() as source] if math.isfinite(number) and source:
+                if number < 0 or (number == 0 and name not in ("launch_s", "latency_s")):
+                    raise ValueError(f"{where}: {name} = {number}; more than 0 is needed")
+                numbers[name], sources[name] = float(number), source
+            case other:
+                raise ValueError(
+                    f"{where}: {name} = {other!r}; a number and its source are needed: "
+                    f'{name} = [1e9, "who says so"]'
+                )
+    return numbers, sources
+
+
+def _whole(told: Mapping[str, Any], name: str, where: str) -> int:
+    number = told.get(name)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{where}: {name} = {number!r}; a whole number of 1 or more is needed")
+    return number
+
+
+def _table(told: Any, where: str) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise ValueError(f"{where}: a table is needed, not {told!r}")
+    return told
+
+
+def _no_others(told: Mapping[str, Any], names: set[str], where: str) -> None:
+    if others := told.keys() - names:
+        raise ValueError(
+            f"{where}: {sorted(others)[0]!r} is not known; there are {', '.join(sorted(names))}"
+        )

@@ -1,0 +1,105 @@
+"""Clusters: every number has its source, and what is wrong in a file is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from labkit.clusters import Cluster, cluster, known_clusters, read_clusters
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
+    one = cluster(name)
+    rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
+    assert one.device.sources.keys() == {
+        "memory_bytes", "memory_bytes_per_s", "launch_s", *rates
+    }  # fmt: skip
+    for level in filter(None, (one.inside, one.between)):
+        assert level.sources.keys() == {"bytes_per_s", "latency_s"}
+    assert "float32" in one.device.peak_flops
+
+
+def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
+    one = cluster("v100-cloud")
+    assert (one.size, one.node_of(7), one.node_of(8)) == (128, 0, 1)
+    assert one.level_of([0, 3, 7]).name == "NVLink 2"
+    assert one.level_of([7, 8]).name == one.level_of(range(128)).name == "Ethernet"
+    assert one.share_bytes_per_s(one.inside) == 150e9
+    assert one.between is not None
+    assert one.share_bytes_per_s(one.between) == 25e9 / 8 / 8
+    assert cluster("selene").share_bytes_per_s(cluster("selene").level_of([0, 8])) == 25e9
+
+
+def test_what_is_not_there_is_told_with_what_is() -> None:
+    with pytest.raises(ValueError, match="no cluster 'frontier'; there are h200-node, dgx-h100"):
+        cluster("frontier")
+    with pytest.raises(ValueError, match="8 devices .1 nodes of 8., and none for rank 8"):
+        cluster("h200-node").level_of([0, 8])
+    with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
+        cluster("v100-cloud").device.peak_flops_of("bfloat16")
+    with pytest.raises(ValueError, match="2 nodes, and no level between"):
+        replace(cluster("workstation"), nodes=2)
+    with pytest.raises(ValueError, match="nodes=0"):
+        replace(cluster("selene"), nodes=0)
+
+
+OWN = """
+[clusters.mine]
+title = "two old ones"
+device = "v100"
+nodes = 2
+[[clusters.mine.levels]]
+devices = 2
+ports = 2
+bytes_per_s = [12e9, "measured"]
+latency_s = [0, "measured"]
+[[clusters.mine.levels]]
+name = "Ethernet"
+ports = 1
+bytes_per_s = [125e6, "printed on the switch"]
+latency_s = [1e-4, "ping"]
+"""
+
+
+def own(tmp_path: Path, text: str) -> dict[str, Cluster]:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    return read_clusters(path)
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    mine = own(tmp_path, OWN)["mine"]
+    assert (mine.size, mine.title, mine.device) == (4, "two old ones", cluster("v100-cloud").device)
+    assert mine.between is not None and mine.between.sources["latency_s"] == "ping"
+
+
+@pytest.mark.parametrize(
+    ("was", "then", "message"),
+    [
+        ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; there are h200"),
+        ("nodes = 2", "nodes = 2.5", "nodes = 2.5; a whole number"),
+        ("nodes = 2", "", "nodes = None"),
+        ("nodes = 2", "nodes = true", "nodes = True"),
+        ("devices = 2", "devices = 0", r"levels\[0\]: devices = 0"),
+        ('[12e9, "measured"]', "12e9", "a number and its source are needed"),
+        ('[12e9, "measured"]', '[12e9, ""]', "a number and its source are needed"),
+        ('[12e9, "measured"]', '[nan, "measured"]', "a number and its source are needed"),
+        ('[12e9, "measured"]', '[0, "measured"]', "more than 0 is needed"),
+        ('[1e-4, "ping"]', '[-1, "ping"]', r"levels\[1\]: latency_s = -1"),
+        ("title", "titel", "'titel' is not known; there are device, levels, nodes, title"),
+        ("[clusters.mine]", "[cluster.mine]", "'cluster' is not known; there are clusters, dev"),
+        ("nodes = 2", "nodes =", "is no TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(
+    tmp_path: Path, was: str, then: str, message: str
+) -> None:
+    assert was in OWN
+    with pytest.raises(ValueError, match=message):
+        own(tmp_path, OWN.replace(was, then, 1))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none.toml"):
+        read_clusters(tmp_path / "none.toml")

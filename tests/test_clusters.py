@@ -90,6 +90,10 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("title", "titel", "'titel' is not known; there are device, levels, nodes, title"),
         ("[clusters.mine]", "[cluster.mine]", "'cluster' is not known; there are clusters, dev"),
         ("nodes = 2", "nodes =", "is no TOML"),
+        ('"v100"', '["v100"]', "no device"),
+        ('[12e9, "measured"]', '[true, "measured"]', "a number and its source are needed"),
+        ('[12e9, "measured"]', f'[{10**400}, "measured"]', "a number and its source are needed"),
+        ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(

@@ -52,6 +52,12 @@ def bubble_of_1f1b(
     return bubble(schedule, max(one[-1].ended_s for one in times.values()), seconds)
 
 
+def test_a_schedule_that_cannot_be_is_no_pipeline() -> None:
+    for wrong in (Action("backward", 0), Action("weight", 0)):
+        with pytest.raises(ValueError, match="stage 1.*is no forward"):
+            pipeline_programs([one_f_one_b(1, 1)[0], [wrong]], lambda stage, action: 1.0)
+
+
 @pytest.mark.parametrize("row", PUBLISHED)
 def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None:
     stages, microbatches, forward, inputs, weights, message, rate = row
@@ -102,8 +108,27 @@ def test_a_port_carries_one_after_the_other_and_ports_do_not_wait_for_each_other
 
 
 def test_latency_does_not_hold_the_port() -> None:
-    program = [reduce("a", 1.0, latency_s=5.0), reduce("b", 1.0, latency_s=5.0), Wait("b")]
-    assert run({0: program, 1: program})[0] == [(0, 6), (1, 7), (0, 7)]
+    messages = [Issue(key, (0,), 1.0, latency_s=5.0) for key in "ab"]
+    assert run({0: messages, 1: [Wait("b")]}) == {0: [(0, 6), (1, 7)], 1: [(0, 7)]}
+
+
+def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
+    """As many events at the ports as there are ranks, and no more: counted, not timed."""
+    looked_at = 0
+
+    class Ranks(tuple):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            nonlocal looked_at
+            looked_at += 1
+            return super().__iter__()
+
+        __hash__ = tuple.__hash__
+
+    n = 1000
+    issues = [Issue(k, Ranks(range(n)), 1.0) for k in range(5)]
+    times = run({rank: [*issues, Wait(4)] for rank in range(n)})
+    assert times[n - 1][-1] == (0, 5)
+    assert looked_at < 5 * 10
 
 
 # --- what cannot be -------------------------------------------------------------------------------
@@ -124,13 +149,46 @@ def test_collectives_in_different_orders_are_a_deadlock() -> None:
         0: [reduce("a"), reduce("b"), Wait("a"), Wait("b")],
         1: [reduce("b"), reduce("a"), Wait("b"), Wait("a")],
     }
-    with pytest.raises(Deadlock, match="different orders"):
+    for without_waits in (False, True):
+        with pytest.raises(Deadlock) as caught:
+            run({r: program[: 2 if without_waits else 4] for r, program in programs.items()})
+        assert set(caught.value.cycle) == {0, 1}
+        assert "'a', which on rank 1 stands behind 'b'" in str(caught.value)
+        assert "that, which on rank 0 stands behind 'a'" in str(caught.value)
+
+
+def test_a_cycle_is_found_behind_what_is_none() -> None:
+    programs: dict[int, Program] = {
+        0: [Wait("nothing")],
+        1: [Wait(None), Issue("a", (1,), 1.0)],
+        2: [Wait("a"), Issue(None, (2,), 1.0)],
+    }
+    with pytest.raises(Deadlock) as caught:
         run(programs)
+    assert set(caught.value.cycle) == {1, 2}
+
+
+def test_what_no_order_would_help_is_no_cycle() -> None:
+    programs: dict[int, Program] = {
+        0: [reduce("a"), Wait("a"), reduce("b", ranks=(0,))],
+        1: [Wait("b")],
+    }
+    with pytest.raises(Deadlock, match="rank 0 waits for 'a', which rank 1 never issues") as caught:
+        run(programs)
+    assert caught.value.cycle == ()
+
+
+def test_a_long_cycle_is_told_short() -> None:
+    n = 300
+    programs: dict[int, Program] = {r: [Wait(r), Issue((r + 1) % n, (r,), 1.0)] for r in range(n)}
+    with pytest.raises(Deadlock) as caught:
+        run(programs)
+    assert len(caught.value.cycle) == n and len(str(caught.value)) < 500
 
 
 def test_who_stands_behind_another_operation_is_told_of_it() -> None:
     programs: dict[int, Program] = {0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]}
-    with pytest.raises(Deadlock, match="'b', which stands behind 'a' on a port, which rank 1 has"):
+    with pytest.raises(Deadlock, match="on rank 0 stands behind 'a'; that, which rank 1 never"):
         run(programs)
 
 
@@ -142,7 +200,7 @@ def test_a_wait_for_nothing_is_told() -> None:
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
-        ({0: [reduce("a")], 1: []}, "operation 'a' never begins: which rank 1 has not issued"),
+        ({0: [reduce("a")], 1: []}, "rank 0 has issued 'a', which rank 1 never issues"),
         ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "and another rank"),
         ({0: [reduce("a", ranks=(1,))], 1: []}, "is not among its ranks"),
         ({0: [reduce("a", ranks=(0,)), reduce("a", ranks=(0,))]}, "twice"),
@@ -150,6 +208,8 @@ def test_a_wait_for_nothing_is_told() -> None:
         ({0: [Compute(float("nan"))]}, "less than no time"),
         ({0: [reduce("a", -1.0, ranks=(0,))]}, "less than no time"),
         ({0: [reduce("a", ranks=(0, 7))]}, "rank 7 is in no program"),
+        ({0: [reduce("a", ranks=(0, 0))]}, "names a rank twice"),
+        ({0: ["oops"]}, "'oops' in its program"),
     ],
 )
 def test_programs_that_do_not_fit_are_told(programs: dict[int, Program], message: str) -> None:
@@ -189,15 +249,18 @@ def broken_laws(programs: dict[int, Program], times: dict[int, list[Timed]]) -> 
         if isinstance(thing, Issue)
     }
     operations: dict[object, set[Timed]] = {}
+    earliest_s: dict[object, float] = {}
     for rank, program in programs.items():
         now_s, ports = 0.0, dict[str, list[tuple[float, float]]]()
         for thing, timed in zip(program, times[rank], strict=True):
             if isinstance(thing, Issue):
                 operations.setdefault(thing.key, set()).add(timed)
-                out = (timed.began_s, timed.ended_s - thing.latency_s)
+                out = (timed.began_s, timed.began_s + thing.seconds)
+                if timed.ended_s != out[1] + thing.latency_s:
+                    found.append("an operation takes another time than its cost")
                 ports.setdefault(thing.port, []).append(out)
-                if timed.began_s < now_s:
-                    found.append("an operation begins before it is issued")
+                before = ports[thing.port][-2][1] if len(ports[thing.port]) > 1 else 0.0
+                earliest_s[thing.key] = max(earliest_s.get(thing.key, 0.0), now_s, before)
                 continue
             if timed.began_s != now_s:
                 found.append("a rank is neither busy nor idle")
@@ -207,8 +270,14 @@ def broken_laws(programs: dict[int, Program], times: dict[int, list[Timed]]) -> 
                 found.append("a rank goes on before, or after, what it waits for")
             now_s = timed.ended_s
         for carried in ports.values():
-            if any(one[1] > other[0] + 1e-12 for one, other in pairwise(carried)):
+            if any(one[1] > other[0] for one, other in pairwise(carried)):
                 found.append("a port carries two things at once")
+    for key, seen in operations.items():
+        began_s = min(timed.began_s for timed in seen)
+        if began_s < earliest_s[key]:
+            found.append("an operation begins before it is issued, or its ports are free")
+        if began_s > earliest_s[key]:
+            found.append("an operation begins later than it could")
     if any(len(seen) > 1 for seen in operations.values()):
         found.append("an operation has different times on its ranks")
     return found
@@ -223,11 +292,29 @@ def test_every_replay_keeps_the_laws(seed: int) -> None:
     assert run(backwards) == times, "the order in which ranks are looked at changes nothing"
 
 
-@pytest.mark.parametrize("shift", [(0, 1), (2, 0), (3, -1)])
-def test_the_laws_can_be_broken(shift: tuple[int, int]) -> None:
-    program = [Compute(1.0), reduce("a", 1.0), Compute(0.5), Wait("a")]
-    times = run({0: program, 1: program})
-    place, by = shift
-    began_s, ended_s = times[0][place]
-    times[0][place] = Timed(began_s, ended_s + (by or -0.25))
-    assert broken_laws({0: program, 1: program}, times)
+PROGRAM = [Compute(1.0), reduce("a", 1.0), reduce("b", 1.0), Compute(0.5), Wait("b")]
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks", "by", "law"),
+    [
+        (0, [0], (0.0, -0.25), "computing takes another time"),
+        (3, [0], (0.25, 0.25), "neither busy nor idle"),
+        (2, [0, 1], (0.0, 0.5), "an operation takes another time"),
+        (4, [0], (0.0, -0.25), "before, or after, what it waits for"),
+        (1, [0, 1], (-0.5, -0.5), "before it is issued"),
+        (2, [0, 1], (-0.5, -0.5), "carries two things at once"),
+        (2, [0, 1], (0.5, 0.5), "later than it could"),
+        (2, [1], (0.5, 0.5), "different times on its ranks"),
+    ],
+)
+def test_every_law_can_be_broken(
+    place: int, ranks: list[int], by: tuple[float, float], law: str
+) -> None:
+    programs: dict[int, Program] = {0: PROGRAM, 1: PROGRAM}
+    times = run(programs)
+    assert broken_laws(programs, times) == []
+    for rank in ranks:
+        began_s, ended_s = times[rank][place]
+        times[rank][place] = Timed(began_s + by[0], ended_s + by[1])
+    assert law in "; ".join(broken_laws(programs, times))

@@ -56,17 +56,21 @@ def test_a_schedule_keeps_the_rules(
 
 
 @pytest.mark.parametrize(
-    ("actions", "rule"),
+    ("stages", "rule"),
     [
-        ("f0 f1 b0", "exactly once"),
-        ("f0 f0 b0 b1", "exactly once"),
-        ("b0 f0 f1 b1", "deadlock"),
+        (["f0 f1 b0"], "exactly once"),
+        (["f0 f0 b0 b1"], "exactly once"),
+        (["b0 f0 f1 b1"], "deadlock"),
+        (["f0 f1 b0 b1", "b0 f0 b1 f1"], "deadlock"),
+        (["f0 b0 f1 b1", "f0 f1 b0 b1"], "deadlock"),  # its b0 waits for what comes after f1
     ],
 )
-def test_the_rules_can_be_broken(actions: str, rule: str) -> None:
+def test_the_rules_can_be_broken(stages: list[str], rule: str) -> None:
     phase = {"f": "forward", "b": "backward"}
-    stage = [Action(phase[one[0]], int(one[1:])) for one in actions.split()]
-    assert rule in "; ".join(broken_rules([stage], 2))
+    schedule = [
+        [Action(phase[one[0]], int(one[1:])) for one in actions.split()] for actions in stages
+    ]
+    assert rule in "; ".join(broken_rules(schedule, 2))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)

@@ -1,8 +1,7 @@
 """What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
-are on the first. A level is a kind of wire, inside a node or between nodes:
-
-    ports   per node, each carrying bytes_per_s out of it and as much into it
-    share   of one device, when all devices of its node send at the same time
+are on the first. A level is a kind of wire, inside a node or between nodes: each node has so many
+ports of it (inside, as a rule, one for each device), and each port carries bytes_per_s out and as
+much in. These are what the wires are built for; programs reach less.
 
 To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
 """
@@ -34,8 +33,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """`ports` wires out of each node, or, inside a node, one out of each device; each carries
-    `bytes_per_s` one way and as much the other, and a message takes `latency_s` more."""
+    """`ports` wires for the devices of each node; each carries `bytes_per_s` one way and as much
+    the other. `latency_s` is that of one message: of one step of a ring."""
 
     name: str
     bytes_per_s: float
@@ -86,5 +85,6 @@ class Cluster:
         return self.between
 
     def share_bytes_per_s(self, level: Level) -> float:
-        """What one device has of a level while all devices of its node send."""
+        """What one device has of a level while all devices of its node send, each its own. (A ring
+        over all of them leaves each node once: it has the whole port.)"""
         return level.bytes_per_s * min(1.0, level.ports / self.devices_per_node)

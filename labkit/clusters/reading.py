@@ -1,6 +1,5 @@
 """Clusters from TOML files: those that labkit knows, and your own. See known.toml for the form."""
 
-import math
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -23,11 +22,9 @@ def cluster(name: str) -> Cluster:
     return known[name]
 
 
-@cache
 def known_clusters() -> dict[str, Cluster]:
     """Those that labkit knows, by name."""
-    text = files("labkit.clusters").joinpath("known.toml").read_text(encoding="utf-8")
-    return _clusters(tomllib.loads(text), {}, "known.toml")
+    return _clusters(_known(), {}, "known.toml")
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
@@ -39,12 +36,13 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
         told = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
-    return _clusters(told, _known_devices(), str(path))
+    return _clusters(told, _known()["devices"], str(path))
 
 
-def _known_devices() -> dict[str, dict[str, Any]]:
+@cache
+def _known() -> dict[str, Any]:
     text = files("labkit.clusters").joinpath("known.toml").read_text(encoding="utf-8")
-    return dict(tomllib.loads(text)["devices"])
+    return tomllib.loads(text)
 
 
 def _clusters(
@@ -62,12 +60,12 @@ def _cluster(name: str, told: Any, devices: Mapping[str, Any], where: str) -> Cl
     told = _table(told, where)
     _no_others(told, {"title", "device", "nodes", "levels"}, where)
     device = told.get("device")
-    if device not in devices:
+    if not isinstance(device, str) or device not in devices:
         raise ValueError(f"{where}: no device {device!r}; there are {', '.join(devices)}")
     levels = told.get("levels")
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
         raise ValueError(f"{where}: levels: one inside a node is needed, and one between, if any")
-    inside, *between = [_level(x, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
+    inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
     return Cluster(
         name,
         str(told.get("title", name)),
@@ -90,9 +88,10 @@ def _device(told: Any, where: str) -> Device:
     return Device(str(told.get("name", where)), peak_flops, **numbers, sources=sources)
 
 
-def _level(told: Any, where: str) -> Level:
+def _level(told: Any, inside: bool, where: str) -> Level:
     told = _table(told, where)
-    _no_others(told, {"name", "devices", "ports", "bytes_per_s", "latency_s"}, where)
+    counts = {"ports", "devices"} if inside else {"ports"}
+    _no_others(told, {"name", "bytes_per_s", "latency_s", *counts}, where)
     numbers, sources = _numbers(told, ("bytes_per_s", "latency_s"), where)
     name = str(told.get("name", "wires"))
     return Level(name, **numbers, ports=_whole(told, "ports", where), sources=sources)
@@ -105,7 +104,7 @@ def _numbers(
     numbers, sources = {}, {}
     for name in names:
         match told.get(name):
-            case [int() | float() as number, str() as source] if math.isfinite(number) and source:
+            case [int() | float() as number, str() as source] if _is_real(number) and source:
                 if number < 0 or (number == 0 and name not in ("launch_s", "latency_s")):
                     raise ValueError(f"{where}: {name} = {number}; more than 0 is needed")
                 numbers[name], sources[name] = float(number), source
@@ -115,6 +114,10 @@ def _numbers(
                     f'{name} = [1e9, "who says so"]'
                 )
     return numbers, sources
+
+
+def _is_real(number: float) -> bool:
+    return not isinstance(number, bool) and abs(number) <= 1e300
 
 
 def _whole(told: Mapping[str, Any], name: str, where: str) -> int:

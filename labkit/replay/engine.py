@@ -8,8 +8,13 @@ Each rank has a program, a list of three kinds of things, which it does in order
 
 An operation begins when all its ranks have issued it and it is the first in the queue of its port
 on each of them; it then holds those ports for its seconds, and is over some latency later. A port
-is one wire out of a rank: what is handed to it leaves in that order, one after the other. A message
-is an operation that only its sender issues; its receiver waits for it.
+is one wire out of a rank: what is handed to it leaves in that order, one after the other. The
+latency is what the wire takes until the other end; what the steps of a collective take, one after
+the other, belongs to its seconds.
+
+A message is an operation that only its sender issues; its receiver waits for it. So it leaves
+whether or not the receiver is ready, and many can come in at once. Where both must be there, as for
+a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
 No time is drawn by lot and none is measured: each is a sum of given numbers and the latest of
 others, so a replay is the same to the last digit, whichever rank is looked at first.
@@ -61,32 +66,35 @@ class Timed(NamedTuple):
 
 class Deadlock(ValueError):
     """No rank can go on. `cycle` are the ranks that wait for each other, in that order; empty
-    where one waits for a rank that has come to its end."""
+    where what is waited for will never be issued, by any order."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
         self.cycle = cycle
 
 
-@dataclass
 class _Operation:
-    issue: Issue
-    issued_s: dict[int, float]
-    timed: Timed | None = None
+    def __init__(self, issue: Issue, members: dict[int, "_Rank"]):
+        self.issue, self.members = issue, members
+        self.issued_s: dict[int, float] = {}
+        self.first = 0  # on so many of its ranks it is the first in the queue
+        self.timed: Timed | None = None
+
+    @property
+    def can_begin(self) -> bool:
+        return self.first == len(self.members)
 
 
 class _Rank:
     def __init__(self, program: Program):
         self.program, self.place, self.now_s = program, 0, 0.0
         self.timed: list[Timed] = []
-        self.queues: dict[str, deque[Hashable]] = {}  # of each port: issued and not yet over
+        self.queues: dict[str, deque[_Operation]] = {}  # of each port: issued, and not yet begun
         self.free_s: dict[str, float] = {}  # when what has left each port is out of it
 
     @property
-    def awaited(self) -> Hashable:
-        """The operation it stands before; None at its end."""
-        thing = self.program[self.place] if self.place < len(self.program) else None
-        return thing.key if isinstance(thing, Wait) else None
+    def at_end(self) -> bool:
+        return self.place == len(self.program)
 
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
@@ -111,22 +119,18 @@ class _Run:
     def timed(self) -> dict[int, list[Timed]]:
         ready = deque(self.ranks)
         while ready:
-            number = ready.popleft()
-            for port in self.advance(number):
-                ready.extend(self.begin_operations(number, port))
-        stuck = [number for number, rank in self.ranks.items() if rank.place < len(rank.program)]
-        if stuck:
-            raise self.deadlock(stuck[0])
-        for key, one in self.operations.items():
-            if one.timed is None:
-                _, because = self.who_is_missing(key)
-                raise ValueError(f"operation {key!r} never begins: {because}")
+            for operation in self.advance(ready.popleft()):
+                ready.extend(self.begin(operation))
+        if any(one.timed is None for one in self.operations.values()) or any(
+            not rank.at_end for rank in self.ranks.values()
+        ):
+            raise _Standstill(self.ranks, self.operations).deadlock()
         return {number: self.filled_in(rank) for number, rank in self.ranks.items()}
 
-    def advance(self, number: int) -> dict[str, None]:
-        """Go on until a wait that has no end yet; returns the ports that something went to."""
-        rank, ports = self.ranks[number], dict[str, None]()
-        while rank.place < len(rank.program):
+    def advance(self, number: int) -> list[_Operation]:
+        """Go on until a wait that has no end yet; returns the operations that can begin now."""
+        rank, found = self.ranks[number], []
+        while not rank.at_end:
             thing, began_s = rank.program[rank.place], rank.now_s
             match thing:
                 case Compute():
@@ -134,57 +138,66 @@ class _Run:
                         raise ValueError(f"rank {number}: {thing} takes less than no time")
                     rank.now_s += thing.seconds
                 case Issue():
-                    one = self.operations.setdefault(thing.key, _Operation(thing, {}))
-                    self.check(number, thing, one)
+                    one = self.operation_of(number, thing)
                     one.issued_s[number] = began_s
-                    rank.queues.setdefault(thing.port, deque()).append(thing.key)
-                    ports[thing.port] = None
+                    queue = rank.queues.setdefault(thing.port, deque())
+                    queue.append(one)
+                    one.first += len(queue) == 1
+                    if one.can_begin:
+                        found.append(one)
                 case Wait():
                     awaited = self.operations.get(thing.key)
                     if awaited is None or awaited.timed is None:
                         self.waiting.setdefault(thing.key, []).append(number)
                         break
                     rank.now_s = max(began_s, awaited.timed.ended_s)
+                case _:
+                    raise ValueError(
+                        f"rank {number}: {thing!r} in its program; Compute, Issue or Wait is needed"
+                    )
             rank.timed.append(Timed(began_s, rank.now_s))
             rank.place += 1
-        return ports
+        return found
 
-    def check(self, number: int, issue: Issue, operation: _Operation) -> None:
-        """Raise ValueError where this rank's part does not fit to those of the others."""
-        if operation.issue != issue:
-            raise ValueError(f"rank {number} issues {issue}, and another rank {operation.issue}")
-        if number not in issue.ranks:
+    def operation_of(self, number: int, issue: Issue) -> _Operation:
+        """Raises ValueError where this rank's part does not fit to those of the others."""
+        one = self.operations.get(issue.key)
+        if one is None:
+            if strangers := [rank for rank in issue.ranks if rank not in self.ranks]:
+                raise ValueError(f"rank {number}: {issue}; rank {strangers[0]} is in no program")
+            if len(set(issue.ranks)) < len(issue.ranks):
+                raise ValueError(f"rank {number}: {issue} names a rank twice")
+            if not (issue.seconds >= 0 and issue.latency_s >= 0):
+                raise ValueError(f"rank {number}: {issue} takes less than no time")
+            members = {rank: self.ranks[rank] for rank in issue.ranks}
+            one = self.operations[issue.key] = _Operation(issue, members)
+        if one.issue != issue:
+            raise ValueError(f"rank {number} issues {issue}, and another rank {one.issue}")
+        if number not in one.members:
             raise ValueError(f"rank {number} issues {issue}, and is not among its ranks")
-        if strangers := [rank for rank in issue.ranks if rank not in self.ranks]:
-            raise ValueError(f"rank {number} issues {issue}; rank {strangers[0]} is in no program")
-        if number in operation.issued_s:
+        if number in one.issued_s:
             raise ValueError(f"rank {number} issues {issue.key!r} twice; each needs its own key")
-        if not (issue.seconds >= 0 and issue.latency_s >= 0):
-            raise ValueError(f"rank {number}: {issue} takes less than no time")
+        return one
 
-    def begin_operations(self, number: int, port: str) -> list[int]:
-        """Give a time to all that can begin now that something went to this port of this rank;
-        returns the ranks that can go on."""
+    def begin(self, operation: _Operation) -> list[int]:
+        """Give it a time, and those behind it that can begin then; returns the ranks that go on."""
         awake: list[int] = []
-        changed = deque([number])
-        while changed:
-            queue = self.ranks[changed.popleft()].queues.get(port)
-            if not queue:
-                continue
-            one = self.operations[queue[0]]
-            issue, members = one.issue, [self.ranks[rank] for rank in one.issue.ranks]
-            if len(one.issued_s) < len(members):
-                continue
-            if any(rank.queues[port][0] != issue.key for rank in members):
-                continue
-            free_s = max(rank.free_s.get(port, 0.0) for rank in members)
+        beginning = deque([operation])
+        while beginning:
+            one = beginning.popleft()
+            issue, members = one.issue, one.members.values()
+            free_s = max(rank.free_s.get(issue.port, 0.0) for rank in members)
             began_s = max(free_s, *one.issued_s.values())
             out_s = began_s + issue.seconds
             one.timed = Timed(began_s, out_s + issue.latency_s)
             for rank in members:
-                rank.queues[port].popleft()
-                rank.free_s[port] = out_s
-            changed.extend(issue.ranks)
+                rank.free_s[issue.port] = out_s
+                queue = rank.queues[issue.port]
+                queue.popleft()
+                if queue:
+                    queue[0].first += 1
+                    if queue[0].can_begin:
+                        beginning.append(queue[0])
             awake += self.waiting.pop(issue.key, [])
         return awake
 
@@ -197,48 +210,83 @@ class _Run:
             found.append(timed_there)
         return found
 
-    # --- why nothing goes on ---
 
-    def deadlock(self, stuck: int) -> Deadlock:
-        """Follow from rank to rank what each waits for, until one comes a second time."""
-        path: list[int] = []
-        why: list[str] = []
-        while True:
-            path.append(stuck)
-            key = self.ranks[stuck].awaited
-            culprit, because = self.who_is_missing(key)
-            why.append(f"rank {stuck} waits for {key!r}, {because}")
-            if culprit is None or self.ranks[culprit].awaited is None:
-                return Deadlock("; ".join(why), ())
-            if culprit in path:
-                first = path.index(culprit)
-                return Deadlock("; ".join(why[first:]), tuple(path[first:]))
-            stuck = culprit
+class _Standstill:
+    """Why nothing goes on: what each rank waits for, and what each operation, is followed until
+    something comes a second time, or to what will never be."""
 
-    def who_is_missing(self, key: Hashable) -> tuple[int | None, str]:
-        """The rank that keeps operation `key` from beginning, and in words how."""
-        behind, said = {key}, ""
-        while True:
+    def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
+        self.ranks, self.operations = ranks, operations
+        self.to_issue = {  # what stands in the rest of each program
+            number: {thing.key for thing in rank.program[rank.place :] if isinstance(thing, Issue)}
+            for number, rank in ranks.items()
+        }
+        self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
+
+    def deadlock(self) -> Deadlock:
+        """One with a cycle, if there is any."""
+        waits = [
+            (number, "waits for", rank.program[rank.place].key)  # type: ignore[union-attr]
+            for number, rank in self.ranks.items()
+            if not rank.at_end
+        ]
+        waits += [
+            (next(iter(one.issued_s)), "has issued", key)
+            for key, one in self.operations.items()
+            if one.timed is None
+        ]
+        without_cycle, known = None, set[Hashable]()
+        for number, does, key in waits:
+            if key not in known:
+                found = self.follow(number, does, key, known)
+                if found.cycle:
+                    return found
+                without_cycle = without_cycle or found
+        assert without_cycle is not None
+        return without_cycle
+
+    def follow(self, number: int, does: str, key: Hashable, known: set[Hashable]) -> Deadlock:
+        """From the rank that stands before operation `key`, or has issued it."""
+        steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank it holds up, and how
+        who = f"rank {number} {does} {key!r}"
+        while key not in steps:
+            known.add(key)
             one = self.operations.get(key)
             if one is None:
-                issuer = self.who_issues(key)
-                if issuer is None:
-                    return None, f"{said}which no rank issues"
-                return issuer, f"{said}which rank {issuer} has yet to issue"
-            for number in one.issue.ranks:
-                if number not in one.issued_s:
-                    return number, f"{said}which rank {number} has not issued"
-            queues = [self.ranks[rank].queues[one.issue.port] for rank in one.issue.ranks]
-            key = next(queue[0] for queue in queues if queue[0] != key)
-            said += f"which stands behind {key!r} on a port, "
-            if key in behind:
-                return None, f"{said}and that behind it on another: ranks issue in different orders"
-            behind.add(key)
+                culprit = self.issuer.get(key)
+            else:
+                culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
+            if one is not None and culprit is None:  # all have issued it: it stands in a queue
+                port = one.issue.port
+                number, rank = next(
+                    (number, rank)
+                    for number, rank in one.members.items()
+                    if rank.queues[port][0] is not one
+                )
+                before = rank.queues[port][0].issue.key
+                steps[key] = number, f"{who}, which on rank {number} stands behind {before!r}"
+                key, who = before, "that"
+            elif culprit is None:
+                steps[key] = number, f"{who}, which no rank issues"
+                return Deadlock(_said(steps), ())
+            elif key not in self.to_issue[culprit]:
+                steps[key] = number, f"{who}, which rank {culprit} never issues"
+                return Deadlock(_said(steps), ())
+            else:
+                steps[key] = number, f"{who}, which rank {culprit} has yet to issue"
+                number = culprit
+                thing = self.ranks[culprit].program[self.ranks[culprit].place]
+                assert isinstance(thing, Wait)
+                key, who = thing.key, f"rank {culprit} waits for {thing.key!r}"
+        keys = list(steps)
+        cycle = {one: steps[one] for one in keys[keys.index(key) :]}
+        ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
+        return Deadlock(_said(cycle), ranks)
 
-    def who_issues(self, key: Hashable) -> int | None:
-        """A rank in whose program it still stands."""
-        for number, rank in self.ranks.items():
-            for thing in rank.program[rank.place :]:
-                if isinstance(thing, Issue) and thing.key == key:
-                    return number
-        return None
+
+def _said(steps: Mapping[Hashable, tuple[int, str]]) -> str:
+    """In words; of a long way, its beginning and its end."""
+    words = [why for _, why in steps.values()]
+    if len(words) > 8:
+        words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]
+    return "; ".join(words)

@@ -11,12 +11,20 @@ def pipeline_programs(
 ) -> dict[int, Program]:
     """What each stage does: `seconds(stage, action)` for each of its actions; before it, it waits
     for what that needs, and after it sends on what has come out, which is there `message_s` later.
+    (The message is all latency: several may be under way to the same stage.)
+
+    Raises ValueError for a schedule that goes backward through what has not gone forward.
     """
     last = len(schedule) - 1
     programs: dict[int, Program] = {}
     for stage, actions in enumerate(schedule):
         program: list[Compute | Issue | Wait] = []
+        gone_forward = set()
         for action in actions:
+            if action.phase == "forward":
+                gone_forward.add(action.microbatch)
+            elif action.phase != "backward" or action.microbatch not in gone_forward:
+                raise ValueError(f"stage {stage}: {action} is no forward, nor a backward after it")
             forward = action.phase == "forward"
             before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
             if 0 <= before <= last:

@@ -10,8 +10,7 @@ Each stage holds the activations of no more than (stages - stage) micro-batches,
 there are; with GPipe, which does all forwards first, it is all of them. The bubble is the same:
 (p - 1)(F + B) for p stages.
 
-Source: PipeDream-flush, arXiv 2006.09503, section 2.2; Megatron-LM, arXiv 2104.04473, section
-2.2.1.
+Source: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1.
 """
 
 from labkit.schedules.actions import Action, Schedule, check_sizes

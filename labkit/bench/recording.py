@@ -125,11 +125,11 @@ def bench_recording(cases: tuple[Case, ...] = CASES, turns: int = 20) -> list[Re
 def table(found: list[RecordingTimes]) -> Table:
     """What `bench_recording` found, with the ratios."""
     shown = Table(
-        title=f"A DDP step recorded, rows of {LENGTH} tokens (aim: below 1.02)",
+        title=f"A DDP step recorded over plain, rows of {LENGTH} tokens a rank (aim: below 1.02)",
         title_justify="left",
     )
-    names = ("model", "dtype", "ranks", "rows a rank", "plain, ms", "recorded, ms")
-    for name in (*names, "recorded / plain", "of the processor"):
+    names = ("model", "dtype", "ranks", "rows", "plain, ms", "recorded, ms", "ratio", "processor")
+    for name in names:
         shown.add_column(name, justify="right")
     for one in found:
         case = one.case

@@ -587,6 +587,7 @@ def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_the_command_measures_draws_saves_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def labkit(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subproce
     return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
     done = labkit("labkit", "compare", *TINY, "--ranks", "3", "--out", "made", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -177,6 +178,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"labkit {command}" in done.output
 
 
+@pytest.mark.slow
 def test_benches_measure_all_they_show() -> None:
     (times,) = bench.bench_ddp(ranks=(2,), models=("tiny",), turns=3)
     assert min(times.ours_s, times.torch_s, times.floor_s) > 0
@@ -187,6 +189,7 @@ def test_benches_measure_all_they_show() -> None:
     assert door.table(calls).row_count == 5
 
 
+@pytest.mark.slow
 def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
     case = recording.Case("tiny", ranks=2, rows=3, dtype="float64")
     (times,) = recording.bench_recording((case,), turns=3)

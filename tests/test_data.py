@@ -189,6 +189,7 @@ def digest(kind: str) -> str:
     return hashlib.sha256(text.ids.numpy().tobytes() + batch.y.numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_other_processes_draw_the_same_batch() -> None:
     code = "import test_data as t; print(*map(t.digest, t.KINDS))"
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
@@ -305,6 +306,7 @@ def test_wrong_cuts_and_shapes_are_refused() -> None:
 # ---------------------------------------------------------------- and it learns
 
 
+@pytest.mark.slow
 def test_loss_falls_on_real_text(text: Text) -> None:
     torch.manual_seed(0)
     model = GPT(text.vocab, width=32, depth=2, heads=4, context=32)

@@ -56,6 +56,7 @@ def test_weights_equal_single_process_training(
     check_equal_to_single(world, strategy, case)
 
 
+@pytest.mark.slow
 def test_losses_agree_in_float32(pair: World) -> None:
     ours = pair.run(weights_after, DDP, "gpt", dtype=torch.float32)
     with World(1) as one:

@@ -980,6 +980,7 @@ def test_a_generator_and_a_process_group_are_named_as_what_they_are(world: World
 # ---- the end of the driver, of the server
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
     script = """
     world = World(3)

@@ -22,7 +22,7 @@ LAYERS: dict[int, set[str]] = {
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"recording", "world"},
     5: {
-        "replay",
+        "replaying",
         "plot",
         "check",
         "course",

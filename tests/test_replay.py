@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.replay import (
+from labkit.replaying import (
     Compute,
     Deadlock,
     Issue,

@@ -108,6 +108,7 @@ def test_the_contract_thoroughly_in_tiny_pieces() -> None:
         world.run(tiny)
 
 
+@pytest.mark.slow
 def test_eight_ranks_on_few_cores() -> None:
     def all_but_long_tensors() -> None:
         for part in comm_contract.CONTRACT[:-1]:
@@ -333,6 +334,7 @@ def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Pat
 # --- waiting -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_who_waits_does_not_spin(world2: World) -> None:
     """Processor time, not the time of a clock: 1 s of waiting, in three ways."""
 

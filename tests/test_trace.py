@@ -280,6 +280,7 @@ def test_a_spoilt_line_is_left_out_and_told(line: bytes, tmp_path: Path) -> None
     assert "rank0.jsonl: line 3 cannot be read and is left out" in trace.about["problems"]
 
 
+@pytest.mark.slow
 def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
     chance = random.Random(0)
     write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")

@@ -102,6 +102,7 @@ def test_a_run_is_a_copy_so_a_rank_cannot_change_the_drivers_things(world2: Worl
     assert theirs[0]["list"] == [1, 2] and theirs[1]["tensor"].sum() == 2
 
 
+@pytest.mark.slow
 def test_200_megabytes_come_back_from_every_rank_and_go_there(world2: World) -> None:
     numel = 50_000_000
     values = world2.run(lambda: torch.full((numel,), float(Comm().rank)))
@@ -267,6 +268,7 @@ def test_two_worlds_live_side_by_side() -> None:
         assert other.run(sum_of_ranks) == [6.0] * 3
 
 
+@pytest.mark.slow
 def test_worlds_of_several_threads_do_not_disturb_each_other() -> None:
     wrong: list[object] = []
 
@@ -548,6 +550,7 @@ def test_a_fault_at_birth_is_told_and_leaves_nothing(
 # ---- what stays behind, and what listens
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # what a cluster's user may have set
 
@@ -654,6 +657,7 @@ def test_a_fork_of_the_driver_that_ends_does_not_take_the_world_with_it(tmp_path
 # ---- attach
 
 
+@pytest.mark.slow
 def test_attach_alone_is_a_world_of_one(tmp_path: Path) -> None:
     script = """
     me = labkit.attach()

@@ -1,7 +1,7 @@
 """Programs of ranks under a virtual clock."""
 
-from labkit.replay.engine import Compute, Deadlock, Issue, Program, Timed, Wait, run
-from labkit.replay.pipeline import bubble, pipeline_programs
+from labkit.replaying.engine import Compute, Deadlock, Issue, Program, Timed, Wait, run
+from labkit.replaying.pipeline import bubble, pipeline_programs
 
 __all__ = [
     "Compute",

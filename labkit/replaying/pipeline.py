@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from labkit.replay.engine import Compute, Issue, Program, Wait
+from labkit.replaying.engine import Compute, Issue, Program, Wait
 from labkit.schedules import Action, Schedule
 
 

@@ -13,11 +13,22 @@ def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
     one = cluster(name)
     rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
     assert one.device.sources.keys() == {
-        "memory_bytes", "memory_bytes_per_s", "launch_s", *rates
+        "memory_bytes", "memory_bytes_per_s", "launch_s", "matmul_reached", "memory_reached",
+        "tile", *rates,
     }  # fmt: skip
     for level in filter(None, (one.inside, one.between)):
-        assert level.sources.keys() == {"bytes_per_s", "latency_s"}
+        optional = {"reached", "start_s"} & level.sources.keys()
+        assert level.sources.keys() == {"bytes_per_s", "latency_s", *optional}
+        assert level.reached == 1 or "reached" in optional
+        assert level.start_s == 0 or "start_s" in optional
     assert "float32" in one.device.peak_flops
+
+
+def test_a_matrix_product_reaches_its_rate_by_its_sides() -> None:
+    device = cluster("selene").device
+    large, small = (device.matmul_flops_per_s("bfloat16", [side] * 3) for side in (10**6, 128))
+    assert large == pytest.approx(0.85 * 312e12, rel=1e-3)
+    assert small == pytest.approx(0.85 * 312e12 / 8)
 
 
 def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:

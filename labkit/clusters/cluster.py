@@ -1,7 +1,8 @@
 """What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
 are on the first. A level is a kind of wire, inside a node or between nodes: each node has so many
 ports of it (inside, as a rule, one for each device), and each port carries bytes_per_s out and as
-much in. These are what the wires are built for; programs reach less.
+much in. Rates are what the hardware is built for; `..._reached` is the part of it that programs
+reach, 0 to 1.
 
 To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
 """
@@ -13,13 +14,19 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Device:
     """`peak_flops`: of matrix products by dtype, "bfloat16", a multiplication and an addition being
-    two. `launch_s`: what each operation takes at least. `sources`: of each number, by its name."""
+    two. `launch_s`: what each operation takes at least. `sources`: of each number, by its name.
+
+    A matrix product is cut into tiles, and a side d reaches d / (d + tile) of `matmul_reached`,
+    which large products have (see `matmul_flops_per_s`)."""
 
     name: str
     peak_flops: Mapping[str, float]
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float
+    matmul_reached: float = 1.0
+    memory_reached: float = 1.0
+    tile: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def peak_flops_of(self, dtype: str) -> float:
@@ -30,16 +37,26 @@ class Device:
             )
         return self.peak_flops[dtype]
 
+    def matmul_flops_per_s(self, dtype: str, sides: Iterable[int]) -> float:
+        """What a product [m, k] x [k, n] of `sides` (m, n, k) runs at."""
+        part = self.matmul_reached
+        for side in sides:
+            part *= side / (side + self.tile)
+        return self.peak_flops_of(dtype) * part
+
 
 @dataclass(frozen=True)
 class Level:
     """`ports` wires for the devices of each node; each carries `bytes_per_s` one way and as much
-    the other. `latency_s` is that of one message: of one step of a ring."""
+    the other. `latency_s` is that of one message: of one step of a ring. `start_s`: what a
+    collective takes before its first byte leaves."""
 
     name: str
     bytes_per_s: float
     latency_s: float
     ports: int
+    reached: float = 1.0
+    start_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from labkit.clusters.cluster import Cluster, Device, Level
 
+MAY_BE_0 = ("launch_s", "latency_s", "start_s", "tile")
+
 
 def cluster(name: str) -> Cluster:
     """A cluster that labkit knows. Raises ValueError, listing the names, for another.
@@ -80,8 +82,9 @@ def _cluster(name: str, told: Any, devices: Mapping[str, Any], where: str) -> Cl
 def _device(told: Any, where: str) -> Device:
     told = _table(told, where)
     plain = ("memory_bytes", "memory_bytes_per_s", "launch_s")
-    _no_others(told, {"name", "peak_flops", *plain}, where)
-    numbers, sources = _numbers(told, plain, where)
+    parts = ("matmul_reached", "memory_reached", "tile")
+    _no_others(told, {"name", "peak_flops", *plain, *parts}, where)
+    numbers, sources = _numbers(told, (*plain, *_given(told, parts)), where)
     rates = _table(told.get("peak_flops"), f"{where}: peak_flops")
     peak_flops, more = _numbers(rates, tuple(rates), f"{where}: peak_flops")
     sources |= {f"peak_flops.{dtype}": source for dtype, source in more.items()}
@@ -91,8 +94,10 @@ def _device(told: Any, where: str) -> Device:
 def _level(told: Any, inside: bool, where: str) -> Level:
     told = _table(told, where)
     counts = {"ports", "devices"} if inside else {"ports"}
-    _no_others(told, {"name", "bytes_per_s", "latency_s", *counts}, where)
-    numbers, sources = _numbers(told, ("bytes_per_s", "latency_s"), where)
+    parts = ("reached", "start_s")
+    _no_others(told, {"name", "bytes_per_s", "latency_s", *counts, *parts}, where)
+    names = ("bytes_per_s", "latency_s", *_given(told, parts))
+    numbers, sources = _numbers(told, names, where)
     name = str(told.get("name", "wires"))
     return Level(name, **numbers, ports=_whole(told, "ports", where), sources=sources)
 
@@ -100,13 +105,15 @@ def _level(told: Any, inside: bool, where: str) -> Level:
 def _numbers(
     told: Mapping[str, Any], names: tuple[str, ...], where: str
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Numbers and their sources. Only what a launch or a latency takes may be 0."""
+    """Numbers and their sources. Some may be 0; a part is no more than the whole."""
     numbers, sources = {}, {}
     for name in names:
         match told.get(name):
             case [int() | float() as number, str() as source] if _is_real(number) and source:
-                if number < 0 or (number == 0 and name not in ("launch_s", "latency_s")):
+                if number < 0 or (number == 0 and name not in MAY_BE_0):
                     raise ValueError(f"{where}: {name} = {number}; more than 0 is needed")
+                if name.endswith("reached") and number > 1:
+                    raise ValueError(f"{where}: {name} = {number}; it is a part: 1 at most")
                 numbers[name], sources[name] = float(number), source
             case other:
                 raise ValueError(
@@ -114,6 +121,11 @@ def _numbers(
                     f'{name} = [1e9, "who says so"]'
                 )
     return numbers, sources
+
+
+def _given(told: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of these numbers, which have a default, that are there."""
+    return tuple(name for name in names if name in told)
 
 
 def _is_real(number: float) -> bool:

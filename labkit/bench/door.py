@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.table import Table
 
-from labkit.comm import Board, here, listen
+from labkit.comm import Board, Comm, here, listen
 from labkit.world import World
 from labkit.world.attach import leave, on_paper
 
@@ -31,7 +31,11 @@ def _measure() -> DoorTimes:
     """On a rank that is going to be thrown away."""
     leave()
     here.board = None
-    comm = on_paper(0, 8).comm
+    with on_paper(0, 8) as me:
+        return _of_a_call(me.comm)
+
+
+def _of_a_call(comm: Comm) -> DoorTimes:
     x = torch.ones(16)
 
     def us_of_a_call(statement: str) -> float:

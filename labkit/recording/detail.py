@@ -1,8 +1,9 @@
 """One training step in detail: what holds memory, and what each span computes.
 
-Every operation passes a dispatch mode. It counts floating-point operations (by the formulas of
-torch.utils.flop_counter), bytes read and written, and enters each new piece of memory (a storage,
-which many tensors may see) in a ledger, under what it is for. The ledger hears when it is freed.
+Every operation passes a dispatch mode. It notes the operation with its floating-point operations
+and the bytes that it reads and writes, adds them up by span, and enters each new piece of memory (a
+storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
+freed.
 
     parameters              those of the modules that ran
     gradients               what a parameter's `.grad` lies in, so a bucket, too
@@ -25,25 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from labkit.recording.operations import operation_of, tensors_in
 from labkit.recording.spans import Spans
-from labkit.trace import CATEGORIES, MemoryPoint
+from labkit.trace import CATEGORIES, MemoryPoint, Operation
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating-point operations of one call, a multiplication and an addition being two; 0 for
-    what is no matrix product, convolution or attention."""
-    match func._overloadpacket:
-        case torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch has none for it
-            return sdpa_flop_count(*(x.shape for x in args[:3]))
-        case torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            return sdpa_backward_flop_count(*(x.shape for x in args[:4]))
-    formula = flop_registry.get(func._overloadpacket)
-    return formula(*args, **kwargs, out_val=out) if formula else 0
 
 
 class Ledger:
@@ -92,10 +80,15 @@ class Ledger:
 
 
 class Detail:
-    """Counts while its mode is on (`with detail:`), into `points` and the spans of `spans`."""
+    """Counts between `begin` and `end`, and tells `point`, `operation` and the spans of `spans`."""
 
-    def __init__(self, spans: Spans, point: Callable[[MemoryPoint], object]):
-        self._spans, self._point = spans, point
+    def __init__(
+        self,
+        spans: Spans,
+        point: Callable[[MemoryPoint], object],
+        operation: Callable[[Operation], object],
+    ):
+        self._spans, self._point, self._operation = spans, point, operation
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
@@ -165,17 +158,18 @@ class Detail:
         """Note one operation that has run."""
         in_door = getattr(self._in_door, "on", False)
         span = self._spans.innermost
-        outs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        ins = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        for x in ins:
+        for x in tensors_in((args, kwargs)):
             self._enter(x, OTHER)
-        for x in outs:
+        for x in tensors_in(out):
             self._enter(x, BUFFERS if in_door else self._category_of_new(span))
-        if span is not None and not in_door:
-            span.flops = (span.flops or 0) + flops_of(func, args, kwargs, out)
-            if not _is_view(func):
-                nbytes = sum(x.nbytes for x in ins) + sum(x.nbytes for x in outs)
-                span.moved_bytes = (span.moved_bytes or 0) + nbytes
+        if in_door:
+            return
+        one = operation_of(func, args, kwargs, out, time.monotonic(), self._spans.step)
+        if one is not None:
+            self._operation(one)
+        if span is not None:
+            span.flops = (span.flops or 0) + (one.flops if one else 0)
+            span.moved_bytes = (span.moved_bytes or 0) + (one.moved_bytes if one else 0)
 
     def _category_of_new(self, span: Any) -> int:
         if span is not None and span.phase in ("backward", "optimizer"):
@@ -203,12 +197,6 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._detail.count(func, args, kwargs or {}, out)
+        if func.namespace != "prim":  # those ask what a tensor is
+            self._detail.count(func, args, kwargs or {}, out)
         return out
-
-
-def _is_view(func: Any) -> bool:
-    """Whether the operation only looks at memory in another way."""
-    return bool(func._schema.returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
-    )

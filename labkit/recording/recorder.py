@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -111,10 +112,11 @@ class Recorder:
         self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
         self._in_step = self._count()
         if self._step.detail:
-            self._detail = Detail(self._spans, self.trace.memory.append)
+            detailed = self.trace.memory.append, self.trace.operations.append
+            self._detail = Detail(self._spans, *detailed)
             here.carrying = self._detail.inside_the_door
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
-        self._clock.mark(self._step, "began_s")
+        self._spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
     def _step_ended(self, optimizer: Any) -> None:
@@ -126,7 +128,8 @@ class Recorder:
         self._begin_step()
 
     def _end_step(self) -> None:
-        self._clock.mark(self._step, "ended_s")
+        clock = HOST_CLOCK if self._step.detail else self._clock
+        clock.mark(self._step, "ended_s")
         self._spans.step += 1
 
     def _end_detail(self) -> None:
@@ -134,6 +137,7 @@ class Recorder:
             here.carrying = nullcontext
             self._detail.end()
             self._detail = None
+            self._on_clock(self._clock)
 
     def _count(self) -> int:
         return len(self.trace.spans) + len(self.trace.comms) + len(self._spans.still_open())
@@ -168,8 +172,13 @@ class Recorder:
         return self._clock.settle()
 
     def _use(self, clock: Clock) -> None:
-        self._clock = self._spans.clock = here.clock = clock
+        self._clock = clock
+        if not self._detail:
+            self._on_clock(clock)
         self.trace.device = f"cuda:{torch.cuda.current_device()}"
+
+    def _on_clock(self, clock: Clock) -> None:
+        self._spans.clock = here.clock = clock
 
     # --- what users say ---
 
@@ -196,7 +205,7 @@ class _Writer:
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
         self._file: RankFile | None = None
-        self._written = [0, 0, 0, 0, 0]
+        self._written = [0] * len(self._lists())
         self._early: dict[int, Span] = {}  # written while open: the file follows them to their end
         self._stop = threading.Event()
         self.off = False
@@ -233,7 +242,7 @@ class _Writer:
         if self._file is None and not self._recorder.begun and not self._stop.is_set():
             return  # it may be a world's ranks that are recorded
         lists = zip(self._lists(), self._written, until, strict=True)
-        steps, spans, comms, memory, metrics = (one[begin:end] for one, begin, end in lists)
+        steps, spans, *others, metrics = (one[begin:end] for one, begin, end in lists)
         self._written = until
         spans = [span for span in spans if self._early.pop(id(span), None) is None]
         early = [x for x in long_open if not x.ended_s and id(x) not in self._early]
@@ -242,7 +251,7 @@ class _Writer:
             if self._file is None:
                 args = (trace.rank, trace.size, trace.device, trace.host)
                 self._file = RankFile(self._folder, *args)
-            self._file.append([*steps, *spans, *early, *comms, *memory])
+            self._file.append([*steps, *spans, *early, *chain(*others)])
             if metrics:
                 add_metrics(self._folder, metrics)
         except OSError as error:
@@ -251,7 +260,8 @@ class _Writer:
 
     def _lists(self) -> list[list[Any]]:
         trace = self._recorder.trace
-        return [trace.steps, trace.spans, trace.comms, trace.memory, self._recorder.metrics]
+        moments = trace.memory, trace.operations
+        return [trace.steps, trace.spans, trace.comms, *moments, self._recorder.metrics]
 
     def _counts(self) -> list[int]:
         """How much of each there is to write; a step only once anything has happened in it."""

@@ -1,11 +1,12 @@
 """What a run was, as plain data: who computed when, what travelled, what memory held what."""
 
 from labkit.trace.folder import read_run, write_run
-from labkit.trace.graph import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
+from labkit.trace.graph import CATEGORIES, MemoryPoint, Operation, RankTrace, Span, Step, Trace
 
 __all__ = [
     "CATEGORIES",
     "MemoryPoint",
+    "Operation",
     "RankTrace",
     "Span",
     "Step",

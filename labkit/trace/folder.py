@@ -76,8 +76,9 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
     for one in trace.ranks.values():
-        file = RankFile(path, one.rank, one.size, one.device, one.host, clock=(0.0, 0.0))
-        file.append([*one.steps, *one.spans, *one.comms, *one.memory])
+        about_rank = (one.rank, one.size, one.device, one.host)
+        file = RankFile(path, *about_rank, clock=(0.0, 0.0), alike=one.alike)
+        file.append([*one.steps, *one.spans, *one.comms, *one.memory, *one.operations])
         file.close(complete=one.complete)
     add_metrics(path, trace.metrics)
     return path

@@ -5,6 +5,7 @@
               spans    computing: forward, backward and optimizer, by module
               comms    what went through the door (`labkit.events.CommEvent`)
               memory   bytes by category over time, in the one step recorded in detail
+              operations  and what was computed in it, one by one
 
 The edges are in the data. On a rank, things happen in the order of their times. A wait belongs to
 the event it waits for. The same collective has the same `group` and `seq` on all its ranks, a
@@ -70,6 +71,18 @@ class MemoryPoint(NamedTuple):
     held_bytes: tuple[int, ...]
 
 
+class Operation(NamedTuple):
+    """One operation that a rank computed in the step in detail, over at `when_s`."""
+
+    when_s: float
+    step: int
+    name: str  # torch's, "mm"
+    dtype: str  # of its first tensor, "bfloat16"
+    flops: int
+    moved_bytes: int  # read and written
+    sides: tuple[int, ...] = ()  # m, n, k of a matrix product [m, k] x [k, n]; of many, each
+
+
 @dataclass(slots=True)
 class RankTrace:
     """What one rank recorded."""
@@ -82,7 +95,9 @@ class RankTrace:
     spans: list[Span] = field(default_factory=list)
     comms: list[CommEvent] = field(default_factory=list)
     memory: list[MemoryPoint] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     complete: bool = True  # False: the rank died, or the file was cut off
+    alike: tuple[int, ...] = ()  # global ranks that do the same, and have no record of their own
 
     def things(self) -> Iterator[Span | CommEvent | Step]:
         yield from self.steps
@@ -136,6 +151,7 @@ class Trace:
                 spans=[x for x in one.spans if x.step == index],
                 comms=[x for x in one.comms if x.step == index],
                 memory=[x for x in one.memory if x.step == index],
+                operations=[x for x in one.operations if x.step == index],
             )
         metrics = [x for x in self.metrics if x.get("step") == index]
         return Trace(ranks, self.about, metrics).from_zero()
@@ -192,6 +208,7 @@ def earlier(one: RankTrace, by_s: float) -> RankTrace:
         spans=[moved(x, "began_s", "ended_s") for x in one.spans],
         comms=[moved(x, "issued_s", *later) for x in one.comms],
         memory=[x._replace(when_s=x.when_s - by_s) for x in one.memory],
+        operations=[x._replace(when_s=x.when_s - by_s) for x in one.operations],
     )
 
 

@@ -22,14 +22,17 @@ from types import TracebackType
 from typing import Any
 
 from labkit.events import CommEvent
-from labkit.trace.graph import MemoryPoint, RankTrace, Span, Step
+from labkit.trace.graph import MemoryPoint, Operation, RankTrace, Span, Step
 
-Thing = Step | Span | CommEvent | MemoryPoint
+Thing = Step | Span | CommEvent | MemoryPoint | Operation
 
-KINDS: dict[str, Any] = {"step": Step, "span": Span, "comm": CommEvent, "memory": MemoryPoint}
+KINDS: dict[str, Any] = {
+    "step": Step, "span": Span, "comm": CommEvent, "memory": MemoryPoint, "operation": Operation
+}  # fmt: skip
+MOMENTS = (MemoryPoint, Operation)  # which do not last
 TYPES: dict[str, dict[str, Any]] = {
-    **{kind: {f.name: f.type for f in fields(KINDS[kind])} for kind in ("step", "span", "comm")},
-    "memory": MemoryPoint.__annotations__,
+    kind: dict(of.__annotations__) if of in MOMENTS else {f.name: f.type for f in fields(of)}
+    for kind, of in KINDS.items()
 }
 KIND_OF = {of: kind for kind, of in KINDS.items()}
 COLUMNS = {kind: list(types) for kind, types in TYPES.items()}
@@ -56,6 +59,7 @@ class RankFile:
         device: str = "cpu",
         host: str | None = None,
         clock: tuple[float, float] | None = None,
+        alike: tuple[int, ...] = (),
     ):
         self.path = Path(path) / f"rank{rank}.jsonl"
         self._open: dict[int, tuple[int, Thing]] = {}  # id -> number, thing
@@ -68,6 +72,7 @@ class RankFile:
             "host": platform.node() if host is None else host,
             "clock": {"monotonic_s": monotonic_s, "unix_s": unix_s},
             "columns": COLUMNS,
+            **({"alike": _packed(alike)} if alike else {}),
         }
         try:
             self._file = self.path.open("x", encoding="ascii", newline="\n")
@@ -133,6 +138,7 @@ def read_rank_file(path: Path) -> ReadRank:
         header = json.loads(lines[0])
         rank, size = (_unpacked(header[name], int) for name in ("rank", "size"))
         trace = RankTrace(rank, size, str(header["device"]), str(header["host"]))
+        trace.alike = _unpacked(header.get("alike", []), tuple[int, ...])
         clock, columns = header["clock"], header["columns"]
         unix_offset_s = float(clock["unix_s"]) - float(clock["monotonic_s"])
         columns = {str(kind): [str(name) for name in columns[kind]] for kind in columns}
@@ -159,7 +165,8 @@ def read_rank_file(path: Path) -> ReadRank:
             unreadable.append(i)
 
     of_kind: dict[type, list[Any]] = {
-        Step: trace.steps, Span: trace.spans, CommEvent: trace.comms, MemoryPoint: trace.memory
+        Step: trace.steps, Span: trace.spans, CommEvent: trace.comms,
+        MemoryPoint: trace.memory, Operation: trace.operations,
     }  # fmt: skip
     for thing in things.values():
         if thing is not None:
@@ -203,7 +210,7 @@ def _thing(kind: str, columns: dict[str, list[str]], values: list[Any]) -> Thing
 
 
 def _is_open(thing: Thing) -> bool:
-    return not isinstance(thing, MemoryPoint) and thing.ended_s == 0.0
+    return not isinstance(thing, MOMENTS) and thing.ended_s == 0.0
 
 
 def _packed(value: Any) -> Any:

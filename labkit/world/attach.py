@@ -9,6 +9,8 @@ on paper                         one rank of as many as you like, of which nothi
 import atexit
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Comm, Link, TwoLevel, here
+from labkit.comm.carrier import Carrier
 from labkit.world.channel import Channel
 
 
@@ -98,19 +101,30 @@ def attach(
     return become(Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name))
 
 
-def on_paper(rank: int, size: int) -> Rank:
-    """Make this process rank `rank` of a world of `size` of which there is no other rank.
+@contextmanager
+def on_paper(rank: int, size: int) -> Iterator[Rank]:
+    """In this block, this process is rank `rank` of a world of `size` of which there is no other.
 
     Every operation through the door is recorded and over at once, so that one process can show
     what a rank of a thousand would send. The results of collectives are not to be believed.
-    Raises RuntimeError in a process that is a rank already.
+    Raises RuntimeError in a process that is a rank already, ValueError for a rank that is none.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    global _me
     if dist.is_initialized():
         raise RuntimeError("on_paper: this process is a rank already; use a process of its own")
+    if not 0 <= rank < size:
+        raise ValueError(f"on_paper: rank {rank} is not one of {size} ranks, 0 to {size - 1}")
+    before, worlds = _me, Carrier.worlds
+    Carrier.worlds = 0  # its groups are named as those of a first world: the same every time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    return become(Rank(rank, size, torch.device("cpu"), "fake"))
+    _me = Rank(rank, size, torch.device("cpu"), "fake")
+    try:
+        yield _me
+    finally:
+        dist.destroy_process_group()
+        _me, Carrier.worlds = before, worlds
 
 
 def _join(backend: str | None, timeout_s: float) -> None:

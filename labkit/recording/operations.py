@@ -1,0 +1,101 @@
+"""What one operation costs, read off its tensors: floating-point operations, bytes moved, and the
+sides of a matrix product. Which hardware takes how long for that is for a replay to say.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from labkit.trace import Operation
+
+aten = torch.ops.aten
+MAKE_ROOM = {  # nothing is read or written
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+}  # fmt: skip
+OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
+LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # some rows of a table
+ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # into some rows of a table
+ATTENTION = (  # torch has no formula for the first pair
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
+
+Tensors = Sequence[torch.Tensor]
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating-point operations of one call, a multiplication and an addition being two; 0 for
+    what is no matrix product, convolution or attention."""
+    match func._overloadpacket:
+        case aten._scaled_dot_product_flash_attention_for_cpu:
+            return sdpa_flop_count(*(x.shape for x in args[:3]))
+        case aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            return sdpa_backward_flop_count(*(x.shape for x in args[:4]))
+    formula = flop_registry.get(func._overloadpacket)
+    return formula(*args, **kwargs, out_val=out) if formula else 0
+
+
+def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
+    """Bytes read and written: all of what comes in and of what goes out, but for what only looks
+    at memory in another way, and for what uses a part of a table."""
+    kind = func._overloadpacket
+    in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
+    if kind in MAKE_ROOM or is_view(func):
+        return 0
+    if kind in OVERWRITE:
+        return in_bytes  # copy_: that of the source, and as much written
+    if kind in LOOK_UP:
+        return 2 * out_bytes + sum(x.nbytes for x in ins[1:])
+    if kind in ADD_ROWS:
+        return sum(x.nbytes for x in ins[1:]) + 2 * ins[-1].nbytes
+    return in_bytes + out_bytes
+
+
+def sides_of(func: Any, args: Any) -> tuple[int, ...]:
+    """m, n and k of a product [m, k] x [k, n], and of attention those of q kᵀ; else nothing."""
+    kind = func._overloadpacket
+    if kind in (aten.mm, aten.bmm):
+        left, right = args[:2]
+    elif kind in (aten.addmm, aten.baddbmm):
+        left, right = args[1:3]
+    elif kind in ATTENTION:
+        q, k = args[1:3] if "backward" in kind.__name__ else args[:2]
+        left, right = q, k.transpose(-2, -1)
+    else:
+        return ()
+    return left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def operation_of(
+    func: Any, args: Any, kwargs: Any, out: Any, when_s: float, step: int
+) -> Operation | None:
+    """The operation as the trace keeps it; None for what costs nothing."""
+    ins = tensors_in((args, {name: x for name, x in kwargs.items() if name != "out"}))
+    outs = tensors_in(out)
+    flops, moved_bytes = flops_of(func, args, kwargs, out), moved_bytes_of(func, ins, outs)
+    if not flops and not moved_bytes:
+        return None
+    dtype = next((x.dtype for x in (*outs, *ins) if x.is_floating_point()), torch.int64)
+    name = func._overloadpacket.__name__
+    sides = sides_of(func, args) if flops else ()
+    return Operation(when_s, step, name, str(dtype)[6:], flops, moved_bytes, sides)
+
+
+def tensors_in(things: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(things) if isinstance(x, torch.Tensor)]
+
+
+def is_view(func: Any) -> bool:
+    """Whether the operation only looks at memory in another way."""
+    return bool(func._schema.returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
+    )

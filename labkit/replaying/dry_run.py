@@ -8,10 +8,12 @@ What runs so must not look at a number, as `loss.item()` and `if gradient.isnan(
 is none. labkit's strategies do not.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from labkit.recording import record
@@ -23,18 +25,18 @@ def dry_run(
     fn: Callable[..., object],
     *args: Any,
     ranks: int,
-    rank: int = 0,
-    alike: Iterable[int] | None = None,
+    alike: Mapping[int, Iterable[int]] | None = None,
     step: int = 1,
     seed: int = 0,
     **kwargs: Any,
 ) -> Trace:
-    """Record what rank `rank` of `ranks` does in `fn(*args, **kwargs)`, without data.
+    """Record a training step of `fn(*args, **kwargs)` on a world of so many ranks, without data.
 
     Args:
         fn: builds its model and trains it, on a rank. (A model that was built outside has numbers
             and takes memory.)
-        alike: the ranks that do the same, for which this one stands; all by default.
+        alike: the ranks to run, each with those that do the same, for which it stands:
+            {0: range(512), 512: range(512, 1024)}. By default rank 0 stands for all.
         step: the training step to keep. The second by default: then all state is there.
 
     Returns that step, with operations and memory; its times mean nothing: see `replay`.
@@ -50,25 +52,74 @@ def dry_run(
     ...         optimizer.step()
     >>> trace = dry_run(train, ranks=1024)
     """
-    others = tuple(sorted(set(range(ranks) if alike is None else alike) - {rank}))
-    if others and not 0 <= others[0] <= others[-1] < ranks:
-        raise ValueError(f"dry_run: alike={others}; a world of {ranks} has ranks 0 to {ranks - 1}")
-    with on_paper(rank, ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        torch.manual_seed(seed)
-        with record(detail_step=step) as trace:
-            try:
-                fn(*args, **kwargs)
-            except DataDependentOutputException as error:
-                raise ValueError(
-                    f"dry_run: the function looks at a number ({error}), and without data there "
-                    "is none; leave out what needs it, as loss.item() or printing a tensor"
-                ) from error
-    if step not in trace.steps():
+    found = Trace(about={"what": "dry run", "world_size": ranks})
+    for rank, others in _stand_for(alike, ranks).items():
+        with on_paper(rank, ranks), _without_data():
+            torch.manual_seed(seed)
+            with record(detail_step=step) as trace:
+                _run(fn, args, kwargs)
+        if step not in trace.steps():
+            raise ValueError(
+                f"dry_run: the function made {len(trace.steps())} training steps, and step {step} "
+                f"is to be kept; make {step + 1}, or give step=0"
+            )
+        found.ranks[rank] = trace.step(step).ranks[rank]
+        found.ranks[rank].alike = others
+    return found
+
+
+def _stand_for(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
+    """Each rank to run -> the others that it stands for. Raises ValueError where they overlap."""
+    found = {
+        rank: tuple(sorted(set(others) - {rank}))
+        for rank, others in ({0: range(ranks)} if alike is None else alike).items()
+    }
+    every = sorted([*found, *(one for others in found.values() for one in others)])
+    if every != list(range(ranks)):
         raise ValueError(
-            f"dry_run: the function made {len(trace.steps())} training steps, and step {step} is "
-            f"to be kept; make {step + 1}, or give step=0"
+            f"dry_run: alike={alike!r} must have each of the ranks 0 to {ranks - 1} once"
         )
-    kept = trace.step(step)
-    kept.ranks[rank].alike = others
-    kept.about = {"what": "dry run", "world_size": ranks}
-    return kept
+    return found
+
+
+def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
+    try:
+        fn(*args, **kwargs)
+    except DataDependentOutputException as error:
+        raise ValueError(
+            f"dry_run: the function looks at a number ({error}), and without data there is none; "
+            "leave out what needs it, as loss.item() or printing a tensor"
+        ) from error
+
+
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """Tensors that are made in this block have no data."""
+    swapping = nn.Module._apply
+    nn.Module._apply = _converted  # type: ignore[method-assign]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        nn.Module._apply = swapping  # type: ignore[method-assign]
+
+
+def _converted(
+    module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """What `module.to(...)` does to parameters and buffers. torch's own would swap the insides of
+    fake tensors, which it then refuses to do. Tied weights stay tied."""
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules() if recurse else (module,):
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in known:
+                with torch.no_grad():
+                    new = convert(parameter)
+                same = new is parameter
+                known[parameter] = parameter if same else nn.Parameter(new, parameter.requires_grad)
+            part._parameters[name] = known[parameter]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else convert(buffer)
+    return module

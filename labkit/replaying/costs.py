@@ -1,0 +1,144 @@
+"""What things take on a cluster: the roofline of an operation, the alpha-beta time of a collective.
+
+    operation     the longest of   operations / rate of a product with these sides
+                                   bytes read and written / memory bandwidth
+                                   a launch
+    collective    start + steps x latency + bytes sent by a rank / bandwidth
+    message       bytes / bandwidth on the wire, there one latency later
+
+Steps and bytes of an algorithm are those of labkit.comm.algorithms.costs for a tensor in very small
+pieces, which follow each other closely: the latency of a step is paid once, and not by each piece.
+Where a collective has several algorithms, the fastest is taken, as NCCL does.
+
+Ranks of a group stand on some nodes. A ring passes through all ranks of a node before it leaves it,
+so that it leaves each node once, over all the ports that these ranks have: n GPUs of a node with n
+ports drive them together. What goes straight from each rank to each other has its own port only.
+
+Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
+Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
+nodes.
+"""
+
+from collections import Counter
+from functools import cache
+from typing import NamedTuple
+
+from labkit.clusters import Cluster
+from labkit.comm.algorithms.costs import cost, rounds
+from labkit.events import CommEvent
+from labkit.trace import Operation
+
+ALGORITHMS = {  # of each collective: what the fastest is chosen from
+    "all_reduce": ("ring", "double_tree"),
+    "all_gather": ("ring",),
+    "reduce_scatter": ("ring",),
+    "broadcast": ("chain", "tree"),
+    "reduce": ("chain", "tree"),
+    "gather": ("flat",),
+    "scatter": ("flat",),
+    "all_to_all": ("pairwise",),
+    "ring_exchange": ("next",),
+    "barrier": ("dissemination",),
+}
+TREES = ("double_tree", "tree", "dissemination")  # steps double the reach: few leave a node
+DIRECT = ("flat", "pairwise")  # each rank to each other
+VERY_LONG_BYTES = 1 << 50
+
+
+class Sending(NamedTuple):
+    """What an operation takes: `seconds` on the wires of `port`, there `latency_s` after that."""
+
+    seconds: float
+    latency_s: float
+    port: str
+    algorithm: str
+
+
+class Costs:
+    """Of everything on one cluster."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self._known: dict[tuple[str, int, tuple[int, ...]], Sending] = {}
+
+    def compute_s(self, operation: Operation) -> float:
+        """Of one operation on a device. Raises ValueError for matrix products in a dtype that the
+        device has no rate for."""
+        device = self.cluster.device
+        seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
+        if operation.flops:
+            rate = device.matmul_flops_per_s(operation.dtype, operation.sides)
+            seconds = max(seconds, operation.flops / rate)
+        return max(seconds, device.launch_s)
+
+    def sending(self, event: CommEvent) -> Sending:
+        """Of one collective or message. Raises ValueError for a rank that has no device."""
+        if event.op in ("send", "recv"):
+            assert event.peer is not None
+            ends = event.ranks[event.rank], event.ranks[event.peer]
+            level = self.cluster.level_of(ends)
+            bytes_per_s = self.cluster.share_bytes_per_s(level) * level.reached
+            return Sending(event.payload_bytes / bytes_per_s, level.latency_s, level.name, "")
+        return self.collective(event.op, event.payload_bytes, event.ranks)
+
+    def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
+        """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        key = op, nbytes, ranks
+        if key not in self._known:
+            self._known[key] = self._fastest(*key)
+        return self._known[key]
+
+    def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
+        if len(ranks) == 1:
+            return Sending(0.0, 0.0, self.cluster.inside.name, "")
+        place = _Place(ranks, self.cluster)
+        seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
+        return Sending(seconds, 0.0, place.level.name, name)
+
+
+class _Place:
+    """Where the ranks of a group stand, and the wires that they have there."""
+
+    def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
+        per_node = Counter(cluster.node_of(rank) for rank in ranks)
+        self.cluster, self.n, self.nodes = cluster, len(ranks), len(per_node)
+        self.in_a_node = max(per_node.values())
+        self.level = cluster.level_of(ranks)
+
+    def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
+        steps = cost(op, algorithm, self.n, 0).steps
+        sent_bytes = nbytes * _sent_of_each_byte(op, algorithm, self.n)
+        seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
+        between = self._steps_between(algorithm, steps)
+        if self.cluster.between is not None:
+            seconds += between * self.cluster.between.latency_s
+        return seconds + (steps - between) * self.cluster.inside.latency_s
+
+    def _steps_between(self, algorithm: str, steps: float) -> float:
+        """How many of the steps, one after the other, leave a node."""
+        if self.nodes == 1:
+            return 0.0
+        if algorithm in TREES:
+            return steps * min(1.0, rounds(self.nodes) / rounds(self.n))
+        if algorithm in DIRECT:
+            return steps * (self.n - self.in_a_node) / (self.n - 1)
+        return steps * self.nodes / self.n
+
+    def _bytes_per_s(self, algorithm: str) -> float:
+        """At which a rank sends what it sends."""
+        cluster, inside, between = self.cluster, self.cluster.inside, self.cluster.between
+        of_device = inside.reached * cluster.share_bytes_per_s(inside)
+        if self.nodes == 1:
+            return of_device
+        assert between is not None
+        own = between.reached * cluster.share_bytes_per_s(between)
+        if algorithm in DIRECT:
+            return own / ((self.n - self.in_a_node) / (self.n - 1))
+        together = own * self.in_a_node
+        return together if self.in_a_node == 1 else min(together, of_device)
+
+
+@cache
+def _sent_of_each_byte(op: str, algorithm: str, n: int) -> float:
+    """How often a byte passes the busiest rank, of a tensor in very many pieces."""
+    return cost(op, algorithm, n, VERY_LONG_BYTES).sent_bytes / VERY_LONG_BYTES

@@ -1,0 +1,210 @@
+"""`replay(trace, cluster)`: the recorded run as it would be on another machine.
+
+    recorded ranks ── programs ── virtual clock ── the same trace, with the times of the cluster
+
+The order of what each rank does is kept, and what waits for what. What things take is the
+cluster's. A rank that stands for others (`RankTrace.alike`) is replayed once for all of them: they
+do the same at the same time.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from sys import float_info
+from typing import Any, Literal
+
+from labkit.clusters import Cluster
+from labkit.events import CommEvent
+from labkit.replaying.costs import Costs
+from labkit.replaying.engine import Issue, Timed, Wait, run
+from labkit.replaying.programs import RankProgram, program_of
+from labkit.trace import MemoryPoint, RankTrace, Trace
+
+Computing = Literal["counted", "measured"]
+NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
+
+
+def replay(
+    trace: Trace,
+    cluster: Cluster,
+    computing: Computing = "counted",
+    steps: Iterable[int] | None = None,
+) -> Trace:
+    """The trace with the times that it would have on `cluster`.
+
+    Args:
+        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`), or, with
+            computing="measured", any.
+        computing: "counted" takes operations and bytes at the rates of the cluster's device;
+            "measured" takes what was recorded, and from the cluster only the wires.
+        steps: to replay; by default all that were recorded in the way that `computing` needs.
+
+    Returns a trace like any other, of these steps: it can be drawn, compared, exported; the same
+    to the last digit every time.
+
+    Raises ValueError when the cluster has too few devices, a dtype has no rate on them, or ranks
+    or steps are missing; Deadlock, with the cycle, where ranks wait for each other.
+
+    >>> plot.timeline(replay(trace, cluster("dgx-h100")))
+    """
+    if computing not in ("counted", "measured"):
+        raise ValueError(f"computing={computing!r}: choose 'counted' or 'measured'")
+    if trace.size > cluster.size:
+        raise ValueError(
+            f"{trace.size} ranks are to run on {cluster.title}, which has {cluster.nodes} nodes of "
+            f"{cluster.devices_per_node} devices; dataclasses.replace(cluster, nodes=...) has more"
+        )
+    chosen = _only(trace, _steps(trace, computing, steps))
+    return _Replay(chosen, cluster, computing).trace()
+
+
+class _Replay:
+    def __init__(self, trace: Trace, cluster: Cluster, computing: Computing):
+        self.recorded, self.cluster = trace, cluster
+        self.costs = Costs(cluster)
+        self.first = {one: first for first, rank in trace.ranks.items() for one in rank.alike}
+        self.first |= {rank: rank for rank in trace.ranks}  # of those that do the same
+        self.issues = self._issues()
+        compute_s = None if computing == "measured" else self.costs.compute_s
+        self.programs = {
+            number: program_of(one, compute_s, self._issue_of, self._wait_for)
+            for number, one in trace.ranks.items()
+        }
+
+    def trace(self) -> Trace:
+        timed = run({number: program.parts for number, program in self.programs.items()})
+        of_operation = {
+            part.key: when
+            for number, program in self.programs.items()
+            for part, when in zip(program.parts, timed[number], strict=True)
+            if isinstance(part, Issue)
+        }
+        ranks = {
+            number: self._with_times(one, self.programs[number], timed[number], of_operation)
+            for number, one in self.recorded.ranks.items()
+        }
+        about = {**self.recorded.about, "replayed": self.cluster.title}
+        return Trace(ranks, about, self.recorded.metrics)
+
+    # --- what the ranks do together ---
+
+    def _key(self, one: RankTrace, event: CommEvent) -> tuple[Any, ...]:
+        """The same for a collective on all its ranks, and for a message at both its ends."""
+        if event.op not in ("send", "recv"):
+            return event.group, event.seq
+        assert event.peer is not None
+        ends = one.rank, self._first_of(event, event.ranks[event.peer])
+        return event.group, *(ends if event.op == "send" else ends[::-1]), event.tag, event.seq
+
+    def _issues(self) -> dict[tuple[Any, ...], Issue]:
+        """Of all operations: what all their ranks hand to the clock. Where ranks give unequally,
+        the largest part decides."""
+        found: dict[tuple[Any, ...], Issue] = {}
+        for one in self.recorded.ranks.values():
+            for event in one.comms:
+                if event.op == "recv":
+                    continue
+                if event.op == "send":
+                    ranks: tuple[int, ...] = (one.rank,)
+                else:
+                    ranks = tuple(sorted({self._first_of(event, rank) for rank in event.ranks}))
+                key, cost = self._key(one, event), self.costs.sending(event)
+                issue = Issue(key, ranks, cost.seconds, cost.latency_s, cost.port)
+                if key not in found or found[key].seconds < issue.seconds:
+                    found[key] = issue
+        return found
+
+    def _first_of(self, event: CommEvent, rank: int) -> int:
+        """The recorded rank that does what `rank` does."""
+        if rank not in self.first:
+            raise ValueError(
+                f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, and its "
+                "record is missing; record all ranks, or one that does the same (RankTrace.alike)"
+            )
+        return self.first[rank]
+
+    def _issue_of(self, one: RankTrace, event: CommEvent) -> Issue | None:
+        return None if event.op == "recv" else self.issues[self._key(one, event)]
+
+    def _wait_for(self, one: RankTrace, event: CommEvent) -> Wait:
+        return Wait(self._key(one, event))
+
+    # --- the trace that comes out ---
+
+    def _with_times(
+        self,
+        one: RankTrace,
+        program: RankProgram,
+        timed: list[Timed],
+        of_operation: Mapping[Hashable, Timed],
+    ) -> RankTrace:
+        times = program.times(timed)
+
+        def event_of(event: CommEvent) -> CommEvent:
+            issued_s = times[id(event)]["issued_s"]
+            when = of_operation[self._key(one, event)]
+            place = program.waits.get(id(event))
+            wait = timed[place] if place is not None else Timed(issued_s, 0.0)
+            return replace(
+                event, issued_s=issued_s, began_s=when.began_s, ended_s=_end(when.ended_s),
+                wait_began_s=wait.began_s, wait_ended_s=_end(wait.ended_s) * (place is not None),
+                transport="replay", lane="backend", wire_bytes=event.bus_bytes,
+                algorithm=self.costs.sending(event).algorithm,
+            )  # fmt: skip
+
+        def moved(thing: Any, **changes: Any) -> Any:
+            at = times[id(thing)]
+            ended_s = _end(at["ended_s"]) if "ended_s" in at else 0.0
+            return replace(thing, began_s=at["began_s"], ended_s=ended_s, **changes)
+
+        return replace(
+            one,
+            steps=[moved(step, detail=False) for step in one.steps],
+            spans=[moved(span) for span in one.spans],
+            comms=[event_of(event) for event in one.comms],
+            memory=[
+                MemoryPoint(times[id(point)]["when_s"], point.step, point.held_bytes)
+                for point in one.memory
+            ],
+            operations=[],  # counted, and no more of use: times are known now
+        )
+
+
+def _end(when_s: float) -> float:
+    return max(when_s, NOT_AT_0_S)
+
+
+def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
+    """Those to replay. Raises ValueError where there is none, or one is not as it must be."""
+    counted = sorted({one.step for rank in trace.ranks.values() for one in rank.operations})
+    able = counted if computing == "counted" else trace.steps(detail=False)
+    if asked is None:
+        if not able and computing == "counted":
+            raise ValueError(
+                "no step of this trace has its operations counted (a replay has not, either); "
+                "record with dry_run or record(detail_step=1), or replay with computing='measured'"
+            )
+        if not able:
+            raise ValueError("no step of this trace was timed; give computing='counted'")
+        return able
+    wanted = sorted(set(asked))
+    if others := [step for step in wanted if step not in able]:
+        raise ValueError(f"step {others[0]} cannot be replayed {computing}; {able} can")
+    return wanted
+
+
+def _only(trace: Trace, steps: list[int]) -> Trace:
+    """These steps alone."""
+    chosen = set(steps)
+
+    def of(things: list[Any], step: Callable[[Any], int] = lambda x: x.step) -> list[Any]:
+        return [x for x in things if step(x) in chosen]
+
+    ranks = {
+        number: replace(
+            one, steps=of(one.steps, lambda x: x.index), spans=of(one.spans), comms=of(one.comms),
+            memory=of(one.memory), operations=of(one.operations),
+        )
+        for number, one in trace.ranks.items()
+    }  # fmt: skip
+    metrics = [x for x in trace.metrics if x.get("step") in chosen]
+    return Trace(ranks, trace.about, metrics)

@@ -91,7 +91,7 @@ def memory(
 
 def detailed_step(trace: Trace) -> Trace:
     """The step that has memory, alone; the first of several. Raises ValueError without one."""
-    for index in trace.steps(detail=True):
+    for index in trace.steps():
         part = trace.step(index)
         if any(one.memory for one in part.ranks.values()):
             return part

@@ -1,16 +1,27 @@
-"""Programs of ranks under a virtual clock."""
+"""The recorded run on another machine: programs of ranks under a virtual clock.
 
-from labkit.replaying.engine import Compute, Deadlock, Issue, Program, Timed, Wait, run
-from labkit.replaying.pipeline import bubble, pipeline_programs
+dry_run     record a rank of many without data
+replay      a recorded run with the times of a cluster
+engine      the virtual clock
+costs       what things take on a cluster
+"""
 
-__all__ = [
-    "Compute",
-    "Deadlock",
-    "Issue",
-    "Program",
-    "Timed",
-    "Wait",
-    "bubble",
-    "pipeline_programs",
-    "run",
-]
+from labkit.lazy import lazy
+
+__all__, __getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "bubble": "labkit.replaying.pipeline",
+        "Compute": "labkit.replaying.engine",
+        "Costs": "labkit.replaying.costs",
+        "Deadlock": "labkit.replaying.engine",
+        "dry_run": "labkit.replaying.dry_runs",
+        "Issue": "labkit.replaying.engine",
+        "pipeline_programs": "labkit.replaying.pipeline",
+        "Program": "labkit.replaying.engine",
+        "replay": "labkit.replaying.replays",
+        "run": "labkit.replaying.engine",
+        "Timed": "labkit.replaying.engine",
+        "Wait": "labkit.replaying.engine",
+    },
+)

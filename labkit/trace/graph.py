@@ -156,6 +156,20 @@ class Trace:
         metrics = [x for x in self.metrics if x.get("step") == index]
         return Trace(ranks, self.about, metrics).from_zero()
 
+    def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
+        """With a record for each of `ranks` (all by default), those that do as another does among
+        them: what they share is not copied. Their groups are named as that other's are.
+
+        Raises ValueError for a rank of which nothing is known.
+        """
+        first = {one: rank for rank in self.ranks.values() for one in (rank.rank, *rank.alike)}
+        found: dict[int, RankTrace] = {}
+        for number in sorted(first) if ranks is None else ranks:
+            if number not in first:
+                raise ValueError(f"rank {number} has no record in this trace, nor does one like it")
+            found[number] = _as_rank(first[number], number)
+        return replace(self, ranks=found)
+
     def from_zero(self) -> "Trace":
         """The same with its earliest time at 0 s; itself is left as it is."""
         zero_s = min((t for one in self.ranks.values() for t in _begins(one)), default=0.0)
@@ -184,6 +198,15 @@ class Trace:
                     key = MessageKey(event.group, source, target, event.tag, event.seq)
                     found.setdefault(key, {})[event.op] = event
         return found
+
+
+def _as_rank(one: RankTrace, number: int) -> RankTrace:
+    """The record of rank `number`, which does as `one` does."""
+    comms = [
+        replace(event, rank=event.ranks.index(number)) if number in event.ranks else event
+        for event in one.comms
+    ]
+    return replace(one, rank=number, comms=comms, alike=())
 
 
 def _begins(one: RankTrace) -> Iterable[float]:

@@ -38,6 +38,7 @@ __all__, __getattr__, __dir__ = lazy(
         "replay": "labkit.replaying",
         "Single": "labkit.parallel",
         "span": "labkit.recording",
+        "split_of": "labkit.trace",
         "Text": "labkit.data",
         "TwoLevel": "labkit.comm",
         "watch_collective": "labkit.recording",

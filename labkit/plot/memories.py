@@ -23,7 +23,7 @@ from labkit.plot.style import (
     text_on,
 )
 from labkit.trace import RankTrace, Step, Trace
-from labkit.trace.measures import union
+from labkit.trace.measures import peak_memory, union
 
 if TYPE_CHECKING:
     from labkit.parallel.footprint import Footprint
@@ -103,7 +103,7 @@ def detailed_step(trace: Trace) -> Trace:
 
 def peak_bytes(one: RankTrace) -> int:
     """The most it held at once; 0 where nothing is known."""
-    return max((sum(point.held_bytes) for point in one.memory), default=0)
+    return sum(peak_memory(one).values())
 
 
 def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:

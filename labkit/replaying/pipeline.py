@@ -1,9 +1,16 @@
-"""A pipeline schedule as programs of ranks, one for each stage."""
+"""A pipeline schedule as programs of ranks, one for each stage.
 
-from collections.abc import Callable
+One micro-batch of each distinct stage is enough of a record: `stage_seconds` has its forward and
+its backward on a cluster, and the schedule says how often and in which order they come.
+"""
 
-from labkit.replaying.engine import Compute, Issue, Program, Wait
+from collections.abc import Callable, Mapping
+
+from labkit.clusters import Cluster
+from labkit.replaying.engine import Compute, Issue, Program, Wait, run
+from labkit.replaying.replays import replay
 from labkit.schedules import Action, Schedule
+from labkit.trace import RankTrace, Span, Step, Trace
 
 
 def pipeline_programs(
@@ -41,3 +48,40 @@ def bubble(schedule: Schedule, step_s: float, seconds: Callable[[int, Action], f
     """The part of the step, of all stages together, in which nothing is computed: 0 to 1."""
     busy_s = sum(seconds(stage, one) for stage, actions in enumerate(schedule) for one in actions)
     return 1 - busy_s / (step_s * len(schedule))
+
+
+def pipeline_trace(
+    schedule: Schedule, seconds: Callable[[int, Action], float], message_s: float = 0.0
+) -> Trace:
+    """The step of a pipeline as a trace: stage k is rank k, a span is named after its micro-batch.
+    Raises as `pipeline_programs` and the clock do."""
+    programs = pipeline_programs(schedule, seconds, message_s)
+    timed = run(programs)
+    step_s = max((one[-1].ended_s for one in timed.values() if one), default=0.0)
+    ranks = {}
+    for stage, program in programs.items():
+        spans = [
+            Span(part.what.phase, str(part.what.microbatch), 0, *when, kind="microbatch")
+            for part, when in zip(program, timed[stage], strict=True)
+            if isinstance(part, Compute)
+        ]
+        ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, step_s)], spans=spans)
+    return Trace(ranks, {"what": "pipeline", "world_size": len(schedule)})
+
+
+def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
+    """Seconds of the forward and of the backward of one micro-batch, "forward" and "backward", on
+    a device of the cluster. `trace`: of one stage, as `dry_run` records it; where it has several
+    micro-batches, their mean.
+
+    Raises ValueError where there is no forward or no backward, or as `replay`.
+    """
+    (one,) = replay(trace, cluster).ranks.values()
+    found = {}
+    for phase in ("forward", "backward"):
+        spans = [span for span in one.spans if span.phase == phase and span.depth == 0]
+        times = len([span for span in spans if span.module != "loss"])
+        if not times:
+            raise ValueError(f"this trace of a stage has no {phase}; record a training step")
+        found[phase] = sum(span.ended_s - span.began_s for span in spans) / times
+    return found

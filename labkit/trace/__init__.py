@@ -2,6 +2,7 @@
 
 from labkit.trace.folder import read_run, write_run
 from labkit.trace.graph import CATEGORIES, MemoryPoint, Operation, RankTrace, Span, Step, Trace
+from labkit.trace.split import Split, split_of
 
 __all__ = [
     "CATEGORIES",
@@ -9,8 +10,10 @@ __all__ = [
     "Operation",
     "RankTrace",
     "Span",
+    "Split",
     "Step",
     "Trace",
     "read_run",
+    "split_of",
     "write_run",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from labkit.events import CommEvent
-from labkit.trace.graph import RankTrace, Span, Trace
+from labkit.trace.graph import CATEGORIES, RankTrace, Span, Trace
 
 Intervals = list[tuple[float, float]]
 
@@ -122,3 +122,9 @@ def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
         else:
             of_group.append([event])
     return [(group, lane) for group, its in found.items() for lane in its]
+
+
+def peak_memory(one: RankTrace) -> dict[str, int]:
+    """Bytes by category at the moment when it held the most; all 0 where nothing is known."""
+    most = max((point.held_bytes for point in one.memory), key=sum, default=(0,) * len(CATEGORIES))
+    return dict(zip(CATEGORIES, most, strict=True))

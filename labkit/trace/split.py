@@ -1,0 +1,76 @@
+"""Where the time of a step went: computing, communication that nothing hid, and bubble."""
+
+from dataclasses import dataclass
+
+from labkit.trace.graph import RankTrace, Trace
+from labkit.trace.measures import common, communicating, length_s, waiting
+
+
+@dataclass(frozen=True)
+class Split:
+    """The time of one step; of several ranks, their mean. The three parts add up to it.
+
+    compute_s   the program went on: it computed (or, on a real machine, did whatever else it does)
+    exposed_s   it waited while what it waited for, or what must leave before, was on the wire
+    bubble_s    it waited while nothing of its own was on the wire: for other ranks
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    flops: float | None = None  # on one rank, where they were counted
+
+    def mfu(self, peak_flops: float) -> float:
+        """Model FLOPs utilization: the counted operations over those that a device of `peak_flops`
+        a second could have done in this time. (Without what is computed twice, as recomputation
+        does: it counts as hardware utilization only.) Source: PaLM, arXiv 2204.02311, appendix B.
+
+        Raises ValueError where no operations were counted.
+        """
+        if self.flops is None:
+            raise ValueError("no operations were counted in this step; see record(detail_step=1)")
+        return self.flops / (self.step_s * peak_flops)
+
+    def __str__(self) -> str:
+        parts = {"computing": self.compute_s, "exposed communication": self.exposed_s}
+        parts["bubble"] = self.bubble_s
+        shares = ", ".join(f"{name} {x / (self.step_s or 1):.0%}" for name, x in parts.items())
+        return f"{self.step_s * 1e3:,.2f} ms: {shares}"
+
+
+def split_of(trace: Trace, step: int | None = None) -> Split:
+    """The split of a step, by default the last one: the mean over the ranks, of which each counts
+    as often as others do the same.
+
+    Raises ValueError for a step that is not there or has not ended on all ranks.
+    """
+    if not trace.steps():
+        raise ValueError("this trace has no steps; they end with the step of an optimizer")
+    part = trace.step(trace.steps()[-1] if step is None else step)
+    weights = {number: 1 + len(one.alike) for number, one in part.ranks.items()}
+    splits = {number: _of_rank(one) for number, one in part.ranks.items()}
+    total = sum(weights.values())
+
+    def mean(name: str) -> float:
+        return sum(weights[n] * getattr(one, name) for n, one in splits.items()) / total
+
+    counted = all(one.flops is not None for one in splits.values())
+    return Split(
+        *(mean(name) for name in ("step_s", "compute_s", "exposed_s", "bubble_s")),
+        flops=mean("flops") if counted else None,
+    )
+
+
+def _of_rank(one: RankTrace) -> Split:
+    if not one.steps or not one.steps[0].ended_s:
+        raise ValueError(f"rank {one.rank}: the step never ended")
+    step = one.steps[0]
+    during = [(step.began_s, step.ended_s)]
+    stood = common(waiting(one), during)
+    step_s, waiting_s = step.ended_s - step.began_s, length_s(stood)
+    exposed_s = length_s(common(stood, communicating(one)))
+    flops = [span.flops for span in one.spans if span.flops is not None]
+    return Split(
+        step_s, step_s - waiting_s, exposed_s, waiting_s - exposed_s, sum(flops) if flops else None
+    )

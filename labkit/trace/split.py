@@ -57,9 +57,9 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
 
     counted = all(one.flops is not None for one in splits.values())
     return Split(
-        *(mean(name) for name in ("step_s", "compute_s", "exposed_s", "bubble_s")),
-        flops=mean("flops") if counted else None,
-    )
+        mean("step_s"), mean("compute_s"), mean("exposed_s"), mean("bubble_s"),
+        mean("flops") if counted else None,
+    )  # fmt: skip
 
 
 def _of_rank(one: RankTrace) -> Split:

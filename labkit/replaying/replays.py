@@ -140,16 +140,11 @@ class _Replay:
         times = program.times(timed)
 
         def event_of(event: CommEvent) -> CommEvent:
-            issued_s = times[id(event)]["issued_s"]
-            when = of_operation[self._key(one, event)]
+            new = replace(event, algorithm=self.costs.sending(event).algorithm)
             place = program.waits.get(id(event))
-            wait = timed[place] if place is not None else Timed(issued_s, 0.0)
-            return replace(
-                event, issued_s=issued_s, began_s=when.began_s, ended_s=_end(when.ended_s),
-                wait_began_s=wait.began_s, wait_ended_s=_end(wait.ended_s) * (place is not None),
-                transport="replay", lane="backend", wire_bytes=event.bus_bytes,
-                algorithm=self.costs.sending(event).algorithm,
-            )  # fmt: skip
+            issued_s, when = times[id(event)]["issued_s"], of_operation[self._key(one, event)]
+            set_times(new, issued_s, when, None if place is None else timed[place])
+            return new
 
         def moved(thing: Any, **changes: Any) -> Any:
             at = times[id(thing)]
@@ -167,6 +162,17 @@ class _Replay:
             ],
             operations=[],  # counted, and no more of use: times are known now
         )
+
+
+def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
+    """Write into an event when it was issued, on the wire, and waited for, if it was. A message
+    that was there before its receiver asked for it took no time of the receiver's."""
+    event.issued_s = issued_s
+    event.began_s = max(carried.began_s, issued_s)
+    event.ended_s = _end(max(carried.ended_s, issued_s))
+    event.wait_began_s = issued_s if wait is None else wait.began_s
+    event.wait_ended_s = 0.0 if wait is None else _end(wait.ended_s)
+    event.transport, event.lane, event.wire_bytes = "replay", "backend", event.bus_bytes
 
 
 def _end(when_s: float) -> float:

@@ -58,8 +58,8 @@ def pipeline_trace(
     message_s: float = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
-    """The step of a pipeline as a trace: stage k is rank k, a span is named after its micro-batch.
-    Raises as `pipeline_programs` and the clock do."""
+    """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last
+    action; a span is named after its micro-batch. Raises as `pipeline_programs` and the clock."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed = run(programs)
     sent = {
@@ -68,10 +68,10 @@ def pipeline_trace(
         for part, when in zip(program, timed[stage], strict=True)
         if isinstance(part, Issue)
     }
-    step_s = max((one[-1].ended_s for one in timed.values() if one), default=0.0)
     ranks = {}
     for stage, program in programs.items():
-        one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, step_s)])
+        ended_s = timed[stage][-1].ended_s if program else 0.0
+        one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, ended_s)])
         numbers: Counter[Hashable] = Counter()  # of the messages on each way, so far
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Compute):

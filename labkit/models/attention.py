@@ -1,8 +1,8 @@
 """The core of attention, softmax(q kᵀ / √e) v with each position seeing itself and those before,
 in two ways that compute the same and keep different memory for backward.
 
-    CausalAttention   in one kernel, tile by tile: no score is ever stored  (FlashAttention,
-                      arXiv 2205.14135); keeps q, k, v, its result and 4 bytes for each row of scores
+    CausalAttention   in one kernel, tile by tile, no score is ever stored (FlashAttention, arXiv
+                      2205.14135): keeps q, k, v, its result, and 4 bytes for each row of scores
     PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, the mask
                       of their dropout and what it leaves, 5 bytes for each score in 2-byte types
 

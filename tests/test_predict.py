@@ -121,6 +121,11 @@ def test_activations_are_the_published_formulas(configuration: str, expression: 
     assert found == pytest.approx(value(expression, **SIZES), rel=1e-12)
 
 
+def test_without_sequence_parallelism_only_matrices_are_shared() -> None:
+    found = predict.activation_bytes(2048, 4, 6144, 64, tensor_parallel=8)
+    assert found == pytest.approx(value(ACTIVATIONS[1][1], **SIZES))
+
+
 def test_full_recomputation_keeps_the_input_alone() -> None:
     whole, rest = ACTIVATIONS[5][1].split(" (")
     sharded = rest.split(" if")[0]
@@ -130,11 +135,12 @@ def test_full_recomputation_keeps_the_input_alone() -> None:
         assert found == value(expression, **SIZES)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_first_stage_holds_the_worth_of_all_layers(stages: int) -> None:
+def test_the_first_stage_holds_the_worth_of_all_layers(stages: int, chunks: int) -> None:
     assert predict.first_stage_activation_bytes(1e6, depth=24, stages=stages) == 24e6
-    factor = value(ACTIVATIONS[7][1].removeprefix("times ").split(";")[0], p=stages, v=3)
-    interleaved = predict.first_stage_activation_bytes(1e6, depth=24, stages=stages, chunks=3)
+    factor = value(ACTIVATIONS[7][1].removeprefix("times ").split(";")[0], p=stages, v=chunks)
+    interleaved = predict.first_stage_activation_bytes(1e6, depth=24, stages=stages, chunks=chunks)
     assert interleaved == pytest.approx(24e6 * factor)
 
 
@@ -282,7 +288,7 @@ def test_the_rows_of_factors_are_those_of_the_file() -> None:
     assert rows_of("bus_bandwidth_factors.csv") == FACTORS
 
 
-@pytest.mark.parametrize(("name", "row"), zip(OURS, FACTORS, strict=True))
+@pytest.mark.parametrize(("name", "row"), list(zip(OURS, FACTORS, strict=True)))
 @pytest.mark.parametrize("n", [2, 3, 8, 1000])
 def test_bus_factors_are_those_of_nccl_tests(name: str, row: tuple[str, ...], n: int) -> None:
     _, factor, time = row
@@ -448,6 +454,67 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 # --- sizes that cannot be ------------------------------------------------------------------------
 
 
+S = {"sequence": 8, "rows": 1, "width": 4}
+SHAPE = {"width": 4, "depth": 1, "heads": 1, "vocab": 2}
+TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "good"),
+    [
+        (predict.model_state_bytes, {"parameters": 1.0, "dp": 2}),
+        (predict.activation_bytes, {**S, "heads": 1, "tensor_parallel": 1}),
+        (predict.flash_activation_bytes, {**S, "heads": 1}),
+        (predict.first_stage_activation_bytes, {"layer_bytes": 1.0, "depth": 1, "stages": 1}),
+        (predict.first_stage_activation_bytes, {"layer_bytes": 1.0, "depth": 1, "chunks": 1}),
+        (predict.parameters, {**SHAPE, "context": 3, "kv_heads": 1}),
+        (predict.layer_forward_flops, {**S, "heads": 1, "kv_heads": 1}),
+        (predict.forward_flops, {**SHAPE, **S}),
+        (predict.step_flops, {**SHAPE, **S}),
+        (predict.dense_flops, {"parameters": 1.0, "tokens": 1.0}),
+        (predict.data_parallel_bytes, {"parameters": 1.0, "ranks": 2, "element_bytes": 4}),
+        (predict.tensor_parallel_bytes, {**S, "depth": 1, "ranks": 2, "element_bytes": 2}),
+        (predict.pipeline_parallel_bytes, {**S, "depth": 2, "layers_per_stage": 1}),
+        (predict.stage_boundary_bytes, {**S, "element_bytes": 2}),
+        (predict.least_s, {"collective": "reduce", "ranks": 2, "nbytes": 1.0, "bytes_per_s": 1.0}),
+        (
+            predict.algorithm_s,
+            {
+                **{"collective": "reduce", "algorithm": "tree", "ranks": 2, "nbytes": 1.0},
+                **{"alpha_s": 1.0, "bytes_per_s": 1.0, "reduced_bytes_per_s": 1.0},
+            },
+        ),
+        (predict.gpipe, {**TWO, "backward_s": 1.0}),
+        (predict.one_f_one_b, {**TWO, "backward_s": 1.0}),
+        (predict.interleaved, {**TWO, "backward_s": 1.0, "chunks": 2}),
+        (predict.zero_bubble_h1, {**TWO, "input_s": 1.0, "weight_s": 1.0}),
+        (predict.zero_bubble_h2, {**TWO, "input_s": 1.0, "weight_s": 1.0}),
+        (predict.compute_s, {"flops": 1.0, "flops_per_s": 1.0, "ranks": 1}),
+        (
+            predict.ddp_step_s,
+            {
+                **{"forward_s": 1.0, "backward_s": 1.0, "communication_s": 1.0},
+                **{"buckets": 1, "optimizer_s": 1.0},
+            },
+        ),
+        (predict.mfu, {"flops": 1.0, "step_s": 1.0, "peak_flops_per_s": 1.0, "ranks": 1}),
+    ],
+)
+def test_no_size_may_be_less_than_nothing(
+    function: Callable[..., object], good: dict[str, object]
+) -> None:
+    function(**good)
+    for name, number in good.items():
+        if isinstance(number, str):
+            continue
+        wrong = (
+            [-1, float("nan")] if isinstance(number, float) else [-1, 0, 1.5, float("inf"), True]
+        )
+        for one in wrong:
+            with pytest.raises(ValueError, match=f"{name}={one}: give"):
+                function(**good | {name: one})
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -498,6 +565,14 @@ def test_formula_replay_and_measurement_stand_side_by_side() -> None:
     page = found._repr_html_()
     assert page.count("<th>") == 5 and page.count("<tr>") == 5
     assert '<td style="text-align: right">12,346</td>' in page
+
+
+def test_counts_are_equal_or_not_and_sums_of_floats_may_round() -> None:
+    tenths = sum([0.1] * 10)
+    near = predict.table(formula={"a_s": 1.0, "a_bytes": 1e12}, replayed={"a_s": tenths})
+    assert tenths != 1 and near.rows[0][-1] == "✓ equal"
+    off = predict.table(formula={"a_bytes": 10**12}, measured={"a_bytes": 10**12 + 1})
+    assert off.rows[0][-1] == "measured 1 × the formula"
 
 
 def test_nothing_is_no_multiple_of_nothing() -> None:

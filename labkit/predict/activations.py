@@ -28,7 +28,7 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 arXiv 2205.05198, section 4 and Table 2.
 """
 
-from labkit.predict.sizes import check_counts, check_divides
+from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 RECOMPUTED = ("none", "selective", "full")
 
@@ -97,6 +97,7 @@ def first_stage_activation_bytes(
 
     Source: arXiv 2205.05198, section 4.2.3.
     """
+    check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)
     more = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0

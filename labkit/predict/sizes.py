@@ -4,7 +4,7 @@
 def check_counts(**counts: int) -> None:
     """Raise ValueError for a count of things that is no whole number, or below 1."""
     for name, number in counts.items():
-        if isinstance(number, bool) or number != int(number) or number < 1:
+        if isinstance(number, bool) or not number >= 1 or number % 1:
             raise ValueError(f"{name}={number}: give a whole number, 1 or more")
 
 

@@ -9,6 +9,7 @@ step (s)            2       2.1  replayed 1.05 × the formula
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isclose
 
 Number = int | float
 UNITS = {"bytes", "gb", "s", "ms", "flops"}
@@ -54,7 +55,8 @@ def table(**sources: Mapping[str, Number]) -> Table:
     each quantity, and how far the others are from the first source.
 
     A quantity has its unit in its name (`sent_bytes`, `step_s`). A source may lack some; where the
-    first lacks one, nothing is compared. Raises ValueError without a source, or without numbers."""
+    first lacks one, nothing is compared. Counts are equal or they are not; of floats, rounding is
+    forgiven. Raises ValueError without a source, or without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(
@@ -95,14 +97,21 @@ def rounded(number: Number) -> str:
 
 
 def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
-    (first, reference), *others = sources.items()
-    if not reference.get(name):  # not there, or 0: no multiple of it
-        alike = all(one.get(name) == reference.get(name) for _, one in others if name in one)
-        return "✓ equal" if name in reference and others and alike else ""
-    ratios = {source: one[name] / reference[name] for source, one in others if name in one}
-    if not ratios:
+    """How far the other sources are from the first."""
+    (first, numbers), *rest = sources.items()
+    others = {source: one[name] for source, one in rest if name in one}
+    if name not in numbers or not others:
         return ""
-    if all(ratio == 1 for ratio in ratios.values()):
+    reference = numbers[name]
+    if all(_equal(other, reference) for other in others.values()):
         return "✓ equal"
-    far = (f"{source} {ratio:.3g} ×" for source, ratio in ratios.items())
-    return ", ".join(far).replace("_", " ") + f" the {first}"
+    if not reference:
+        return ""  # nothing is a multiple of 0
+    far = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
+    return f"{', '.join(far)} the {first}".replace("_", " ")
+
+
+def _equal(other: Number, reference: Number) -> bool:
+    """A count must be the same; a sum of many floats may have rounded another way."""
+    counted = isinstance(other, int)
+    return other == reference or (not counted and isclose(other, reference, rel_tol=1e-9))

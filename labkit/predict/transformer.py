@@ -17,7 +17,7 @@ Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-p
 Kaplan et al., arXiv 2001.08361, section 2.1.
 """
 
-from labkit.predict.sizes import check_counts, check_divides
+from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 
 def parameters(
@@ -127,6 +127,7 @@ def dense_flops(parameters: float, tokens: float) -> float:
     counts the tied vocabulary once (as the head), and the positions, biases and norms, which
     compute no products, on top. Source: Kaplan et al., arXiv 2001.08361, section 2.1.
     """
+    check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens
 
 

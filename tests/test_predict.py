@@ -2,8 +2,10 @@
 counts. What is recorded stands in test_predict_recorded.py."""
 
 import csv
+import doctest
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -449,6 +451,15 @@ def test_mfu_is_that_of_palm() -> None:
 def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
     step_s = predict.compute_s(6e15, 150e12, ranks=8)
     assert predict.mfu(6e15, step_s, 150e12, ranks=8) == 1
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pipelines", "states", "steps", "tables", "transformer"])
+def test_examples_are_true(name: str) -> None:
+    tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
+    assert tried.attempted and not tried.failed
 
 
 # --- sizes that cannot be ------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_activations_of_a_layer_are_what_is_recorded(
 def test_masks_of_two_bytes_would_be_seen() -> None:
     masks = ROWS * SEQUENCE * (2 * WIDTH + HEADS * SEQUENCE)
     assert of_one_layer(with_torchs_dropout) - of_one_layer(plain) == masks
-    assert of_one_layer(with_torchs_dropout) > 1.05 * predict.activation_bytes(**SIZES)  # type: ignore[arg-type]
+    assert of_one_layer(with_torchs_dropout) > 1.11 * predict.activation_bytes(**SIZES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])

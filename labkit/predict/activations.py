@@ -15,11 +15,11 @@ paper's (s sequence, b rows, w width, a heads):
 Held against what `record(detail_step=0)` counts for labkit.GPT in bfloat16, with dropout and
 `labkit.models.PlainAttention`, the formula is right to the byte but for the statistics of the two
 norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each norm and position,
-8·s·b in all, 0.07 % at width 256 (4 bytes each on a GPU). What must be so for that, and is not so
+8·s·b in all, below 0.1 % from width 256 on (4 bytes each on a GPU). What must be so for that, and is not so
 everywhere:
 
     the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the type of its
-                                       input, 2 bytes in bfloat16: 11 % more at 5as/w = 10
+                                       input, 2 bytes in bfloat16: 11 % more at 5as/w = 20
     scores are 2 bytes                 torch's own plain attention computes in float32: 4 bytes
     all scores count                   the half that a causal mask hides is stored like the other
     the causal mask is not kept        added to the scores, where `masked_fill` would keep it

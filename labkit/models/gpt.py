@@ -21,7 +21,8 @@ Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value h
 
 It knows nothing of ranks. Strategies edit it from outside, by name: tensor parallelism replaces
 `attn.q, k, v, out` and `mlp.up, down` (attention takes its number of heads from the shape of q),
-context parallelism replaces `attn.core` (see attention.py) and passes `positions`, a pipeline cuts `blocks`.
+context parallelism replaces `attn.core` (of attention.py) and passes `positions`, a pipeline cuts
+`blocks`.
 Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
 """
 

@@ -1,7 +1,7 @@
 """Activations: what one transformer layer keeps from forward for backward.
 
-In units of s·b·w elements of 2 bytes, and masks of 1 byte, for labkit.GPT's block as for the
-paper's (s sequence, b rows, w width, a heads):
+Bytes over s·b·w (s sequence, b rows, w width, a heads), where an element has 2 bytes and one of a
+mask 1; labkit.GPT's block keeps what the paper's does:
 
     norm1       its input 2                     norm2       its input 2
     q, k, v     their shared input 2            mlp.up      its input 2
@@ -15,8 +15,8 @@ paper's (s sequence, b rows, w width, a heads):
 Held against what `record(detail_step=0)` counts for labkit.GPT in bfloat16, with dropout and
 `labkit.models.PlainAttention`, the formula is right to the byte but for the statistics of the two
 norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each norm and position,
-8·s·b in all, below 0.1 % from width 256 on (4 bytes each on a GPU). What must be so for that, and is not so
-everywhere:
+8·s·b in all (on a GPU of 4 bytes, 16·s·b), below 0.1 % from width 256 on. What must be so for that,
+and is not so everywhere:
 
     the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the type of its
                                        input, 2 bytes in bfloat16: 11 % more at 5as/w = 20

@@ -451,6 +451,8 @@ def test_mfu_is_that_of_palm() -> None:
 def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
     step_s = predict.compute_s(6e15, 150e12, ranks=8)
     assert predict.mfu(6e15, step_s, 150e12, ranks=8) == 1
+    assert predict.mfu(6e15, predict.compute_s(6e15, 150e12), 150e12) == 1, "one rank"
+    assert predict.compute_s(6e15, 150e12) == 8 * step_s
 
 
 # --- examples ------------------------------------------------------------------------------------

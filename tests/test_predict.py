@@ -439,6 +439,10 @@ def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: in
     assert shortest <= found <= longest
 
 
+def test_one_bucket_hides_nothing() -> None:
+    assert predict.ddp_step_s(1, 2, 3) == predict.ddp_step_without_overlap_s(1, 2, 3) == 6
+
+
 def test_mfu_is_that_of_palm() -> None:
     """540.35e9 parameters, 238,300 tokens a second on 6,144 chips of 275 TFLOP/s, 118 layers of 48
     heads of 256, 2,048 positions: 45.7 % without attention, 46.2 % with (arXiv 2204.02311, B)."""

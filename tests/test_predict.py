@@ -547,6 +547,7 @@ def test_no_size_may_be_less_than_nothing(
         (lambda: predict.activation_bytes(8, 1, 12, 3, recompute="half"), "selective, full"),
         (lambda: predict.first_stage_activation_bytes(1, 6, 4), "stages x chunks=4"),
         (lambda: predict.parameters(9, 12, 1, 4, 8, kv_heads=3), "kv_heads=3; choose"),
+        (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
         (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
         (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
         (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),

@@ -228,6 +228,9 @@ def test_tensor_parallelism_sends_what_megatron_says() -> None:
         sequence=128, rows=3, width=64, depth=5, ranks=4, element_bytes=1
     )
     assert found == 5 * value("8*b*s*h*(t-1)/t", b=3, s=128, h=64, t=4)
+    assert predict.tensor_parallel_bytes(128, 3, 64, 5, ranks=4) == 2 * found, "2-byte types"
+    again = predict.tensor_parallel_bytes(128, 3, 64, 5, ranks=4, recompute=True)
+    assert again == 2 * found * 6 / 4, "forward, its two all-reduces too, is done twice"
 
 
 @pytest.mark.parametrize(("depth", "layers_per_stage"), [(8, 8), (8, 2), (6, 1)])

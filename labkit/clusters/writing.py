@@ -98,7 +98,9 @@ def _numbers(
 
 def _source(sources: Mapping[str, str], name: str, what: str) -> str:
     if name not in sources:
-        raise ValueError(f"{what}: {name} has no source; say who says so: sources={{{name!r}: ...}}")
+        raise ValueError(
+            f'{what}: {name} has no source; say who says so, as sources={{{name!r}: "measured"}}'
+        )
     return _quoted(sources[name])
 
 

@@ -3,6 +3,7 @@ measure has a source for each number, and can be written down."""
 
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s
 
 
 def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
+    off = (1.1, 0.93, 1.04, 0.97)
+    odd = fit_wire([Reduced(3, S, by * (4e-5 + S / 3e9)) for S, by in zip(SIZES, off)])
+    assert odd.start_s == 0 < odd.latency_s
     fit = fit_wire([Reduced(2, S, 40e-6 + 2 * 7e-6 + S / 3e9) for S in SIZES])
     assert (fit.start_s, fit.latency_s) == (0, pytest.approx(27e-6))
     assert fit.bytes_per_s == pytest.approx(3e9)
@@ -186,6 +190,26 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
     assert here.device.launch_s == pytest.approx(1e-6)
     level = here.inside
     assert (level.bytes_per_s, level.latency_s, level.start_s) == pytest.approx(wire, rel=1e-2)
+
+
+def test_a_turn_has_the_calls_that_fill_it_and_tells_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, calls = 0.0, 0
+
+    def once() -> None:
+        nonlocal now_s, calls
+        now_s, calls = now_s + 0.003, calls + 1
+
+    def slower_elsewhere(x: torch.Tensor, op: str) -> None:
+        assert op == "max"
+        x.mul_(2)
+
+    comm = SimpleNamespace(barrier=lambda: None, all_reduce=slower_elsewhere)
+    me = SimpleNamespace(comm=comm, device=torch.device("cpu"))
+    monkeypatch.setattr(machine, "attach", lambda: me)
+    monkeypatch.setattr(machine, "_call", lambda case, me: once)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert machine._turns(Case("tiny", 1)) == pytest.approx([0.003] * machine.TURNS)
+    assert calls == 2 + 3 * machine.TURNS  # 0.02 s are three calls of 0.006 s
 
 
 def test_products_that_would_take_too_long_are_left_out() -> None:

@@ -10,7 +10,6 @@ CPU has a much longer way to its first multiplication.) 0.1 means: typically a t
 """
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -111,12 +110,10 @@ def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
     """Where a function with one valley is least, ends included."""
-    best, value = low, inf
+    best = low
     for _ in range(ZOOMS):
-        tried = np.linspace(low, high, TRIED)
-        values = [function(float(one)) for one in tried]
-        place = int(np.argmin(values))
-        if values[place] <= value:
-            best, value = float(tried[place]), values[place]
+        tried = np.linspace(low, high, TRIED)  # the best one so far is among them
+        place = int(np.argmin([function(float(one)) for one in tried]))
+        best = float(tried[place])
         low, high = tried[max(place - 1, 0)], tried[min(place + 1, TRIED - 1)]
     return best

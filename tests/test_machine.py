@@ -1,6 +1,7 @@
 """This machine as a cluster: the fits find the constants they were given, and what real ranks
 measure has a source for each number, and can be written down."""
 
+from collections import Counter
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,10 +152,12 @@ def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
         assert world.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
 
 
+@pytest.mark.parametrize(("enough_s", "rounds"), [(600, machine.ROUNDS), (-1, 1)])
 def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
-    monkeypatch: pytest.MonkeyPatch,
+    enough_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given what each rank says of its turns, the whole way to the numbers is exact."""
+    runs: Counter[Case] = Counter()
     peak, tile, wire = 4e10, 8.0, (2e9, 5e-6, 30e-6)
 
     def turns(case: Case) -> list[list[float]]:
@@ -177,10 +180,13 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
 
         def __exit__(self, *_: object) -> None: ...
         def run(self, _: object, case: Case) -> list[list[float]]:
+            runs[case] += 1
             return turns(case)
 
+    monkeypatch.setattr(machine, "ENOUGH_S", enough_s)
     monkeypatch.setattr(machine, "World", Ranks)
     here = measure_machine(4)
+    assert set(runs.values()) == {rounds}
     complete(here, 4)
     assert here.device.peak_flops == pytest.approx(
         {"float32": peak, "float64": peak, "bfloat16": peak}, rel=1e-2

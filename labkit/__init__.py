@@ -42,6 +42,7 @@ __all__, __getattr__, __dir__ = lazy(
         "Text": "labkit.data",
         "TwoLevel": "labkit.comm",
         "watch_collective": "labkit.recording",
+        "what_if": "labkit.replaying",
         "World": "labkit.world",
         "write_run": "labkit.trace",
     },

@@ -20,11 +20,12 @@ from labkit.plot.frame import (
 )
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
-from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, text_on
+from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, TITLE_PT, text_on
 from labkit.trace import Trace
 
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
+RIGHT_PT = 6  # free at the right of a title
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
 EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
 EDGE_PT = 0.7
@@ -110,7 +111,7 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self.axes.set_title(title_of(part, step, chosen, len(self.trace.steps())), loc="left")
+        self._entitle(title_of(part, step, chosen, len(self.trace.steps())))
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
@@ -188,6 +189,13 @@ class TimelineView:
                 middle = (begin_ms + end_ms) / 2, (bar.top + bar.names_to) / 2
                 names.append(Name(fitting[0], *middle, text_on(bar.colour)))
         self.names.write(names)
+
+    def _entitle(self, title: str) -> None:
+        """Smaller where it would leave the figure."""
+        room_pt = (self.figure.bbox.x1 - self.axes.bbox.x0) / self.figure.dpi * 72 - RIGHT_PT
+        at_full_pt = self.labels.width_pt(title) * TITLE_PT / SMALL_PT
+        size_pt = TITLE_PT * min(1.0, room_pt / at_full_pt)
+        self.axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
 
     def _label_rows(
         self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]

@@ -68,9 +68,10 @@ def dtype_of(trace: Trace) -> str | None:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ..." """
+    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the
+    last of what the cluster's devices could do in the dtype of most operations."""
     dtype = dtype_of(recorded)
     if split.flops is None or dtype is None:
         return str(split)
     mfu = split.mfu(cluster.device.peak_flops_of(dtype))
-    return f"{split}; MFU {mfu:.1%} (of {dtype} on {cluster.device.name})"
+    return f"{split}; MFU {mfu:.1%} of the {dtype} peak of {cluster.device.name}"

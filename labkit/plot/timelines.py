@@ -25,7 +25,7 @@ from labkit.trace import Trace
 
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
-RIGHT_PT = 6  # free at the right of a title
+LETTER_EM = 0.58  # how wide a letter of a title is, on average, in sizes of the letters
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
 EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
 EDGE_PT = 0.7
@@ -192,9 +192,8 @@ class TimelineView:
 
     def _entitle(self, title: str) -> None:
         """Smaller where it would leave the figure."""
-        room_pt = (self.figure.bbox.x1 - self.axes.bbox.x0) / self.figure.dpi * 72 - RIGHT_PT
-        at_full_pt = self.labels.width_pt(title) * TITLE_PT / SMALL_PT
-        size_pt = TITLE_PT * min(1.0, room_pt / at_full_pt)
+        room_pt = (self.figure.bbox.x1 - self.axes.bbox.x0) / self.figure.dpi * 72
+        size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
         self.axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
 
     def _label_rows(

@@ -99,7 +99,9 @@ def _recordings(
 def _counted(trace: Any, what: str) -> Trace:
     """Raises ValueError where it cannot be replayed."""
     if not isinstance(trace, Trace):
-        raise ValueError(f"{what} is a {type(trace).__name__}, and a trace is needed; see dry_run")
+        raise ValueError(
+            f"{what} is of type {type(trace).__name__}, and a Trace is needed; see dry_run"
+        )
     if not any(one.operations for one in trace.ranks.values()):
         raise ValueError(
             f"{what} has no operations counted (a replay has not, either), and cannot be replayed; "

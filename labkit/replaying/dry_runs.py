@@ -8,6 +8,7 @@ What runs so must not look at a number, as `loss.item()` and `if gradient.isnan(
 is none. labkit's strategies do not.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +55,7 @@ def dry_run(
     """
     found = Trace(about={"what": "dry run", "world_size": ranks})
     for rank, others in _stand_for(alike, ranks).items():
-        with on_paper(rank, ranks), _without_data():
+        with _nothing_from_before(), on_paper(rank, ranks), _without_data():
             torch.manual_seed(seed)
             with record(detail_step=step) as trace:
                 _run(fn, args, kwargs)
@@ -90,6 +91,17 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
             f"dry_run: the function looks at a number ({error}), and without data there is none; "
             "leave out what needs it, as loss.item() or printing a tensor"
         ) from error
+
+
+@contextmanager
+def _nothing_from_before() -> Iterator[None]:
+    """A recording in detail goes through all objects that Python keeps track of, for the tensors
+    among them. What was there before is none of this run's memory, and much to go through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

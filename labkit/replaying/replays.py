@@ -10,7 +10,7 @@ do the same at the same time.
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from sys import float_info
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
@@ -57,6 +57,30 @@ def replay(
     return _Replay(chosen, cluster, computing).trace()
 
 
+class _Collective(NamedTuple):
+    """Which one it is. It is read where a deadlock is told."""
+
+    group: str
+    seq: int
+
+    def __repr__(self) -> str:
+        return f"collective {self.seq} of group {self.group}"
+
+
+class _Message(NamedTuple):
+    """Which one it is, of those in its direction with its tag."""
+
+    group: str
+    source: int
+    target: int
+    tag: int
+    seq: int
+
+    def __repr__(self) -> str:
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"message {self.seq} from rank {self.source} to {self.target}{tag}"
+
+
 class _Replay:
     def __init__(self, trace: Trace, cluster: Cluster, computing: Computing):
         self.recorded, self.cluster = trace, cluster
@@ -87,18 +111,19 @@ class _Replay:
 
     # --- what the ranks do together ---
 
-    def _key(self, one: RankTrace, event: CommEvent) -> tuple[Any, ...]:
+    def _key(self, one: RankTrace, event: CommEvent) -> "_Collective | _Message":
         """The same for a collective on all its ranks, and for a message at both its ends."""
         if event.op not in ("send", "recv"):
-            return event.group, event.seq
+            return _Collective(event.group, event.seq)
         assert event.peer is not None
         ends = one.rank, self._first_of(event, event.ranks[event.peer])
-        return event.group, *(ends if event.op == "send" else ends[::-1]), event.tag, event.seq
+        source, target = ends if event.op == "send" else ends[::-1]
+        return _Message(event.group, source, target, event.tag, event.seq)
 
     def _issues(self) -> dict[tuple[Any, ...], Issue]:
         """Of all operations: what all their ranks hand to the clock. Where ranks give unequally,
         the largest part decides."""
-        found: dict[tuple[Any, ...], Issue] = {}
+        found: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
                 if event.op == "recv":

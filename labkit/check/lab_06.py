@@ -121,7 +121,8 @@ def _end_step() -> None:
 @exercise(points=2)
 def product_s(student: Student) -> Iterator[str]:
     """product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s): the roofline of a product."""
-    cases, rights = [], []
+    cases: list[tuple[Any, ...]] = []
+    rights = []
     for flops_per_s, bytes_per_s in ((1e12, 1e11), (1e14, 2e12)):
         rates = {"float32": flops_per_s, "bfloat16": flops_per_s}
         device = Device("plain", rates, 80e9, bytes_per_s, 0.0)

@@ -49,7 +49,7 @@ def steps() -> list[tuple[str, Facts, float]]:
 
 
 def _train(bucket_mb: float, rows: int, sizes: dict[str, int]) -> None:
-    model = DDP(GPT(**sizes), bucket_mb=bucket_mb)
+    model = DDP(GPT(**sizes), bucket_mb=bucket_mb)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(rows, sizes["context"], dtype=torch.long)
     for _ in range(2):

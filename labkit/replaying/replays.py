@@ -120,7 +120,7 @@ class _Replay:
         source, target = ends if event.op == "send" else ends[::-1]
         return _Message(event.group, source, target, event.tag, event.seq)
 
-    def _issues(self) -> dict[tuple[Any, ...], Issue]:
+    def _issues(self) -> dict[Hashable, Issue]:
         """Of all operations: what all their ranks hand to the clock. Where ranks give unequally,
         the largest part decides."""
         found: dict[Hashable, Issue] = {}

@@ -1,5 +1,7 @@
 """A dry run does what real ranks do, without data: the same operations, bytes and memory."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +126,15 @@ def test_it_leaves_the_process_as_it_was() -> None:
     )
     with World(1) as world, pytest.raises(RankError, match="a rank already"):
         world.run(lambda: dry_run(train, ranks=4))
+
+
+def test_what_was_there_before_is_none_of_its_memory() -> None:
+    """The tensors of a notebook are not on the GPU that the run is recorded for."""
+    alone = dry_run(train, ranks=4)
+    mine = torch.zeros(1_000_000)
+    beside = dry_run(train, ranks=4)
+    held = [peak_memory(trace.ranks[0]) for trace in (alone, beside)]
+    assert held[0] == held[1] and gc.get_freeze_count() == 0 and mine.numel()
 
 
 def test_what_cannot_be_recorded_is_told() -> None:

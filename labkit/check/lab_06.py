@@ -136,19 +136,15 @@ def product_s(student: Student) -> Iterator[str]:
         if not isclose(found, right, rel_tol=1e-6):
             m, n, k, element_bytes, flops_per_s, bytes_per_s = given
             memory = isclose(right, operation.moved_bytes / bytes_per_s, rel_tol=1e-9)
-            arithmetic_s, memory_s = (
-                operation.flops / flops_per_s, operation.moved_bytes / bytes_per_s
-            )  # fmt: skip
-            hint = (
-                "Which bytes are read, which are written?" if memory
-                else "How many multiplications and additions are in one number of the result?"
-            )  # fmt: skip
+            arithmetic_s = operation.flops / flops_per_s
+            memory_s = operation.moved_bytes / bytes_per_s
+            hint = "How many multiplications and additions are in one number of the result?"
+            if memory:
+                hint = "Which bytes are read, which are written?"
             if isclose(found, arithmetic_s + memory_s, rel_tol=1e-6):
                 hint = "Both happen at the same time."
             elif isclose(found, min(arithmetic_s, memory_s), rel_tol=1e-6):
-                hint = "The slower of the two decides."
-            elif memory and isclose(found, arithmetic_s, rel_tol=1e-6):
-                hint = "And its memory? Here it takes longer than the arithmetic."
+                hint = "Arithmetic or memory: the slower of the two decides."
             fail(
                 f"[{m}, {k}] x [{k}, {n}] in {operation.dtype} takes {_seconds(found)} by your "
                 f"formula, but {_seconds(right)} are right: it is "
@@ -309,10 +305,10 @@ def _clock_hint(program: Program, found: float) -> str:
     sent_s = sum(how for what, how in program if what == "send")
     if sent_s and isclose(found, computed_s + sent_s):
         return "A send takes the wire's time: the rank goes on at once."
-    if isclose(found, computed_s):
-        return "What does a wait wait for?"
     if sum(what == "send" for what, _ in program) > 1:
         return "When can a message begin? Its rank must have sent it, and the wire must be free."
+    if isclose(found, computed_s):
+        return "What does a wait wait for?"
     return "A wait for what is over takes no time."
 
 

@@ -283,25 +283,40 @@ formulas.table(
 # (0.85 and 0.75 are what programs reach of a peak.) On the wire the formula is nearly right: 25 MB
 # are long against α. Computing is off most. Where does the time go?
 
-# %% tags=["nbval-check-output"]
-from collections import Counter
-
+# %%
 from labkit.replaying import Costs
 
-costs, seconds = Costs(cluster("v100-cloud")), Counter()
-for operation in rank.operations:
-    kind = "products of matrices" if operation.flops else operation.name
-    seconds[kind] += costs.compute_s(operation)
-for kind, total_s in seconds.most_common(7):
-    print(f"{total_s * 1e3:6.1f} ms  {kind}")
+device, costs = cluster("v100-cloud").device, Costs(cluster("v100-cloud"))
+products = [operation for operation in rank.operations if operation.flops]
+fig, axes = plt.subplots(figsize=(7, 3))
+intensity = torch.logspace(0, 3.5, 50)
+roof = (device.memory_bytes_per_s * intensity).clamp(max=device.peak_flops["float32"])
+axes.loglog(intensity, roof / 1e12, color="0.3")
+for kind, colour in {"attention": "#D55E00", "mm": "#0072B2"}.items():
+    some = [one for one in products if ("attention" in one.name) == (kind == "attention")]
+    x = [one.flops / one.moved_bytes for one in some]
+    speed = [one.flops / costs.compute_s(one) / 1e12 for one in some]
+    axes.plot(x, speed, "o", color=colour, label={"mm": "weights"}.get(kind, kind))
+axes.text(2, 4, "memory-bound", rotation=31, color="0.3")
+axes.text(130, 18, "compute-bound: the peak, 15.7", color="0.3")
+axes.set(xlabel="operations per byte", ylabel="TFLOP/s", ylim=(1, 40))
+axes.set_title("Products of GPT-2 on a V100, in the replay", loc="left", fontsize=10)
+axes.legend(frameon=False, loc="lower right")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% tags=["nbval-check-output"]
+product_s = sum(costs.compute_s(one) for one in products)
+all_s = sum(costs.compute_s(one) for one in rank.operations)
+print(f"{len(products)} products take {product_s * 1e3:.0f} ms,")
+print(f"{len(rank.operations) - len(products)} others {(all_s - product_s) * 1e3:.0f} ms")
 
 # %% [markdown]
-# Products take longer than the formula has it, since matrices are thin against tiles. And half of the
-# time goes to operations that compute next to nothing: they are memory-bound, each byte read and
-# written at 0.9 TB/s. (Fused kernels are about that half.)
+# Products are all right of the ridge, and below the roof: a side of 768 fills tiles of 128 to
+# 768 / (768 + 128), a head of attention is only 64 wide. The others (norms, GELUs, sums, the
+# optimizer) compute next to nothing: memory-bound. No formula of section 3 knew of either.
 #
-# The step has 16 buckets, but the last one is large: the table of 50,257 tokens, whose gradient is
-# finished last. Nothing can hide it.
+# And the last of the 16 buckets is large: the table of 50,257 tokens, whose gradient is finished last.
+# Nothing can hide it.
 
 # %% [markdown]
 # ### Measured on real ranks
@@ -439,17 +454,27 @@ print(f"{sum(held.values()):.1f} GB:", ", ".join(f"{n} {x:.1f}" for n, x in held
 # %% [markdown]
 # ### Three ways to share a model: what travels
 #
-# Legend: w width, L layers, b rows of a step, s positions, g bytes of a number; n ranks share.
+# ```
+#   data                     tensor                    pipeline
+#   [ 96 layers ] rows 0     [ left  half | of all ]   [ layers  0 to 47 ]
+#         |                     |  |  |  |  |  |              x |  ^ its gradient
+#   gradients, once           x, after each block               v  |
+#         |                     |  |  |  |  |  |       [ layers 48 to 95 ]
+#   [ 96 layers ] rows 1     [ right half | of all ]
+# ```
 #
-# **Data.** Gradients of 12 w² parameters a layer are all-reduced once:
-# 2(n-1)/n · 12 L w² g bytes from each rank. **O(w² L)**, however many rows.
+# | way | what travels in a step | one rank sends | grows as |
+# |---|---|---|---|
+# | data | the gradients of 12 w² parameters a layer, once | 2(n-1)/n · 12 L w² g | w² L |
+# | tensor | x, in 4 all-reduces a layer | 2(n-1)/n · 4 L b s w g | b s w L |
+# | pipeline | x to the next rank, its gradient to the one before | 2 b s w g | all together b s w L / k |
 #
-# **Tensor.** Ranks share every matrix, so that x, [b, s, w], is a sum over the ranks after attention
-# and after the MLP: two all-reduces in forward and two in backward: 4 L · 2(n-1)/n · b s w g.
-# **O(b s w L)**.
-#
-# **Pipeline.** A rank has k layers. x goes to the next rank and its gradient comes back, whatever k:
-# a rank in the middle sends 2 b s w g, and all L/k stages together **O(b s w L / k)**.
+# Legend: w width, L layers, b rows of a step, s positions, g bytes of a number; n ranks share; in a
+# pipeline each has k layers.
+
+# %% [markdown]
+# Why 4? Ranks that share each matrix get a part of a *sum* from the last matrix of attention, and of
+# the MLP: two all-reduces of x, [b, s, w], in forward, and two in backward.
 
 # %% [markdown]
 # Tensor over data is 8 L b s w / 24 L w² = **b s / 3w**. Tensor over pipeline is 8 k / 2 = **4k**
@@ -559,7 +584,8 @@ for name, trace in skeletons.items():
     print(f"{name:<21}{sum(e.bus_bytes for e in sends) / 1e9:8.1f} GB  {seconds:6.2f} s")
 
 # %% [markdown]
-# The order of bytes is not the order of seconds: the mesh decides which wire carries what.
+# Inside a node tensor parallelism sends 1.6 times the bytes of data parallelism in about the same
+# time; across nodes it takes six times as long. The mesh decides which wire carries what.
 #
 # ### A pipeline from one micro-batch
 #

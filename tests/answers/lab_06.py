@@ -44,7 +44,7 @@ def one_after_the_other(m, n, k, element_bytes, flops_per_s, bytes_per_s):
     return 2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
 
 
-@wrong("06.product_s", "And its memory? Here it takes longer than the arithmetic")
+@wrong("06.product_s", "the slower of the two decides")
 def arithmetic_alone(m, n, k, element_bytes, flops_per_s, bytes_per_s):
     return 2 * m * n * k / flops_per_s
 
@@ -61,7 +61,7 @@ def forgets_the_result(m, n, k, element_bytes, flops_per_s, bytes_per_s):
     return max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)
 
 
-@wrong("06.product_s", "The slower of the two decides")
+@wrong("06.product_s", "the slower of the two decides")
 def the_faster_one(m, n, k, element_bytes, flops_per_s, bytes_per_s):
     moved_bytes = element_bytes * (m * k + k * n + m * n)
     return min(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)

@@ -184,3 +184,15 @@ def equal_buckets(facts):
     send_s = sum(facts.bucket_s) / len(facts.bucket_s)
     both_s = max(facts.backward_s + send_s, fill_s + sum(facts.bucket_s))
     return facts.forward_s + both_s + facts.optimizer_s
+
+
+@right("06.step_in_closed_form_s")
+def the_best_known(facts):
+    """The head's products are larger than the layers', and run faster: 0.8 is by eye."""
+    *early, _ = facts.bucket_bytes
+    head, filled_bytes, free_s = 0.8 * facts.head_part, 0, 0.0
+    for nbytes, seconds in zip(early, facts.bucket_s):
+        filled_bytes += nbytes
+        ready_s = facts.backward_s * (head + (1 - head) * filled_bytes / sum(early))
+        free_s = max(free_s, ready_s) + seconds
+    return facts.forward_s + max(free_s, facts.backward_s) + facts.bucket_s[-1] + facts.optimizer_s

@@ -728,7 +728,7 @@ except ValueError as error:
 # %% [markdown]
 # ## 7. Build it
 #
-# Four formulas that replace a cluster. Each is held to replays that you have not seen.
+# Five formulas that stand for a cluster. Each is held to counts and replays that you have not seen.
 
 # %% [markdown]
 # ### Exercise 1: Alpha-beta

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from labkit import DDP, GPT, World, bench, compare, read_run, recipes
 from labkit.bench import ddp, door, machine, recording
+from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, read_clusters
 from labkit.parallel.footprint import parameter_bytes
@@ -253,6 +254,19 @@ def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
     assert times.case == case and min(*times.plain, *times.recorded) > 0
     assert times.ratio == times.recorded.wall_s / times.plain.wall_s
     assert recording.table([times]).row_count == 1
+
+
+@pytest.mark.slow
+def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay_bench.MODELS, "tiny", ("tiny", {}))
+    (found,) = replay_bench.bench_replay(("tiny",), turns=3)
+    assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
+    assert found.low <= found.ratio <= found.high
+    assert replay_bench.table([found]).row_count == 1
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scale", "--depth", "1"])
+    assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scales"])
+    assert done.exit_code == 2 and "prediction or scale" in " ".join(done.output.split())
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -19,7 +20,7 @@ from labkit.replaying.replays import replay
 from labkit.trace import Split, split_of
 
 # GPT-3: Brown et al., arXiv 2005.14165, table 2.1. The vocabulary is padded to a multiple of 1024.
-SIZES = {"vocab": 51200, "width": 12288, "heads": 96, "context": 2048}
+SIZES: dict[str, Any] = {"vocab": 51200, "width": 12288, "heads": 96, "context": 2048}
 RANKS, CLUSTER = 1024, "dgx-h100"
 
 

@@ -71,10 +71,9 @@ class AfterTheWire(Costs):
         return on_wire._replace(seconds=on_wire.seconds + self._own_s[event.group, event.seq])
 
 
-def _begin(model: str) -> None:
+def _begin(preset: str, changes: dict[str, Any]) -> None:
     """On a rank: a model, and its first steps."""
     me = attach()
-    preset, changes = MODELS[model]
     me.state.step = stepper(lambda x: DDP(x, bucket_mb=BUCKET_MB), preset, **changes)
     for _ in range(3):
         me.state.step()
@@ -107,8 +106,8 @@ def bench_replay(
     ):
         wires, none = wires_of(LINK, ranks), wires_of(Link(gbps=1e9), ranks)
         for model in models:
-            fast.run(_begin, model)
-            paced.run(_begin, model)
+            fast.run(_begin, *MODELS[model])
+            paced.run(_begin, *MODELS[model])
             told: list[tuple[float, float, float]] = []
             for _ in progress(range(turns), f"{model} on {ranks} ranks"):
                 with record() as trace:

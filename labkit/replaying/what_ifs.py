@@ -185,7 +185,7 @@ def _wire(name: str, cluster: Cluster) -> Any:
     value = getattr(level, name.partition("_")[2]) / unit
     return ipywidgets.FloatLogSlider(
         value=min(max(value, 10**low), 10**high), min=low, max=high, step=POWERS_PER_STEP,
-        description=label, readout_format=".3g", style={"description_width": "11em"},
+        description=label, readout_format=",.3r", style={"description_width": "11em"},
         layout={"width": "34em"},
     )  # fmt: skip
 

@@ -256,6 +256,7 @@ widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipyw
 def test_sliders_begin_with_the_cluster_and_change_what_is_replayed() -> None:
     shown = replaying.what_if(recorded(), POD)
     assert shown.cluster == replace(POD, nodes=1)
+    assert "at first" not in shown.line.value
     starts = [slider.value for slider in shown.wires.values()]
     assert starts == pytest.approx([450, 3.4, 50, 14])
     assert [x for _, x in shown.devices_per_node.options] == [1, 2, 4, 8]
@@ -270,6 +271,8 @@ def test_sliders_begin_with_the_cluster_and_change_what_is_replayed() -> None:
     assert now == changed(POD, 8, 100e9, 10e9, 5 * 1e-6, 20 * 1e-6, 2)
     step = split_of(replay(recorded(), now))
     assert f"{step}; MFU" in shown.line.value
+    times = step.step_s / step_s(changed(POD, 8))
+    assert times > 2 and shown.line.value.endswith(f"; {times:.3g} times as long as at first")
     drawn = Redrawing()
     drawn.axis_s = shown._redrawing.axis_s
     assert bytes(shown.picture.value) == drawn.draw(recorded(), now)[0]

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -17,6 +18,8 @@ import torch
 from rich.table import Table
 
 from labkit import __version__
+from labkit.bench.machine import NAME
+from labkit.clusters import Cluster, read_clusters
 from labkit.world import RankError, World, attach
 from labkit.world.pick import check_size, pick
 from labkit.world.transport import pick_transport
@@ -54,6 +57,58 @@ def table(found: Findings) -> Table:
         for i, (name, value) in enumerate(entries):
             last = i == len(entries) - 1
             shown.add_row(f"[bold]{group}[/]" if i == 0 else "", name, value, end_section=last)
+    return shown
+
+
+def check_cluster_file(path: Path) -> None:
+    """Whether what is measured may be written here, before it takes its time to measure: to a new
+    file, or over what was measured before. Raises ValueError if not."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, as {path / 'laptop.toml'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path}: you may not write there; name another file")
+    if not path.exists():
+        return
+    try:
+        others = read_clusters(path).keys() - {NAME}
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is there, and is no file of clusters; name another. ({error})"
+        ) from None
+    if others:
+        raise ValueError(
+            f"{path} has other clusters ({', '.join(sorted(others))}), which would be lost; name "
+            "another file"
+        )
+
+
+def cluster_table(one: Cluster) -> Table:
+    """What was measured of a machine, and how."""
+    device, wire = one.device, one.inside
+    rows = [
+        *(
+            (f"products of {dtype}", f"{rate / 1e9:.1f} GFLOP/s", f"peak_flops.{dtype}")
+            for dtype, rate in device.peak_flops.items()
+        ),
+        ("a side that halves it", f"{device.tile:.1f}", "tile"),
+        ("memory", f"{device.memory_bytes / 1e9:.1f} GB", "memory_bytes"),
+        ("memory, rate", f"{device.memory_bytes_per_s / 1e9:.1f} GB/s", "memory_bytes_per_s"),
+        ("an operation, at least", f"{device.launch_s * 1e6:.1f} us", "launch_s"),
+    ]
+    cells = [(name, value, device.sources[source]) for name, value, source in rows]
+    if one.size > 1:
+        cells += [
+            ("wire, rate", f"{wire.bytes_per_s / 1e9:.2f} GB/s", wire.sources["bytes_per_s"]),
+            ("wire, a step", f"{wire.latency_s * 1e6:.1f} us", wire.sources["latency_s"]),
+            ("wire, start", f"{wire.start_s * 1e6:.1f} us", wire.sources["start_s"]),
+        ]
+    shown = Table("of a rank", title=one.title, title_justify="left")
+    shown.add_column("measured", justify="right")
+    shown.add_column("by")
+    for name, value, source in cells:
+        shown.add_row(name, value, source.split("; measured on")[0])
     return shown
 
 

@@ -13,14 +13,26 @@ from torch import nn
 from typer.testing import CliRunner
 
 from labkit import DDP, GPT, World, bench, compare, read_run, recipes
-from labkit.bench import ddp, door, recording
+from labkit.bench import ddp, door, machine, recording
+from labkit.bench import replay as replay_bench
 from labkit.cli import app
+from labkit.clusters import Cluster, cluster, read_clusters
 from labkit.parallel.footprint import parameter_bytes
 from labkit.trace import Trace
 from labkit.trace.laws import broken_laws
 from labkit.training import Task, train
 
 P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())
+OTHERS = """
+[clusters.mine]
+device = "v100"
+nodes = 1
+[[clusters.mine.levels]]
+devices = 1
+ports = 1
+bytes_per_s = [1e9, "a guess"]
+latency_s = [0, "a guess"]
+"""
 TINY = ["--model", "tiny", "--steps", "4", "--rows", "5"]
 
 
@@ -152,6 +164,8 @@ def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
         (["compare", "--ranks", "100000"], "too many"),
         (["run", "single", "--ranks", "2"], "single trains in one process"),
         (["bench", "everything"], "world, door, ddp"),
+        (["doctor", "--ranks", "2"], "--ranks goes with --cluster"),
+        (["doctor", "--cluster", "x.toml", "--ranks", "100000"], "too many"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(
@@ -169,6 +183,50 @@ def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
     for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
         assert words in done.output
     assert done.exit_code == (1 if "wrong:" in done.output else 0)
+
+
+def test_doctor_writes_what_it_measured_as_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measured(ranks: int) -> Cluster:
+        asked.append(ranks)
+        return dataclasses.replace(cluster("workstation"), name="here", title=f"{ranks} ranks")
+
+    monkeypatch.setattr(machine, "measure_machine", measured)
+    path = tmp_path / "laptop.toml"
+    for options, ranks in ([], 4), (["--ranks", "2"], 2):  # the second over the first
+        done = CliRunner().invoke(app, ["doctor", "--cluster", str(path), *options])
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.output.split())
+        assert "82600.0 GFLOP/s" in said and "31.50 GB/s" in said and "30.0 us" in said
+        assert 'read_clusters("' in said and 'laptop.toml")["here"]' in said.replace(" ", "")
+        assert read_clusters(path) == {"here": measured(ranks)}
+    assert asked == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("no/x.toml", "", "there is no folder"),
+        (".", "", "is a folder"),
+        ("notes.toml", "hello", "is no file of clusters"),
+        ("notes.toml", "[devices.x]", "is no file of clusters"),
+        ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
+    ],
+)
+def test_doctor_writes_over_nothing_of_ones_own(
+    name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text:
+        Path(name).write_text(text)
+    monkeypatch.setattr(machine, "measure_machine", lambda ranks: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["doctor", "--cluster", name])
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.output.split())
+    assert not text or Path(name).read_text() == text
 
 
 @pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor"])
@@ -196,6 +254,19 @@ def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
     assert times.case == case and min(*times.plain, *times.recorded) > 0
     assert times.ratio == times.recorded.wall_s / times.plain.wall_s
     assert recording.table([times]).row_count == 1
+
+
+@pytest.mark.slow
+def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay_bench.MODELS, "tiny", ("tiny", {}))
+    (found,) = replay_bench.bench_replay(("tiny",), turns=3)
+    assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
+    assert found.low <= found.ratio <= found.high
+    assert replay_bench.table([found]).row_count == 1
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scale", "--depth", "1"])
+    assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scales"])
+    assert done.exit_code == 2 and "prediction or scale" in " ".join(done.output.split())
 
 
 @pytest.mark.slow

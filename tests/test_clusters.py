@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from labkit.clusters import Cluster, cluster, known_clusters, read_clusters
+from labkit.clusters import (
+    Cluster,
+    Device,
+    Level,
+    cluster,
+    known_clusters,
+    read_clusters,
+    write_clusters,
+)
 
 
 @pytest.mark.parametrize("name", known_clusters())
@@ -118,3 +126,60 @@ def test_what_is_wrong_in_a_file_is_named(
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none.toml"):
         read_clusters(tmp_path / "none.toml")
+
+
+def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "all.toml"
+    write_clusters(path, known_clusters())
+    assert read_clusters(path) == known_clusters()
+    assert list(read_clusters(path)) == list(known_clusters())
+    assert path.read_text().count("[devices.") == 5  # workstation and internet have the same
+
+
+def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> None:
+    told = 'say "who"\\ \n\t\x7f\x01 é 卡 \U0001f600 [a] = #'
+    numbers = ("memory_bytes", "memory_bytes_per_s", "launch_s", "peak_flops.my dtype", "tile")
+    device = Device(
+        told, {"my dtype": 2 / 3 * 1e13}, 1e299, 123456.0, 0.0, tile=1 / 3,
+        sources=dict.fromkeys(numbers, told),
+    )  # fmt: skip
+    twin = replace(device, launch_s=1e-300)  # of the same name: two devices in the file
+    wires = Level(told, 99999.9, 0.0, 3, sources={"bytes_per_s": told, "latency_s": told})
+    rest = {"nodes": 2, "devices_per_node": 3, "inside": wires, "between": wires}
+    both = {
+        name: Cluster(name, told, one, **rest)  # type: ignore[arg-type]
+        for name, one in {"": device, 'a "b".c': twin}.items()
+    }
+    write_clusters(tmp_path / "odd.toml", both)
+    assert read_clusters(tmp_path / "odd.toml") == both
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    path, one = tmp_path / "none.toml", cluster("workstation")
+    wires = one.inside
+
+    def refused(message: str, changed: Cluster, name: str = "workstation") -> None:
+        with pytest.raises(ValueError, match=message):
+            write_clusters(path, {name: changed})
+        assert not path.exists()
+
+    refused("under 'here' is called 'workstation'", one, "here")
+    without = {name: said for name, said in wires.sources.items() if name != "reached"}
+    refused("PCIe.*: reached has no source", replace(one, inside=replace(wires, sources=without)))
+    refused(
+        "RTX 4090: memory_bytes has no source", replace(one, device=replace(one.device, sources={}))
+    )
+    more = wires.sources | {"weight": "none"}
+    refused("would not read back", replace(one, inside=replace(wires, sources=more)))
+    for number, message in (
+        (float("nan"), "a number and"),
+        (float("inf"), "a number and"),
+        (-1, "0"),
+    ):
+        refused(message, replace(one, inside=replace(wires, bytes_per_s=number)))
+    refused("encode", replace(one, title="\ud800"))
+    with pytest.raises(ValueError, match="no cluster to write"):
+        write_clusters(path, {})
+    own = replace(wires, reached=1.0, sources=without)  # what need not be there
+    write_clusters(path, {"workstation": replace(one, inside=own)})
+    assert read_clusters(path)["workstation"].inside == own

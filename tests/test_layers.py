@@ -31,6 +31,7 @@ LAYERS: dict[int, set[str]] = {
         "doctor",
         "lazy",
         "cli",
+        "predict",
         "recipes",
         "training",
         "view",

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector
 
-from labkit.models import GPT, MLP
+from labkit.models import GPT, MLP, PlainAttention
+from labkit.models.attention import CausalAttention
+from labkit.models.dropout import Dropout
 
 
 def tokens_of(model: GPT, rows: int = 3, length: int = 7) -> Tensor:
@@ -190,6 +192,45 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_written_out_equals_the_kernel(kv_heads: int) -> None:
+    q = torch.randn(2, 4, 7, 3, dtype=torch.float64)
+    k, v = torch.randn(2, 2, kv_heads, 7, 3, dtype=torch.float64)
+    plain, kernel = PlainAttention()(q, k, v), CausalAttention(0.0)(q, k, v)
+    torch.testing.assert_close(plain, kernel, rtol=0, atol=1e-12)
+
+
+def test_attention_written_out_drops_weights_in_training_only() -> None:
+    q, k, v = torch.randn(3, 2, 4, 7, 3)
+    core = PlainAttention(0.5)
+    assert not torch.equal(core(q, k, v), core(q, k, v))
+    torch.testing.assert_close(core.eval()(q, k, v), CausalAttention(0.0)(q, k, v))
+
+
+def test_attention_written_out_keeps_the_type_of_its_input() -> None:
+    q, k, v = torch.randn(3, 2, 4, 7, 3, dtype=torch.bfloat16)
+    assert PlainAttention(0.5)(q, k, v).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_that_of_torch_with_a_mask_of_one_byte(dtype: torch.dtype) -> None:
+    kept = list[Tensor]()
+    x = torch.ones(400, 50, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = Dropout(0.2)(x)
+    y.sum().backward()
+    assert sum(t.nbytes for t in kept) == x.numel()
+    assert set(y.unique().tolist()) == {0, torch.tensor(1.25, dtype=dtype).item()}
+    assert y.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.02)
+    assert torch.equal(x.grad, y.detach()), "what is dropped has no gradient"
+
+
+@pytest.mark.parametrize("dropout", [Dropout(0.0), Dropout(0.3).eval()])
+def test_dropout_that_does_nothing_is_the_identity(dropout: nn.Module) -> None:
+    x = torch.randn(3)
+    assert dropout(x) is x
+
+
 # ---------------------------------------------------------------- what strategies need
 
 
@@ -197,7 +238,7 @@ def test_dropout_acts_in_training_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_rows_give_zero_gradients(dtype: torch.dtype, kv_heads: int) -> None:
     """A rank without rows in the last batch still has a gradient to send: zero."""
-    model = small(kv_heads=kv_heads).to(dtype)
+    model = small(kv_heads=kv_heads, dropout=0.1).to(dtype)
     logits = model(tokens_of(model)[:0])
     assert logits.shape == (0, 7, 19) and logits.dtype == dtype
     logits.sum().backward()
@@ -222,7 +263,8 @@ def test_runs_on_shapes_alone(kv_heads: int) -> None:
     assert logits.is_meta and logits.shape == (5, 9, 256)
 
     with FakeTensorMode():
-        model = GPT.preset("tiny", kv_heads=kv_heads)
+        model = GPT.preset("tiny", kv_heads=kv_heads, dropout=0.1)
+        model.blocks[0].attn.core = PlainAttention(0.1)
         for rows in (5, 0):
             logits = model(torch.zeros(rows, 9, dtype=torch.long))
             logits.sum().backward()

@@ -4,15 +4,12 @@ guess = predict(sent_bytes=3 * 4096, messages=3)     # before the run
 guess.beside(sent_bytes=measured, messages=counted)  # after it
 """
 
-import html
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
 from labkit.check.findings import CheckFailed, brief, kind
-
-Number = int | float
-UNITS = {"bytes", "gb", "s", "ms", "flops"}
+from labkit.predict.tables import Number, Table, label, written
 
 
 def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
@@ -42,10 +39,10 @@ class Prediction:
 
     def __repr__(self) -> str:
         return "predicted: " + ", ".join(
-            f"{_label(n)} = {_text(v)}" for n, v in self.numbers.items()
+            f"{label(n)} = {written(v)}" for n, v in self.numbers.items()
         )
 
-    def beside(self, heading: str = "measured", /, **measured: Number) -> "Comparison":
+    def beside(self, heading: str = "measured", /, **measured: Number) -> Table:
         """The predictions beside what was measured, under the same names. `heading` says where
         those numbers are from, if not measured."""
         if not self.numbers:
@@ -58,55 +55,13 @@ class Prediction:
                 f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "
                 "give the same names"
             )
-        rows = [(name, self.numbers[name], measured[name]) for name in self.numbers]
-        return Comparison(rows, heading)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Name, predicted and measured; a row each."""
-
-    rows: list[tuple[str, Number, Number]]
-    heading: str = "measured"
-
-    def _table(self) -> list[tuple[str, str, str, str]]:
-        return [
-            (_label(n), _text(p), _text(m), _verdict(p, m, self.heading)) for n, p, m in self.rows
-        ]
-
-    def __repr__(self) -> str:
-        table = [("", "predicted", self.heading, ""), *self._table()]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
-        return "\n".join(
-            f"{n:<{widths[0]}}  {p:>{widths[1]}}  {m:>{widths[2]}}  {v}".rstrip()
-            for n, p, m, v in table
+        return Table(
+            ("", "predicted", heading, ""),
+            [
+                (label(n), written(p), written(measured[n]), _verdict(p, measured[n], heading))
+                for n, p in self.numbers.items()
+            ],
         )
-
-    def _repr_html_(self) -> str:
-        cells = [
-            "".join(
-                f'<td style="text-align: {side}">{html.escape(text)}</td>'
-                for side, text in zip(("left", "right", "right", "left"), row)
-            )
-            for row in self._table()
-        ]
-        heads = ("", "predicted", html.escape(self.heading), "")
-        head = "".join(f"<th>{text}</th>" for text in heads)
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _label(name: str) -> str:
-    """A name as a person writes it: "sent by all (bytes)" for sent_by_all_bytes."""
-    words, _, unit = name.rpartition("_")
-    label = f"{words} ({unit})" if words and unit in UNITS else name
-    return label.replace("_", " ")
-
-
-def _text(number: Number) -> str:
-    """With commas, and without the ".0" of a whole number: 2 * S * 3 / 4 is no less a count."""
-    whole = isinstance(number, float) and number.is_integer()
-    return f"{int(number) if whole else number:,}"
 
 
 def _verdict(predicted: Number, measured: Number, heading: str) -> str:

@@ -2,5 +2,14 @@
 
 from labkit.clusters.cluster import Cluster, Device, Level
 from labkit.clusters.reading import cluster, known_clusters, read_clusters
+from labkit.clusters.writing import write_clusters
 
-__all__ = ["Cluster", "Device", "Level", "cluster", "known_clusters", "read_clusters"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Level",
+    "cluster",
+    "known_clusters",
+    "read_clusters",
+    "write_clusters",
+]

@@ -35,10 +35,19 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
     Raises FileNotFoundError, or ValueError that says what in the file is wrong.
     """
     try:
-        told = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
-    return _clusters(told, _known()["devices"], str(path))
+    return clusters_in(text, str(path))
+
+
+def clusters_in(text: str, where: str) -> dict[str, Cluster]:
+    """As `read_clusters`, of a file's text; `where` is what errors call it."""
+    try:
+        told = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}") from None
+    return _clusters(told, _known()["devices"], where)
 
 
 @cache

@@ -21,7 +21,8 @@ Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value h
 
 It knows nothing of ranks. Strategies edit it from outside, by name: tensor parallelism replaces
 `attn.q, k, v, out` and `mlp.up, down` (attention takes its number of heads from the shape of q),
-context parallelism replaces `attn.core` and passes `positions`, a pipeline cuts `blocks`.
+context parallelism replaces `attn.core` (of attention.py) and passes `positions`, a pipeline cuts
+`blocks`.
 Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
 """
 
@@ -31,6 +32,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from labkit.models.attention import CausalAttention
+from labkit.models.dropout import Dropout
 
 # Parameters as built, with these vocabularies: 7,056; 987,096; 3,438,080. The width 132 is
 # 12 heads of 11 and an MLP of 528: both divide over 1, 2, 3, 4 and 6 ranks.
@@ -48,7 +52,7 @@ class Embed(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         context = self.positions.num_embeddings
@@ -62,24 +66,6 @@ class Embed(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [s]
         return self.dropout(self.tokens(tokens) + self.positions(positions))  # [b, s, w]
-
-
-class CausalAttention(nn.Module):
-    """softmax(q kᵀ / √e) v, each position seeing itself and those before. No parameters."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q,  # [b, h, s, e]
-            k,  # [b, g, s, e]
-            v,  # [b, g, s, e]
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=q.shape[1] != k.shape[1],  # h/g query heads share one key-value head
-        )  # [b, h, s, e]
 
 
 class Attention(nn.Module):
@@ -125,7 +111,7 @@ class Block(nn.Module):
         self.attn = Attention(width, heads, kv_heads, dropout)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = FeedForward(width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attn(self.norm1(x)))

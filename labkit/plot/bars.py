@@ -131,6 +131,8 @@ def _module_names(span: Span) -> tuple[str, ...]:
     """From the whole path to its last part, "blocks.0.mlp.up" to "up"."""
     if not span.module:
         return (span.kind or span.phase,)
+    if span.kind == "microbatch":  # of a pipeline: its number
+        return (span.module,)
     parts = span.module.split(".")
     return tuple(".".join(parts[i:]) for i in range(len(parts)) if not parts[i].isdigit())
 

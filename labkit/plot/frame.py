@@ -91,7 +91,8 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
     which = [f"Step {step}"] if steps > 1 else []
-    alike = ", the others alike" if any(x.alike for x in shown.ranks.values()) else ""
+    alike = ", all alike" if any(x.alike for x in shown.ranks.values()) else ""
+    where = part.about.get("replayed")
     words = [
         *(["The whole run"] if step is None else which),
         f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
@@ -99,8 +100,9 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     ]
     of_ranks = shown.ranks.values()
     if any(x.ended_s for one in of_ranks for x in one.comms) and any(x.spans for x in of_ranks):
-        words.append(f"{overlap(shown):.0%} of communication hidden behind computing")
-    if where := part.about.get("replayed"):
+        behind = "" if where else " behind computing"  # there is only so much room
+        words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
+    if where:
         words.append(f"replayed on {where}")
     if link := part.about.get("link"):
         words.append(f"paced to {speed_of(link)}")

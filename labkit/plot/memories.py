@@ -71,7 +71,8 @@ def memory(
         if place % across == 0:
             axes.set_ylabel(unit)
         if place + across >= len(chosen):  # nothing below it
-            axes.set_xlabel(f"step {part.steps()[0]} in detail: % done", labelpad=2)
+            in_detail = " in detail:" if part.steps(detail=True) else ","
+            axes.set_xlabel(f"step {part.steps()[0]}{in_detail} % done", labelpad=2)
             axes.tick_params(labelbottom=True)
     panels[0].set(xlim=(0, 100), ylim=(0, most_bytes / scale * 1.25 or 1))
     for axes in panels[len(chosen) :]:

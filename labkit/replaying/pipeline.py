@@ -4,11 +4,13 @@ One micro-batch of each distinct stage is enough of a record: `stage_seconds` ha
 its backward on a cluster, and the schedule says how often and in which order they come.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 
 from labkit.clusters import Cluster
+from labkit.events import CommEvent
 from labkit.replaying.engine import Compute, Issue, Program, Wait, run
-from labkit.replaying.replays import replay
+from labkit.replaying.replays import replay, set_times
 from labkit.schedules import Action, Schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 
@@ -51,21 +53,43 @@ def bubble(schedule: Schedule, step_s: float, seconds: Callable[[int, Action], f
 
 
 def pipeline_trace(
-    schedule: Schedule, seconds: Callable[[int, Action], float], message_s: float = 0.0
+    schedule: Schedule,
+    seconds: Callable[[int, Action], float],
+    message_s: float = 0.0,
+    message_bytes: int = 0,
 ) -> Trace:
-    """The step of a pipeline as a trace: stage k is rank k, a span is named after its micro-batch.
-    Raises as `pipeline_programs` and the clock do."""
+    """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last
+    action; a span is named after its micro-batch. Raises as `pipeline_programs` and the clock."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed = run(programs)
-    step_s = max((one[-1].ended_s for one in timed.values() if one), default=0.0)
+    sent = {
+        part.key: when
+        for stage, program in programs.items()
+        for part, when in zip(program, timed[stage], strict=True)
+        if isinstance(part, Issue)
+    }
     ranks = {}
     for stage, program in programs.items():
-        spans = [
-            Span(part.what.phase, str(part.what.microbatch), 0, *when, kind="microbatch")
-            for part, when in zip(program, timed[stage], strict=True)
-            if isinstance(part, Compute)
-        ]
-        ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, step_s)], spans=spans)
+        ended_s = timed[stage][-1].ended_s if program else 0.0
+        one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, ended_s)])
+        numbers: Counter[Hashable] = Counter()  # of the messages on each way, so far
+        for part, when in zip(program, timed[stage], strict=True):
+            if isinstance(part, Compute):
+                name = str(part.what.microbatch)
+                one.spans.append(Span(part.what.phase, name, 0, *when, kind="microbatch"))
+                continue
+            source, target = way = part.key[-2:]  # type: ignore[index]
+            numbers[way] += 1
+            one.comms.append(
+                CommEvent(
+                    "send" if source == stage else "recv", "pipeline", tuple(range(len(schedule))),
+                    stage, numbers[way], "", (), message_bytes,
+                    message_bytes if source == stage else 0, blocking=source != stage,
+                    peer=target if source == stage else source,
+                )
+            )  # fmt: skip
+            wait = when if isinstance(part, Wait) else None
+            set_times(one.comms[-1], when.began_s, sent[part.key], wait)
     return Trace(ranks, {"what": "pipeline", "world_size": len(schedule)})
 
 

@@ -12,7 +12,7 @@ class Split:
 
     compute_s   the program went on: it computed (or, on a real machine, did whatever else it does)
     exposed_s   it waited while what it waited for, or what must leave before, was on the wire
-    bubble_s    it waited while nothing of its own was on the wire: for other ranks
+    bubble_s    it waited for other ranks, with nothing of its own on the wire, or its step was over
     """
 
     step_s: float
@@ -49,7 +49,7 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
         raise ValueError("this trace has no steps; they end with the step of an optimizer")
     part = trace.step(trace.steps()[-1] if step is None else step)
     weights = {number: 1 + len(one.alike) for number, one in part.ranks.items()}
-    splits = {number: _of_rank(one) for number, one in part.ranks.items()}
+    splits = {number: _of_rank(one, _whole(part)) for number, one in part.ranks.items()}
     total = sum(weights.values())
 
     def mean(name: str) -> float:
@@ -62,13 +62,21 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
     )  # fmt: skip
 
 
-def _of_rank(one: RankTrace) -> Split:
-    if not one.steps or not one.steps[0].ended_s:
-        raise ValueError(f"rank {one.rank}: the step never ended")
+def _whole(part: Trace) -> tuple[float, float]:
+    """From when the first rank began the step until the last one ended it."""
+    for one in part.ranks.values():
+        if not one.steps or not one.steps[0].ended_s:
+            raise ValueError(f"rank {one.rank}: the step never ended")
+    steps = [one.steps[0] for one in part.ranks.values()]
+    return min(step.began_s for step in steps), max(step.ended_s for step in steps)
+
+
+def _of_rank(one: RankTrace, whole: tuple[float, float]) -> Split:
     step = one.steps[0]
-    during = [(step.began_s, step.ended_s)]
-    stood = common(waiting(one), during)
-    step_s, waiting_s = step.ended_s - step.began_s, length_s(stood)
+    stood = common(waiting(one), [(step.began_s, step.ended_s)])
+    step_s = whole[1] - whole[0]
+    others_s = step_s - (step.ended_s - step.began_s)  # it began later, or was done earlier
+    waiting_s = length_s(stood) + others_s
     exposed_s = length_s(common(stood, communicating(one)))
     flops = [span.flops for span in one.spans if span.flops is not None]
     return Split(

@@ -1,0 +1,224 @@
+"""This machine as a cluster: the ranks of a World are its devices, measured all at the same time.
+
+Ranks that share cores, memory or a GPU have what is left to each while the others work as well;
+that share is a device here, with one thread as a World gives it. So is a wire: on fewer ranks than
+all, every group of that many sends at once, and what a rank then has is its port's.
+
+Times are those of turns: several calls in a row from a barrier on, over their number, on the
+slowest rank, when all work is done. Everything has its turns in each of some rounds, since what
+else a machine does comes and goes; it makes turns slow, and none fast: the lower quartile counts.
+What is written down is fitted to these (labkit/bench/rates.py).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
+from labkit.clusters import Cluster, Device, Level
+from labkit.comm import Comm
+from labkit.world import World, attach, progress
+from labkit.world.attach import Rank
+
+NAME = "here"
+DTYPES = ("float32", "float64", "bfloat16")
+SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
+REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
+ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
+LONGEST_S = 0.15  # of a call; what would take longer is not measured
+ENOUGH_S = 7.0  # from then on, only what had no turn yet is measured
+
+
+class Case(NamedTuple):
+    """What the ranks time: "tiny", "copy", "product" or "all-reduce". `size` is numbers of a tiny
+    operation, bytes copied or reduced, or the side of a product; `ranks` those of a group."""
+
+    what: str
+    size: int
+    dtype: str = "float32"
+    ranks: int = 1
+
+
+def measure_machine(ranks: int = 4) -> Cluster:
+    """Measure this machine, in some ten seconds, as a cluster of one node with `ranks` devices.
+
+    Close other programs first. On one rank nothing travels, and its wire is its own memory.
+    Raises ValueError for a number of ranks that this machine cannot start.
+
+    >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
+    """
+    with World(ranks, timeout_s=120) as world:
+        began_s = time.monotonic()
+        turns: dict[Case, list[float]] = {}
+        for case in progress(list(_cases(world)) * ROUNDS, "measuring"):
+            late = case in turns and time.monotonic() - began_s > ENOUGH_S
+            if not late and not _too_long(case, turns, SIDES[world.device]):
+                of_ranks = world.run(_turns, case)
+                turns.setdefault(case, []).extend(max(turn) for turn in zip(*of_ranks))
+        typical = {case: float(np.quantile(seconds, 0.25)) for case, seconds in turns.items()}
+        return _described(world, typical)
+
+
+def _cases(world: World) -> Iterator[Case]:
+    yield Case("tiny", 1)
+    yield Case("copy", min(COPIED_BYTES[world.device], _memory_bytes(world) // 16), "uint8")
+    for dtype in DTYPES:
+        for side in SIDES[world.device]:
+            yield Case("product", side, dtype)
+    for ranks in sorted({2, world.size}) if world.size > 1 else ():
+        for nbytes in REDUCED_BYTES:
+            yield Case("all-reduce", nbytes, ranks=ranks)
+
+
+def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
+    """Whether a product will take too long, since the one of half the side, an eighth of the work,
+    took so long or was not measured itself. The two smallest of each dtype always are."""
+    if case.what != "product" or case.size in sides[:2]:
+        return False
+    return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
+
+
+# ---- on each rank
+
+
+def _turns(case: Case) -> list[float]:
+    """Seconds of a call, of each turn, while all other ranks do the same."""
+    me = attach()
+    once = _call(case, me)
+    _turn_s(me, once, 1)  # the first call finds caches cold
+    call_s = torch.tensor(_turn_s(me, once, 1), dtype=torch.float64, device=me.device)
+    me.comm.all_reduce(call_s, op="max")  # so that a turn has as many calls on each rank
+    calls = max(1, min(MOST_CALLS, int(TURN_S / float(call_s))))
+    return [_turn_s(me, once, calls) for _ in range(TURNS)]
+
+
+def _call(case: Case, me: Rank) -> Callable[[], Any]:
+    dtype, size = getattr(torch, case.dtype), case.size
+    if case.what == "all-reduce":
+        own = _group(me, case.ranks)
+        x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=me.device)
+        return partial(own.all_reduce, x) if own else lambda: None
+    if case.what == "product":
+        a, b = (torch.randn(size, size, device=me.device).to(dtype) for _ in range(2))
+        return partial(torch.mm, a, b, out=torch.empty_like(a))
+    given = torch.ones(size, dtype=dtype, device=me.device)
+    got = torch.ones_like(given)
+    return partial(got.add_ if case.what == "tiny" else got.copy_, given)
+
+
+def _group(me: Rank, size: int) -> Comm | None:
+    """Of `size` neighbouring ranks; None for a rank that is left over. Made once."""
+    groups: dict[int, Comm | None] = vars(me.state).setdefault("groups", {me.size: me.comm})
+    if size not in groups:
+        firsts = range(0, me.size - size + 1, size)
+        made = [me.comm.subgroup(range(first, first + size)) for first in firsts]
+        groups[size] = next((one for one in made if one is not None), None)
+    return groups[size]
+
+
+def _turn_s(me: Rank, once: Callable[[], Any], calls: int) -> float:
+    me.comm.barrier()
+    began_s = time.perf_counter()
+    for _ in range(calls):
+        once()
+    if me.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began_s) / calls
+
+
+# ---- what comes of it
+
+
+def _described(world: World, seconds: dict[Case, float]) -> Cluster:
+    """The cluster, by what a call of each case typically takes."""
+    n, kind = world.size, _kind(world)
+    where = (
+        f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
+        f"{n} rank{'s at once' if n > 1 else ''}, {date.today().isoformat()}"
+    )
+    by_what: dict[str, list[Case]] = {}
+    for case in seconds:
+        by_what.setdefault(case.what, []).append(case)
+    products = [Product(case.dtype, case.size, seconds[case]) for case in by_what["product"]]
+    reduced = [Reduced(c.ranks, c.size, seconds[c]) for c in by_what.get("all-reduce", ())]
+    (tiny,), (copy,) = by_what["tiny"], by_what["copy"]
+    fit = fit_products(products)
+    reaches = f"by definition: the rate is one that was reached{where}"
+    device = Device(
+        name=f"one of {n} ranks on {kind}" if n > 1 else f"a rank on {kind}",
+        peak_flops={name: _rounded(rate) for name, rate in fit.peak_flops.items()},
+        memory_bytes=float(_memory_bytes(world)),
+        memory_bytes_per_s=_rounded(2 * copy.size / seconds[copy]),
+        launch_s=_rounded(seconds[tiny]),
+        tile=_rounded(fit.tile),
+        sources={
+            "memory_bytes": f"all there is, over the ranks that share it{where}",
+            "memory_bytes_per_s": f"a copy of {copy.size >> 20} MiB, read and written{where}",
+            "launch_s": f"an addition of one number{where}",
+            "matmul_reached": reaches,
+            "memory_reached": reaches,
+            "tile": f"products of all dtypes, typically {fit.error:.0%} off{where}",
+            **{f"peak_flops.{name}": f"{_sides(products, name)}{where}" for name in fit.peak_flops},
+        },
+    )
+    title = f"this machine: {n} rank{'s' * (n > 1)} on {kind}"
+    return Cluster(NAME, title, device, 1, n, _wire(world, device, reduced, where))
+
+
+def _sides(products: list[Product], dtype: str) -> str:
+    sides = sorted(one.side for one in products if one.dtype == dtype)
+    return f"products of sides {sides[0]} to {sides[-1]}"
+
+
+def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> Level:
+    if not reduced:
+        own, nothing = f"one rank: its own memory{where}", f"one rank: nothing travels{where}"
+        return Level(
+            "none", device.memory_bytes_per_s, 0.0, 1,
+            sources={"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing},
+        )  # fmt: skip
+    fit = fit_wire(reduced)
+    groups = " and ".join(str(size) for size in sorted({one.ranks for one in reduced}))
+    how = f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB"
+    how = f"{how} on {groups} ranks, typically {fit.error:.0%} off{where}"
+    start = how if world.size > 2 else f"on 2 ranks all of it is in the latency{where}"
+    return Level(
+        {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[world.transport],
+        _rounded(fit.bytes_per_s), _rounded(fit.latency_s), world.size,
+        start_s=_rounded(fit.start_s),
+        sources={
+            "bytes_per_s": how, "latency_s": how, "start_s": start,
+            "reached": f"by definition: the rate is one that was reached{where}",
+        },
+    )  # fmt: skip
+
+
+def _kind(world: World) -> str:
+    """What the ranks share, in words that name no host."""
+    if world.device == "cuda":
+        used = min(torch.cuda.device_count(), world.size)
+        return f"{used} {torch.cuda.get_device_name(0)}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} core{'s' * (cores != 1)}"
+
+
+def _memory_bytes(world: World) -> int:
+    """Of one rank: its part of a GPU, or of the machine."""
+    if world.device == "cuda":
+        on_each = -(-world.size // torch.cuda.device_count())
+        return torch.cuda.get_device_properties(0).total_memory // on_each
+    return psutil.virtual_memory().total // world.size
+
+
+def _rounded(number: float) -> float:
+    """To four digits: more were never measured."""
+    return float(f"{number:.4g}")

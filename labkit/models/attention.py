@@ -1,0 +1,61 @@
+"""The core of attention, softmax(q kᵀ / √e) v with each position seeing itself and those before,
+in two ways that compute the same and keep different memory for backward.
+
+    CausalAttention   in one kernel, tile by tile, no score is ever stored (FlashAttention, arXiv
+                      2205.14135): keeps q, k, v, its result, and 4 bytes for each row of scores
+    PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, the mask
+                      of their dropout and what it leaves, 5 bytes for each score in 2-byte types
+
+The model has the first. The second is put in its place from outside:
+
+    for block in model.blocks:
+        block.attn.core = PlainAttention(dropout=0.1)
+
+Legend: b rows, h heads, g key-value heads, s positions, e head width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.models.dropout import Dropout
+
+
+class CausalAttention(nn.Module):
+    """Attention in one kernel. No parameters.
+
+    With dropout torch's CPU has no such kernel and takes the plain way, in float32 for 2-byte
+    types.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q,  # [b, h, s, e]
+            k,  # [b, g, s, e]
+            v,  # [b, g, s, e]
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=q.shape[1] != k.shape[1],  # h/g query heads share one key-value head
+        )  # [b, h, s, e]
+
+
+class PlainAttention(nn.Module):
+    """Attention written out, every score stored, in the type of q. No parameters."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = Dropout(dropout)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (sharing := q.shape[1] // k.shape[1]) > 1:  # query heads to one key-value head: h/g
+            k = k.repeat_interleave(sharing, dim=1)  # [b, h, s, e]
+            v = v.repeat_interleave(sharing, dim=1)
+        ahead = q.new_full((q.shape[2], k.shape[2]), -math.inf).triu(1)  # [s, s]: not to be seen
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3]) + ahead  # [b, h, s, s]
+        return self.dropout(torch.softmax(scores, dim=-1)) @ v  # [b, h, s, e]

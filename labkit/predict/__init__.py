@@ -1,0 +1,95 @@
+"""The closed formulas: bytes, memory, operations, bubble and time, each in one place, each cited.
+
+    from labkit import predict
+
+    predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
+    predict.activation_bytes(sequence=2048, rows=1, width=12288, heads=96)
+    predict.step_flops(**sizes, rows=8)                               # operations of one step
+    predict.data_parallel_bytes(parameters, ranks=8)                  # what one rank sends
+    predict.one_f_one_b(stages=8, microbatches=32, forward_s=1, backward_s=2).of_total
+    predict.ddp_step_s(forward_s, backward_s, communication_s, buckets=10)
+    predict.table(formula={...}, replayed={...}, measured={...})      # side by side
+
+    states.py        parameters, gradients and optimizer state of a rank: ZeRO
+    activations.py   what forward keeps for backward
+    transformer.py   parameters and operations of a GPT
+    volumes.py       bytes that data, tensor and pipeline parallelism send in a step
+    wires.py         the least time of a collective, and that of an algorithm
+    pipelines.py     bubble and activations of pipeline schedules
+    steps.py         the time of a step, and MFU
+    tables.py        the same quantities from several sources, beside each other
+
+A formula is plain arithmetic: no torch, no clock, no chance. Where it leaves something out, its
+docstring says what. The names of sizes are those of labkit.GPT: vocab, width, depth, heads,
+context; `rows` are the sequences that one rank computes at once, `sequence` is their length.
+"""
+
+from labkit.predict.activations import (
+    activation_bytes,
+    first_stage_activation_bytes,
+    flash_activation_bytes,
+)
+from labkit.predict.pipelines import (
+    PipelineStep,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
+from labkit.predict.states import (
+    FP32_ADAM,
+    MIXED_ADAM,
+    StateBytes,
+    model_state_bytes,
+)
+from labkit.predict.steps import compute_s, ddp_step_s, ddp_step_without_overlap_s, mfu
+from labkit.predict.tables import Table, table
+from labkit.predict.transformer import (
+    dense_flops,
+    forward_flops,
+    layer_forward_flops,
+    parameters,
+    step_flops,
+)
+from labkit.predict.volumes import (
+    data_parallel_bytes,
+    pipeline_parallel_bytes,
+    stage_boundary_bytes,
+    tensor_parallel_bytes,
+)
+from labkit.predict.wires import algorithm_s, bus_factor, least_s
+
+__all__ = [
+    "FP32_ADAM",
+    "MIXED_ADAM",
+    "PipelineStep",
+    "StateBytes",
+    "Table",
+    "activation_bytes",
+    "algorithm_s",
+    "bus_factor",
+    "compute_s",
+    "data_parallel_bytes",
+    "ddp_step_s",
+    "ddp_step_without_overlap_s",
+    "dense_flops",
+    "first_stage_activation_bytes",
+    "flash_activation_bytes",
+    "forward_flops",
+    "gpipe",
+    "interleaved",
+    "layer_forward_flops",
+    "least_s",
+    "mfu",
+    "model_state_bytes",
+    "one_f_one_b",
+    "parameters",
+    "pipeline_parallel_bytes",
+    "stage_boundary_bytes",
+    "step_flops",
+    "table",
+    "tensor_parallel_bytes",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+]

@@ -1,0 +1,104 @@
+"""Activations: what one transformer layer keeps from forward for backward.
+
+Bytes over s·b·w (s sequence, b rows, w width, a heads), where an element has 2 bytes and one of a
+mask 1; labkit.GPT's block keeps what the paper's does:
+
+    norm1       its input 2                     norm2       its input 2
+    q, k, v     their shared input 2            mlp.up      its input 2
+    core        q, k, v 6                       GELU        its input 8
+                weights 2as/w                   mlp.down    its input 8
+                their dropout: mask as/w,       dropout     its mask 1
+                what it leaves 2as/w
+    out         its input 2                     ──────────────────────────────────
+    dropout     its mask 1                      34 + 5as/w
+
+Held against what `record(detail_step=0)` counts for labkit.GPT in bfloat16, with dropout and
+`labkit.models.PlainAttention`, the formula is right to the byte but for the statistics of the two
+norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each norm and position,
+8·s·b in all (on a GPU of 4 bytes, 16·s·b), below 0.1 % from width 256 on. What must be so for that,
+and is not so everywhere:
+
+    the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the type of its
+                                       input, 2 bytes in bfloat16: 11 % more at 5as/w = 20
+    scores are 2 bytes                 torch's own plain attention computes in float32: 4 bytes
+    all scores count                   the half that a causal mask hides is stored like the other
+    the causal mask is not kept        added to the scores, where `masked_fill` would keep it
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+arXiv 2205.05198, section 4 and Table 2.
+"""
+
+from labkit.predict.sizes import check_counts, check_divides, check_not_negative
+
+RECOMPUTED = ("none", "selective", "full")
+
+
+def activation_bytes(
+    sequence: int,
+    rows: int,
+    width: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """Bytes that one layer keeps on one rank for one micro-batch, in 2-byte types.
+
+    Args:
+        sequence, rows, width, heads: s positions, b rows of a micro-batch, w and a of the model.
+        tensor_parallel: ranks t that share the layer's matrices and heads.
+        sequence_parallel: whether they share norms, dropout and inputs as well, by positions.
+        recompute: in backward, "none"; "selective": the core of attention, from q, k and v;
+            "full": the layer, from its input, which is all that is kept.
+
+    Source: arXiv 2205.05198, Table 2; what it counts stands at the top of this file.
+    """
+    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
+    check_counts(tensor_parallel=tensor_parallel)
+    check_divides("width", width, "heads", heads)
+    check_divides("heads", heads, "tensor_parallel", tensor_parallel)
+    if recompute not in RECOMPUTED:
+        raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
+    t = tensor_parallel
+    sbw = sequence * rows * width
+    whole = t if sequence_parallel else 1  # over how many ranks go parts outside the matrices
+    if recompute == "full":
+        return 2 * sbw / whole
+    core = 5 * heads * sequence / width / t if recompute == "none" else 0.0
+    return sbw * (10 / whole + 24 / t + core)
+
+
+def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
+    """Bytes that one layer keeps where attention is one kernel that stores no scores, in 2-byte
+    types, on one rank: `activation_bytes` without 5as/w, and 4 bytes for each row of scores, the
+    logarithm of its sum (in float32), from which backward computes the weights anew.
+
+    labkit.GPT with its own core (`CausalAttention`) keeps this, with no dropout inside attention:
+    for that torch's CPU has no such kernel.
+    Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1; the rest
+    as in `activation_bytes`.
+    """
+    without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
+    return without_scores + 4 * heads * sequence * rows
+
+
+def first_stage_activation_bytes(
+    layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
+) -> float:
+    """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
+
+    With 1F1B, p micro-batches are under way on its depth/p layers: depth layers' worth, whatever
+    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
+    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out.
+
+    Args:
+        layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.
+        depth: layers of the whole model.
+
+    Source: arXiv 2205.05198, section 4.2.3.
+    """
+    check_not_negative(layer_bytes=layer_bytes)
+    check_counts(depth=depth, stages=stages, chunks=chunks)
+    check_divides("depth", depth, "stages x chunks", stages * chunks)
+    more = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+    return layer_bytes * depth * more

@@ -1,0 +1,133 @@
+"""Pipeline schedules in closed form: how long each stage idles, and what it holds.
+
+    p stages, m micro-batches, v chunks of a stage; F and B seconds of forward and backward of one
+    micro-batch on one stage, all its chunks together
+
+                         bubble                        micro-batches held at most (first stage)
+    GPipe                (p-1)(F+B)                    m
+    1F1B                 (p-1)(F+B)                    min(p, m)
+    interleaved 1F1B     (p-1)(F+B) / v                p (1 + (p-1)/(p v)),  v > 1
+    ZB-H1                (p-1)(F+I-W)                  p
+    ZB-H2                (p-1)(F+I-2W)                 2p - 1
+
+In the last two, backward is two parts: I seconds for the gradient of the input, which the stage
+before waits for, and W for that of the weights, which nobody does.
+
+The bubble is told as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
+as a part of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with
+each other. All stages take equally long, and messages no time; a replay needs neither.
+
+Sources: GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv 2104.04473,
+section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
+2401.10241, section 2 (its T_B is the input gradient alone).
+"""
+
+from dataclasses import dataclass
+
+from labkit.predict.sizes import check_counts, check_divides, check_not_negative
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """Forward and backward of all micro-batches through a pipeline, as one stage sees it."""
+
+    ideal_s: float  # computing
+    bubble_s: float  # idle
+    peak_microbatches: float  # whose activations the first stage holds at once
+
+    @property
+    def step_s(self) -> float:
+        return self.ideal_s + self.bubble_s
+
+    @property
+    def of_ideal(self) -> float:
+        """The bubble as a part of the time of computing, (p-1)/m for 1F1B; 0.0 where nothing
+        takes time."""
+        return self.bubble_s / self.ideal_s if self.ideal_s else 0.0
+
+    @property
+    def of_total(self) -> float:
+        """The bubble as a part of the whole step, (p-1)/(m+p-1) for 1F1B."""
+        return self.bubble_s / self.step_s if self.step_s else 0.0
+
+
+def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
+    """All forwards, then all backwards. Source: arXiv 2104.04473, section 2.2.1."""
+    _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
+    one_s = forward_s + backward_s
+    return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
+
+
+def one_f_one_b(
+    stages: int, microbatches: int, forward_s: float, backward_s: float
+) -> PipelineStep:
+    """1F1B (PipeDream-flush): the bubble of GPipe, with no more than p micro-batches held.
+
+    Source: arXiv 2104.04473, section 2.2.1.
+
+    >>> one_f_one_b(stages=4, microbatches=8, forward_s=1, backward_s=2).of_ideal
+    0.375
+    """
+    step = gpipe(stages, microbatches, forward_s, backward_s)
+    return PipelineStep(step.ideal_s, step.bubble_s, min(stages, microbatches))
+
+
+def interleaved(
+    stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
+) -> PipelineStep:
+    """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
+    messages and some more memory. With one chunk it is 1F1B.
+
+    Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where micro-batches do not divide
+    over stages, which the schedule needs."""
+    check_counts(chunks=chunks)
+    plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
+    if chunks == 1:
+        return plain
+    check_divides("microbatches", microbatches, "stages", stages)
+    peak = min(stages * (1 + (stages - 1) / (stages * chunks)), microbatches)
+    return PipelineStep(plain.ideal_s, plain.bubble_s / chunks, peak)
+
+
+def zero_bubble_h1(
+    stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
+) -> PipelineStep:
+    """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
+
+    Source: arXiv 2401.10241, section 2.3. Raises ValueError for fewer micro-batches than stages."""
+    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, 1, stages)
+
+
+def zero_bubble_h2(
+    stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
+) -> PipelineStep:
+    """ZB-H2: twice the memory, and no bubble where F = I = W.
+
+    Source: arXiv 2401.10241, section 2.3. Raises ValueError for less than 2 stages - 1
+    micro-batches."""
+    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, 2, 2 * stages - 1)
+
+
+def _zero_bubble(
+    stages: int,
+    microbatches: int,
+    forward_s: float,
+    input_s: float,
+    weight_s: float,
+    weights_moved: int,
+    peak: int,
+) -> PipelineStep:
+    """`weights_moved` of W fill the bubble of each stage after another; no bubble is below 0."""
+    _check(stages, microbatches, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+    if microbatches < peak:
+        raise ValueError(
+            f"microbatches={microbatches}: with {stages} stages, this schedule needs {peak} or more"
+        )
+    each_s = max(0.0, forward_s + input_s - weights_moved * weight_s)
+    ideal_s = microbatches * (forward_s + input_s + weight_s)
+    return PipelineStep(ideal_s, (stages - 1) * each_s, peak)
+
+
+def _check(stages: int, microbatches: int, **seconds: float) -> None:
+    check_counts(stages=stages, microbatches=microbatches)
+    check_not_negative(**seconds)

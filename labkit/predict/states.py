@@ -1,0 +1,62 @@
+"""Model states: parameters, gradients and optimizer state that one rank holds.
+
+                 parameters    gradients    optimizer
+    stage 0      2             2            K                data parallelism, all on every rank
+    stage 1      2             2            K / n            optimizer state sharded
+    stage 2      2             2 / n        K / n            gradients, too
+    stage 3      2 / n         2 / n        K / n            parameters, too
+
+Bytes per parameter, over n data-parallel ranks, for Adam in mixed precision: 16-bit parameters
+and gradients, and K = 12 for the 32-bit master copy and two moments.
+
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure 1, Table 1.
+"""
+
+from typing import NamedTuple
+
+from labkit.predict.sizes import check_counts, check_not_negative
+
+
+class StateBytes(NamedTuple):
+    """Bytes held for one parameter."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+MIXED_ADAM = StateBytes(2, 2, 12)  # optimizer: master copy 4, first moment 4, second moment 4
+FP32_ADAM = StateBytes(4, 4, 8)  # labkit's Single and DDP: all in float32, two moments
+
+
+def model_state_bytes(
+    parameters: float, dp: int = 1, stage: int = 0, each: StateBytes = MIXED_ADAM
+) -> float:
+    """Bytes of model states on one rank.
+
+    Args:
+        parameters: of the model, or of the part of it that is on this rank.
+        dp: data-parallel ranks, over which the states are sharded.
+        stage: of ZeRO, 0 to 3; 0 is plain data parallelism.
+        each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
+
+    Left out: activations, buffers and what an allocator wastes; torch's step count for each
+    tensor (4 bytes); shards of unequal size, where parameters do not divide.
+    Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
+
+    >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
+    31.40625
+    """
+    check_not_negative(parameters=parameters)
+    check_counts(dp=dp)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"stage={stage}: ZeRO has stage 1 (optimizer state is sharded), 2 (gradients, too) and "
+            "3 (parameters, too); 0 is plain data parallelism"
+        )
+    held = (
+        each.parameter / (dp if stage >= 3 else 1)
+        + each.gradient / (dp if stage >= 2 else 1)
+        + each.optimizer / (dp if stage >= 1 else 1)
+    )
+    return parameters * held

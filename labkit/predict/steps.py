@@ -1,0 +1,78 @@
+"""The time of one step of data parallelism, and how well it uses the machine.
+
+k equal buckets of gradients: backward fills one after the other, and each leaves when it is full
+and the one before has left:
+
+    backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
+    wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
+
+The first can only leave when it is full, and the last only when backward is over, so the step is
+
+    F + max(B + C/k, B/k + C) + optimizer
+
+Many buckets come near F + max(B, C), the whole of it hidden; one bucket hides nothing, F + B + C.
+"""
+
+from labkit.predict.sizes import check_counts, check_not_negative, check_positive
+
+
+def compute_s(flops: float, flops_per_s: float, ranks: int = 1) -> float:
+    """Seconds to compute `flops` operations, shared by `ranks` that do `flops_per_s` each. With
+    the peak of a device that is the least time; with what it reaches on such matrices, an estimate.
+
+    >>> compute_s(flops=6e15, flops_per_s=150e12, ranks=8)
+    5.0
+    """
+    check_not_negative(flops=flops)
+    check_positive(flops_per_s=flops_per_s)
+    check_counts(ranks=ranks)
+    return flops / (flops_per_s * ranks)
+
+
+def ddp_step_s(
+    forward_s: float,
+    backward_s: float,
+    communication_s: float,
+    buckets: int = 1,
+    optimizer_s: float = 0.0,
+) -> float:
+    """Seconds of one step of DDP whose buckets travel while backward runs.
+
+    Args:
+        communication_s: of all gradients together, latency of every bucket included.
+        buckets: of equal bytes, which backward fills in equal times.
+
+    Exact for such buckets where computing and sending do not slow each other down. Buckets of a
+    real model differ (the embedding's is large, and comes last): a replay takes them as they are.
+    Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; the time is that of a flow
+    shop of two machines and equal jobs (Johnson, 1954).
+    """
+    check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
+    check_not_negative(communication_s=communication_s)
+    check_counts(buckets=buckets)
+    fill_s, send_s = backward_s / buckets, communication_s / buckets
+    return forward_s + max(backward_s + send_s, fill_s + communication_s) + optimizer_s
+
+
+def ddp_step_without_overlap_s(
+    forward_s: float, backward_s: float, communication_s: float, optimizer_s: float = 0.0
+) -> float:
+    """Seconds of a step whose gradients travel after backward, as NaiveDDP's do: the sum. No
+    overlap makes a step longer than that, or shorter than `forward_s` and the longer of the two."""
+    return ddp_step_s(forward_s, backward_s, communication_s, 1, optimizer_s)
+
+
+def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
+    """Model FLOPs utilisation, 0 to 1: what the model asks for, over what the devices could do.
+
+    Args:
+        flops: of one step of all ranks together, `step_flops(...)` for the whole batch. Without
+            `recompute` and `flash`: what is computed twice does not count (with them it is
+            hardware utilisation, which the 52 % in arXiv 2104.04473 are).
+        peak_flops_per_s: of one device, for the type that is computed in, dense.
+
+    Source: Chowdhery et al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
+    check_not_negative(flops=flops)
+    check_positive(step_s=step_s, peak_flops_per_s=peak_flops_per_s)
+    check_counts(ranks=ranks)
+    return flops / (step_s * peak_flops_per_s * ranks)

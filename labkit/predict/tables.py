@@ -1,0 +1,117 @@
+"""The same quantities from several sources, side by side, as text and in a notebook.
+
+>>> table(formula={"sent_bytes": 6144, "step_s": 2.0}, replayed={"sent_bytes": 6144, "step_s": 2.1})
+              formula  replayed
+sent (bytes)    6,144     6,144  ✓ equal
+step (s)            2       2.1  replayed 1.05 × the formula
+"""
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isclose
+
+Number = int | float
+UNITS = {"bytes", "gb", "s", "ms", "flops"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Words in rows: a name, numbers to the right, and what they say of each other."""
+
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def __repr__(self) -> str:
+        table = [self.heads, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        return "\n".join(
+            "  ".join(
+                [
+                    f"{row[0]:<{widths[0]}}",
+                    *(f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1])),
+                    row[-1],
+                ]
+            ).rstrip()
+            for row in table
+        )
+
+    def _repr_html_(self) -> str:
+        sides = ("left", *["right"] * (len(self.heads) - 2), "left")
+        rows = [
+            "".join(
+                f'<td style="text-align: {side}">{html.escape(text)}</td>'
+                for side, text in zip(sides, row)
+            )
+            for row in self.rows
+        ]
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in self.heads)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def table(**sources: Mapping[str, Number]) -> Table:
+    """Formula, replay and measurement of the same quantities: a column for each source, a row for
+    each quantity, and how far the others are from the first source.
+
+    A quantity has its unit in its name (`sent_bytes`, `step_s`). A source may lack some; where the
+    first lacks one, nothing is compared. Counts are equal or they are not; of floats, rounding is
+    forgiven. Raises ValueError without a source, or without numbers."""
+    names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
+    if not names:
+        raise ValueError(
+            "table() has no numbers; name each source, as in "
+            "table(formula={'step_s': 0.5}, measured={'step_s': 0.6})"
+        )
+    return Table(
+        ("", *(source.replace("_", " ") for source in sources), ""),
+        [
+            (
+                label(name),
+                *("" if name not in one else rounded(one[name]) for one in sources.values()),
+                _compared(name, sources),
+            )
+            for name in names
+        ],
+    )
+
+
+def label(name: str) -> str:
+    """A name as a person writes it: "sent by all (bytes)" for sent_by_all_bytes."""
+    words, _, unit = name.rpartition("_")
+    label = f"{words} ({unit})" if words and unit in UNITS else name
+    return label.replace("_", " ")
+
+
+def written(number: Number) -> str:
+    """With commas, and without the ".0" of a whole number: 2 * S * 3 / 4 is no less a count."""
+    whole = isinstance(number, float) and number.is_integer()
+    return f"{int(number) if whole else number:,}"
+
+
+def rounded(number: Number) -> str:
+    """As `written`; of what is no whole number, four digits."""
+    if isinstance(number, int) or number.is_integer():
+        return written(number)
+    return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"
+
+
+def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
+    """How far the other sources are from the first."""
+    (first, numbers), *rest = sources.items()
+    others = {source: one[name] for source, one in rest if name in one}
+    if name not in numbers or not others:
+        return ""
+    reference = numbers[name]
+    if all(_equal(other, reference) for other in others.values()):
+        return "✓ equal"
+    if not reference:
+        return ""  # nothing is a multiple of 0
+    far = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
+    return f"{', '.join(far)} the {first}".replace("_", " ")
+
+
+def _equal(other: Number, reference: Number) -> bool:
+    """A count must be the same; a sum of many floats may have rounded another way."""
+    counted = isinstance(other, int)
+    return other == reference or (not counted and isclose(other, reference, rel_tol=1e-9))

@@ -1,0 +1,154 @@
+"""A dry run does what real ranks do, without data: the same operations, bytes and memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import DDP, GPT, Batch, Comm, RankError, World, dry_run, loss, record, replay
+from labkit.clusters import cluster
+from labkit.recipes import RECIPES
+from labkit.trace import Trace
+from labkit.trace.measures import peak_memory
+
+RANKS = 3
+
+
+def train(strategy: str = "ddp", steps: int = 3, rows: int = 2, dtype: str = "float32") -> None:
+    torch.manual_seed(0)
+    model = GPT.preset("tiny").to(getattr(torch, dtype))
+    wrapped, optimizer = RECIPES[strategy].build(model, Comm(), 1e-3)
+    for _ in range(steps):
+        x = torch.randint(0, 256, (rows, 16))
+        batch = Batch(x, x, x.numel())
+        optimizer.zero_grad()
+        loss(wrapped(batch.x), batch).backward()
+        optimizer.step()
+
+
+def told(trace: Trace) -> list[tuple[object, ...]]:
+    """What rank 0 did in step 1, in its order, without times."""
+    one = trace.ranks[0]
+    things: list[tuple[float, tuple[object, ...]]] = []
+    for span in one.spans:
+        if span.step == 1:
+            things.append((span.began_s, ("begin", span.phase, span.module, span.kind, span.flops)))
+    for event in one.comms:
+        if event.step == 1:
+            key = (event.op, event.group, event.seq, event.dtype, event.payload_bytes)
+            things.append((event.issued_s, ("issue", *key, event.bus_bytes, event.ranks)))
+            things.append((event.wait_ended_s, ("waited", *key)))
+    for x in one.operations:
+        if x.step == 1:
+            things.append((x.when_s, (x.name, x.dtype, x.flops, x.moved_bytes, x.sides)))
+    return [thing for _, thing in sorted(things, key=lambda x: x[0])]
+
+
+@pytest.mark.parametrize("strategy", RECIPES)
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
+    """So no strategy looks at a number: it could not be recorded without data."""
+    size = 1 if RECIPES[strategy].one_rank else RANKS
+    with World(size, backend="gloo") as world, record(detail_step=1) as real:
+        world.run(train, strategy)
+    dry = dry_run(train, strategy, ranks=size)
+    assert told(dry) == told(real)
+    assert len(dry.ranks[0].operations) > 100
+    held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
+    assert held["optimizer state"] > 0
+    assert held.pop("other") == pytest.approx(real_held.pop("other"), abs=1024)  # a rank's own
+    assert held == real_held
+
+
+def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
+    dry = dry_run(train, ranks=1024)
+    assert (dry.size, dry.steps(), dry.ranks[0].alike) == (1024, [1], tuple(range(1, 1024)))
+    every = dry.expanded()
+    assert len(every.ranks) == 1024 and every.complete
+    assert every.ranks[7].spans is dry.ranks[0].spans, "shared, not copied"
+    assert [event.rank for event in every.ranks[7].comms] == [7] * len(dry.ranks[0].comms)
+    with pytest.raises(ValueError, match="rank 1024 has no record"):
+        dry.expanded([1024])
+
+
+def test_ranks_of_several_kinds_each_have_their_record() -> None:
+    def work() -> None:
+        comm = Comm()
+        model = nn.Linear(4, 4 if comm.rank < 2 else 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        comm.all_reduce(torch.ones(5))
+        optimizer.step()
+
+    dry = dry_run(work, ranks=4, alike={0: [0, 1], 2: [3]}, step=0)
+    assert {rank: one.alike for rank, one in dry.ranks.items()} == {0: (1,), 2: (3,)}
+    assert dry.ranks[2].spans[0].flops == 2 * dry.ranks[0].spans[0].flops == 2 * 2 * 16  # type: ignore[operator]
+    replayed = replay(dry, cluster("workstation"))
+    assert replayed.ranks[0].comms[0].ended_s == replayed.ranks[2].comms[0].ended_s
+    for wrong in ({0: [0, 1]}, {0: range(4), 1: [1]}, {0: range(5)}):
+        with pytest.raises(ValueError, match="each of the ranks 0 to 3 once"):
+            dry_run(work, ranks=4, alike=wrong, step=0)
+
+
+def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
+    def work() -> None:
+        model = GPT.preset("tiny").to(torch.bfloat16)
+        assert model.head.weight is model.embed.tokens.weight
+        assert model.to(torch.bfloat16).head.weight is model.head.weight
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+    (one,) = dry_run(work, ranks=1, step=0).ranks.values()
+    assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
+
+
+def test_it_leaves_the_process_as_it_was() -> None:
+    conversion = nn.Module._apply
+
+    def looks() -> None:
+        train(steps=1)
+        if torch.ones(1).sum() > 0:
+            raise AssertionError("there is no data")
+
+    with pytest.raises(ValueError, match="looks at a number .*loss.item"):
+        dry_run(looks, ranks=4)
+    with pytest.raises(KeyError):
+        dry_run(lambda: {}["missing"], ranks=4)
+    assert not dist.is_initialized() and nn.Module._apply is conversion
+    assert type(torch.ones(1)) is torch.Tensor
+    first, second = dry_run(train, ranks=4), dry_run(train, ranks=4)
+    assert [e.group for e in first.ranks[0].comms] == [e.group for e in second.ranks[0].comms]
+    assert replay(first, cluster("selene")) == replay(second, cluster("selene")), (
+        "to the last digit"
+    )
+    with World(1) as world, pytest.raises(RankError, match="a rank already"):
+        world.run(lambda: dry_run(train, ranks=4))
+
+
+def test_what_cannot_be_recorded_is_told() -> None:
+    with pytest.raises(ValueError, match="made 1 training steps, and step 1 is to be kept"):
+        dry_run(train, steps=1, ranks=2)
+    with pytest.raises(ValueError, match="ranks 0 to -1 once"):
+        dry_run(train, ranks=0)
+
+
+def test_a_model_that_no_laptop_holds() -> None:
+    """One layer of 175B parameters as DDP trains it: 1.8 billion in fp32."""
+
+    def work() -> None:
+        model = DDP(GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.zeros(1, 2048, dtype=torch.long)).sum().backward()
+            optimizer.step()
+
+    dry = dry_run(work, ranks=1024)
+    with torch.device("meta"):
+        numbers = GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048).parameter_count
+    held = peak_memory(dry.ranks[0])
+    assert held["parameters"] == 4 * numbers > 7e9
+    assert held["optimizer state"] == pytest.approx(8 * numbers, rel=1e-6)
+    sent_bytes = sum(event.bus_bytes for event in dry.ranks[0].comms)
+    assert sent_bytes == pytest.approx(2 * 1023 / 1024 * 4 * numbers, rel=1e-6)

@@ -1,0 +1,232 @@
+"""This machine as a cluster: the fits find the constants they were given, and what real ranks
+measure has a source for each number, and can be written down."""
+
+from collections import Counter
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from labkit import World, measure_machine, read_clusters, write_clusters
+from labkit.bench import machine
+from labkit.bench.machine import Case
+from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
+from labkit.clusters import Cluster, Device
+
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+
+
+def products(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> list[Product]:
+    """By the formula of `Device`."""
+    device = Device("x", peaks, 1, 1, 0, tile=tile)
+    return [
+        Product(dtype, side, 2 * side**3 / device.matmul_flops_per_s(dtype, [side] * 3))
+        for dtype in peaks
+        for side in sides
+    ]
+
+
+@pytest.mark.parametrize("tile", [0, 3, 100, 4000])
+def test_peaks_and_tile_are_found_again(tile: float) -> None:
+    peaks = {"float32": 5e10, "bfloat16": 9e14}
+    fit = fit_products(products(peaks, tile, (64, 128, 256, 1024)))
+    assert fit.tile == pytest.approx(tile, rel=1e-2, abs=1e-3)
+    assert fit.peak_flops == pytest.approx(peaks, rel=1e-2)
+    assert fit.error < 1e-3
+
+
+def test_one_odd_product_has_no_say() -> None:
+    known = products({"float32": 5e10, "float64": 3e10}, 10, (64, 128, 256, 512, 1024))
+    odd = [known[0]._replace(seconds=5 * known[0].seconds), *known[1:]]
+    fit = fit_products(odd)
+    assert fit.tile == pytest.approx(10, rel=1e-2)
+    assert fit.peak_flops["float32"] == pytest.approx(5e10, rel=1e-2)
+    assert fit.error == pytest.approx(log(5) / 10, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "latency_s", "start_s"),
+    [((2, 4), 7e-6, 40e-6), ((2, 4), 0.0, 40e-6), ((2, 4), 7e-6, 0.0), ((2, 3), 1e-4, 1e-6)],
+)
+def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s: float) -> None:
+    fit = fit_wire([
+        Reduced(n, S, start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * S / 3e9)
+        for n in ranks
+        for S in SIZES
+    ])  # fmt: skip
+    assert fit.bytes_per_s == pytest.approx(3e9, rel=1e-3)
+    assert fit.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
+    assert fit.start_s == pytest.approx(start_s, rel=1e-2, abs=1e-8)
+    assert fit.error < 1e-4
+
+
+def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
+    off = (1.1, 0.93, 1.04, 0.97)
+    odd = fit_wire([Reduced(3, S, by * (4e-5 + S / 3e9)) for S, by in zip(SIZES, off)])
+    assert odd.start_s == 0 < odd.latency_s
+    fit = fit_wire([Reduced(2, S, 40e-6 + 2 * 7e-6 + S / 3e9) for S in SIZES])
+    assert (fit.start_s, fit.latency_s) == (0, pytest.approx(27e-6))
+    assert fit.bytes_per_s == pytest.approx(3e9)
+
+
+def test_what_says_too_little_is_refused() -> None:
+    with pytest.raises(ValueError, match="two sides of a dtype"):
+        fit_products([])
+    with pytest.raises(ValueError, match="two sides of a dtype"):
+        fit_products([Product("float32", 64, 1.0), Product("float64", 128, 1.0)])
+    with pytest.raises(ValueError, match="two sizes or more, on two ranks"):
+        fit_wire([Reduced(2, 64, 1.0), Reduced(4, 64, 1.0)])
+    with pytest.raises(ValueError, match="two sizes or more, on two ranks"):
+        fit_wire([Reduced(1, 64, 1.0), Reduced(1, 128, 1.0)])
+    with pytest.raises(ValueError, match="no longer than a small one"):
+        fit_wire([Reduced(2, 64, 1.0), Reduced(2, 6400, 1.0)])
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures as ever, only less."""
+    monkeypatch.setattr(machine, "ROUNDS", 1)
+    monkeypatch.setattr(machine, "SIDES", {"cpu": (16, 32, 64), "cuda": (64, 128, 256)})
+    monkeypatch.setattr(machine, "COPIED_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(machine, "REDUCED_BYTES", (1 << 10, 1 << 22))
+
+
+def complete(one: Cluster, ranks: int) -> None:
+    """All numbers are there, are no nonsense, and have their source."""
+    assert (one.name, one.nodes, one.devices_per_node, one.size) == ("here", 1, ranks, ranks)
+    rates = {f"peak_flops.{dtype}" for dtype in ("float32", "float64", "bfloat16")}
+    assert one.device.sources.keys() == rates | {
+        "memory_bytes", "memory_bytes_per_s", "launch_s", "matmul_reached", "memory_reached",
+        "tile",
+    }  # fmt: skip
+    assert one.inside.sources.keys() == {"bytes_per_s", "latency_s", "reached", "start_s"}
+    for source in (*one.device.sources.values(), *one.inside.sources.values()):
+        assert f"torch {torch.__version__.split('+')[0]}, {ranks} rank" in source
+    device, wire = one.device, one.inside
+    assert min(device.memory_bytes, device.memory_bytes_per_s, device.launch_s) > 0
+    assert min(device.peak_flops.values()) > 0 and device.tile >= 0
+    assert (device.matmul_reached, device.memory_reached, wire.reached) == (1, 1, 1)
+    assert wire.ports == ranks
+    assert one.share_bytes_per_s(wire) == wire.bytes_per_s > 0
+    assert min(wire.latency_s, wire.start_s) >= 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    here = measure_machine(ranks)
+    complete(here, ranks)
+    if ranks == 1:
+        assert here.inside.bytes_per_s == here.device.memory_bytes_per_s
+        assert here.inside.latency_s == here.inside.start_s == 0
+        assert here.inside.sources["latency_s"].startswith("one rank: nothing travels")
+    if ranks == 2:
+        assert here.inside.start_s == 0
+    write_clusters(tmp_path / "here.toml", {"here": here})
+    assert read_clusters(tmp_path / "here.toml") == {"here": here}
+
+
+@pytest.mark.slow
+def test_four_ranks_are_measured_in_full() -> None:
+    complete(measure_machine(4), 4)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        measure_machine(0)
+
+
+def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
+    def of_two() -> list[tuple[int, float]]:
+        me = machine.attach()
+        own = machine._group(me, 2)
+        if own is None:
+            return []
+        x = torch.tensor([float(me.rank)])
+        own.all_reduce(x)
+        assert machine._group(me, 2) is own and machine._group(me, 3).size == 3
+        return [(own.size, x.item())]
+
+    with World(3) as world:
+        assert world.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
+
+
+@pytest.mark.parametrize(("enough_s", "rounds"), [(600, machine.ROUNDS), (-1, 1)])
+def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
+    enough_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given what each rank says of its turns, the whole way to the numbers is exact."""
+    runs: Counter[Case] = Counter()
+    peak, tile, wire = 4e10, 8.0, (2e9, 5e-6, 30e-6)
+
+    def turns(case: Case) -> list[list[float]]:
+        if case.what == "product":
+            (one,) = products({case.dtype: peak}, tile, (case.size,))
+            s = one.seconds
+        elif case.what == "all-reduce":
+            n, (rate, latency_s, start_s) = case.ranks, wire
+            s = start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * case.size / rate
+        else:
+            s = 1e-6 if case.what == "tiny" else 2 * case.size / 1e10
+        return [[s, s / 2, s, s, 9 * s], [s / 3, s, s / 2, s, s]]
+
+    class Ranks:
+        size, device, backend, transport = 4, "cpu", "gloo", "shm"
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+        def __enter__(self) -> "Ranks":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def run(self, _: object, case: Case) -> list[list[float]]:
+            runs[case] += 1
+            return turns(case)
+
+    monkeypatch.setattr(machine, "ENOUGH_S", enough_s)
+    monkeypatch.setattr(machine, "World", Ranks)
+    here = measure_machine(4)
+    assert set(runs.values()) == {rounds}
+    complete(here, 4)
+    assert here.device.peak_flops == pytest.approx(
+        {"float32": peak, "float64": peak, "bfloat16": peak}, rel=1e-2
+    )
+    assert here.device.tile == pytest.approx(tile, rel=1e-2)
+    assert here.device.memory_bytes_per_s == pytest.approx(1e10)
+    assert here.device.launch_s == pytest.approx(1e-6)
+    level = here.inside
+    assert (level.bytes_per_s, level.latency_s, level.start_s) == pytest.approx(wire, rel=1e-2)
+
+
+def test_a_turn_has_the_calls_that_fill_it_and_tells_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, calls = 0.0, 0
+
+    def once() -> None:
+        nonlocal now_s, calls
+        now_s, calls = now_s + 0.003, calls + 1
+
+    def slower_elsewhere(x: torch.Tensor, op: str) -> None:
+        assert op == "max"
+        x.mul_(2)
+
+    comm = SimpleNamespace(barrier=lambda: None, all_reduce=slower_elsewhere)
+    me = SimpleNamespace(comm=comm, device=torch.device("cpu"))
+    monkeypatch.setattr(machine, "attach", lambda: me)
+    monkeypatch.setattr(machine, "_call", lambda case, me: once)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert machine._turns(Case("tiny", 1)) == pytest.approx([0.003] * machine.TURNS)
+    assert calls == 2 + 3 * machine.TURNS  # 0.02 s are three calls of 0.006 s
+
+
+def test_products_that_would_take_too_long_are_left_out() -> None:
+    sides = (64, 128, 256, 512)
+    one = Case("product", 64)
+    turns = {one: [1.0]}
+    assert not machine._too_long(one._replace(size=128), turns, sides)  # two are always there
+    assert machine._too_long(one._replace(size=256), turns, sides)  # 128 was not measured
+    quick, slow = machine.LONGEST_S / 9, machine.LONGEST_S / 7
+    turns[one._replace(size=128)] = [slow, quick]
+    assert not machine._too_long(one._replace(size=256), turns, sides)
+    turns[one._replace(size=128)] = [slow]
+    assert machine._too_long(one._replace(size=256), turns, sides)
+    assert not machine._too_long(Case("copy", 1 << 26, "uint8"), turns, sides)

@@ -1,0 +1,383 @@
+"""Replaying a recorded run on a described cluster: by hand, against the full replay of every rank,
+against the laws that hold for every run, and against published times.
+"""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import DDP, Comm, World, dry_run, record, replay, split_of
+from labkit.clusters import Cluster, Device, Level, cluster
+from labkit.events import CommEvent
+from labkit.recipes import RECIPES
+from labkit.replaying import (
+    Costs,
+    Deadlock,
+    bubble,
+    fits,
+    largest_that_fits,
+    peak_of,
+    pipeline_trace,
+    stage_seconds,
+)
+from labkit.schedules import one_f_one_b
+from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace
+from labkit.trace.laws import broken_laws
+from labkit.trace.measures import communicating, length_s
+
+PLAIN = Device("plain", {"float32": 1e9}, 1e9, 1e9, 0.0)
+
+
+def plain(nodes: int = 1, devices: int = 4, latency_s: float = 0.0) -> Cluster:
+    """A GB/s everywhere, a billion operations and bytes a second, no latency unless asked for."""
+    inside = Level("inside", 1e9, latency_s, devices)
+    between = Level("between", 1e9, latency_s, devices)
+    return Cluster("plain", "a plain cluster", PLAIN, nodes, devices, inside, between)
+
+
+def event(op: str, seq: int, at_s: float, rank: int, size: int = 2, **more: object) -> CommEvent:
+    """Of a GB: a second on the plain cluster. Waited for at `wait_s`, if given."""
+    wait_s = more.pop("wait_s", None)
+    one = CommEvent(
+        op, "default", tuple(range(size)), rank, seq, "float32", (), 10**9, 10**9,
+        blocking=False, issued_s=at_s, began_s=at_s, ended_s=at_s, wait_began_s=at_s,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if wait_s is not None:
+        one.wait_began_s, one.wait_ended_s = wait_s, wait_s + 0.1  # type: ignore[assignment,operator]
+    return one
+
+
+def computed(at_s: float, flops: int) -> Operation:
+    return Operation(at_s, 0, "mm", "float32", flops, 0)
+
+
+def rank_of(number: int, size: int, *things: object, until_s: float = 100.0) -> RankTrace:
+    one = RankTrace(number, size, steps=[Step(0, 0.0, until_s, detail=True)])
+    for thing in things:
+        kinds = {CommEvent: one.comms, Operation: one.operations, Span: one.spans}
+        kinds[type(thing)].append(thing)  # type: ignore[index,attr-defined]
+    one.operations.append(computed(until_s, 0))
+    one.memory.append(MemoryPoint(until_s / 2, 0, (1, 0, 0, 0, 0, 0)))
+    return one
+
+
+def step_s(trace: Trace) -> float:
+    return max(one.steps[-1].ended_s for one in trace.ranks.values())
+
+
+# --- by hand ---
+
+
+def test_communication_runs_beside_computing_and_is_waited_for_where_the_program_waits() -> None:
+    """2 s of computing, an all-reduce of 1 s beside 0.25 s more, then a wait, then 0.5 s."""
+    things = [
+        Span("backward", "", 0, 1.0, 20.0),
+        computed(2, 2 * 10**9),
+        computed(12, 25 * 10**7),
+        computed(30, 5 * 10**8),
+    ]
+    ranks = {
+        r: rank_of(r, 2, *things, event("all_reduce", 1, 10.0, r, wait_s=15.0)) for r in (0, 1)
+    }
+    replayed = replay(Trace(ranks), plain())
+    assert broken_laws(replayed) == []
+    one = replayed.ranks[0]
+    (comm,), (span,) = one.comms, one.spans
+    assert (comm.issued_s, comm.began_s, comm.ended_s) == (2.0, 2.0, 3.0)
+    assert (comm.wait_began_s, comm.wait_ended_s) == (2.25, 3.0)
+    assert (span.began_s, span.ended_s) == (0.0, 3.0)
+    assert (one.steps[0].began_s, one.steps[0].ended_s, one.steps[0].detail) == (0.0, 3.5, False)
+    assert one.memory[0].when_s == 3.5
+    split = split_of(replayed)
+    assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (3.5, 2.75, 0.75, 0)
+    assert split_of(replay(Trace(ranks), plain())) == split, "to the last digit"
+
+
+def test_a_rank_that_is_slower_makes_the_others_wait() -> None:
+    ranks = {
+        rank: rank_of(
+            rank, 2, computed(1, (1 + 2 * rank) * 10**9),
+            event("all_reduce", 1, 5.0, rank, wait_s=5.0),
+        )
+        for rank in (0, 1)
+    }  # fmt: skip
+    split = split_of(replay(Trace(ranks), plain()))
+    # Rank 0 waits 2 s for rank 1, and both for 1 s of all-reduce: 2 s x 2/2 on a wire of 1 GB/s.
+    assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (4, 2, 1, 1)
+
+
+def test_what_is_handed_to_one_wire_leaves_in_that_order() -> None:
+    things = [event("all_reduce", k, float(k), 0, wait_s=50.0 + k) for k in (1, 2, 3)]
+    others = [replace(one, rank=1) for one in things]
+    replayed = replay(Trace({0: rank_of(0, 2, *things), 1: rank_of(1, 2, *others)}), plain())
+    times = [(one.began_s, one.ended_s) for one in replayed.ranks[1].comms]
+    assert times == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_message_arrives_where_it_is_waited_for() -> None:
+    send = event("send", 1, 5.0, 0, peer=1, wait_s=6.0)
+    receive = event("recv", 1, 1.0, 1, peer=0, wait_s=2.0)
+    ranks = {
+        0: rank_of(0, 2, computed(1, 10**9), send),
+        1: rank_of(1, 2, receive, computed(9, 10**9)),
+    }
+    replayed = replay(Trace(ranks), plain(latency_s=0.5))
+    assert broken_laws(replayed) == []
+    assert [(x.began_s, x.ended_s) for x in replayed.ranks[1].comms] == [(1.0, 2.5)]
+    assert replayed.ranks[1].steps[0].ended_s == 3.5
+
+
+def test_ranks_that_wait_for_each_other_are_told_with_the_cycle() -> None:
+    ranks = {
+        rank: rank_of(
+            rank, 2,
+            event("recv", 1, 1.0, rank, peer=1 - rank, wait_s=1.0),
+            event("send", 1, 5.0, rank, peer=1 - rank, wait_s=5.0),
+        )
+        for rank in (0, 1)
+    }  # fmt: skip
+    with pytest.raises(Deadlock, match="rank 0 waits for .*rank 1 has yet to issue") as found:
+        replay(Trace(ranks), plain())
+    assert sorted(found.value.cycle) == [0, 1]
+
+
+def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster() -> None:
+    things = [event("all_reduce", 1, 2.0, 0, wait_s=3.0), Span("forward", "", 0, 0.5, 1.5)]
+    ranks = {rank: rank_of(rank, 2, *(replace(x) for x in things), until_s=4.0) for rank in (0, 1)}
+    for rank, one in ranks.items():
+        one.steps[0].detail = False
+        one.comms[0].rank = rank
+    replayed = replay(Trace(ranks), plain(), computing="measured")
+    one = replayed.ranks[0]
+    # 2 s until the issue, 1 s until the wait, by which the second of communication is over; the
+    # 0.1 s that were waited are no computing; 0.9 s remain.
+    assert one.comms[0].ended_s == one.comms[0].wait_ended_s == 3.0
+    assert (one.spans[0].began_s, one.spans[0].ended_s) == (0.5, 1.5)
+    assert step_s(replayed) == pytest.approx(3.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trace": Trace({0: RankTrace(0, 2)})}, "operations counted"),
+        ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 nodes of 1 devices"),
+        ({"computing": "guessed"}, "'counted' or 'measured'"),
+        ({"computing": "measured"}, "no step of this trace was timed"),
+        ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str) -> None:
+    things = computed(1, 1), event("all_reduce", 1, 2.0, 0, wait_s=2.0)
+    trace = Trace({r: rank_of(r, 2, things[0], replace(things[1], rank=r)) for r in (0, 1)})
+    with pytest.raises(ValueError, match=message):
+        replay(**{"trace": trace, "cluster": plain(), **change})  # type: ignore[arg-type]
+    del trace.ranks[1]
+    with pytest.raises(ValueError, match="rank 1 takes part in all_reduce 1 .* is missing"):
+        replay(trace, plain())
+
+
+# --- recorded runs ---
+
+
+def train(strategy: str = "ddp", steps: int = 2, width: int = 60) -> None:
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    wrapped, optimizer = RECIPES[strategy].build(model, Comm(), 1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        wrapped(torch.ones(5, width)).sum().backward()
+        optimizer.step()
+
+
+def ring_of_messages() -> None:
+    """Each rank sends to the next, odd sizes, and reduces in a subgroup at the end."""
+    comm = Comm()
+    model, x = nn.Linear(7, 7), torch.ones(3, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    part = comm.subgroup([0, 2])
+    for _ in range(2):
+        y = model(x)
+        sending = comm.isend(y.detach(), (comm.rank + 1) % comm.size)
+        comm.recv(x, (comm.rank - 1) % comm.size)
+        y.sum().backward()
+        sending.wait()
+        if part is not None:
+            part.all_reduce(model.weight.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["naive-ddp", "ddp", "messages"])
+def test_real_ranks_replayed_keep_every_law(name: str) -> None:
+    with World(3, backend="gloo") as world, record(detail_step=1) as trace:
+        world.run(ring_of_messages) if name == "messages" else world.run(train, name)
+    for where in (plain(devices=3), replace(cluster("v100-cloud"), nodes=3, devices_per_node=1)):
+        replayed = replay(trace, where)
+        assert broken_laws(replayed) == []
+        assert [len(one.comms) for one in replayed.ranks.values()] == [
+            len([x for x in one.comms if x.step == 1]) for one in trace.ranks.values()
+        ]
+        assert replayed == replay(trace, where)
+        split = split_of(replayed)
+        parts = split.compute_s + split.exposed_s + split.bubble_s
+        assert split.step_s == pytest.approx(parts) and split.exposed_s > 0
+        for one in replayed.ranks.values():
+            per_wire: dict[str, float] = {}
+            for x in (x for x in one.comms if x.op != "recv"):
+                per_wire["all"] = per_wire.get("all", 0) + x.ended_s - x.began_s
+            latency_s = where.level_of((0, 1)).latency_s * len(one.comms)
+            sent = [x for x in one.comms if x.op != "recv"]
+            busy_s = length_s(communicating(replace(one, comms=sent)))
+            assert per_wire["all"] - latency_s <= busy_s + 1e-12, "one thing at a time on a wire"
+    again = replay(trace, where, computing="measured")
+    assert broken_laws(again) == [] and again.steps() == [0]
+
+
+@pytest.mark.parametrize("strategy", ["naive-ddp", "ddp"])
+def test_one_rank_for_all_gives_the_times_of_all(strategy: str) -> None:
+    dry = dry_run(train, strategy, ranks=8)
+    for where in (replace(cluster("selene"), nodes=1), plain(nodes=4, devices=2, latency_s=1e-4)):
+        few, every = replay(dry, where), replay(dry.expanded(), where)
+        assert len(every.ranks) == 8 and every.complete and broken_laws(every) == []
+        for one in every.ranks.values():
+            assert (one.spans, one.steps) == (few.ranks[0].spans, few.ranks[0].steps)
+        assert asdict(split_of(few)) == pytest.approx(asdict(split_of(every)))
+        assert few.expanded() == every
+
+
+def test_more_of_anything_is_never_slower() -> None:
+    dry = dry_run(lambda: train(width=600), ranks=8)
+    base = plain(nodes=2, devices=4, latency_s=1e-3)
+    assert base.between is not None
+    device = base.device
+    seconds = [step_s(replay(dry, base))]
+    for better in (
+        replace(base, inside=replace(base.inside, bytes_per_s=4e9)),
+        replace(base, between=replace(base.between, bytes_per_s=4e9)),
+        replace(base, between=replace(base.between, latency_s=1e-4)),
+        replace(base, device=replace(device, memory_bytes_per_s=1e11)),
+        replace(base, device=replace(device, peak_flops={"float32": 1e11})),
+    ):
+        seconds.append(step_s(replay(dry, better)))
+        assert seconds[-1] <= seconds[0]
+    assert len(set(seconds[1:])) >= 4, "and each does something"
+
+
+# --- costs ---
+
+
+def test_a_ring_costs_its_alpha_and_beta() -> None:
+    inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
+    one = replace(plain(devices=8), inside=inside)
+    found = Costs(one).collective("all_gather", 8_000_000, tuple(range(8)))
+    assert found.seconds == pytest.approx(1e-5 + 7 * 2e-6 + 7 / 8 * 8e6 / 5e9)
+    assert (found.algorithm, found.port) == ("ring", "inside")
+    assert Costs(one).collective("all_reduce", 8_000_000, (3,)).seconds == 0
+
+
+def test_a_ring_over_whole_nodes_has_all_their_ports() -> None:
+    """Megatron's data-parallel groups (one rank of each node) share the ports with seven others;
+    a group of all ranks has them to itself, as far as the wires inside go."""
+    one = cluster("selene")
+    seconds = {
+        name: Costs(one).collective("reduce_scatter", 10**9, ranks).seconds
+        for name, ranks in {"whole nodes": tuple(range(16)), "one each": (0, 8)}.items()
+    }
+    assert seconds["whole nodes"] == pytest.approx(15 / 16 * 1e9 / (0.75 * 200e9), rel=0.05)
+    assert seconds["one each"] == pytest.approx(1 / 2 * 1e9 / (0.75 * 25e9), rel=0.05)
+
+
+def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
+    costs = Costs(cluster("internet"))
+    ranks = tuple(range(64))
+    small, large = (costs.collective("all_reduce", n, ranks) for n in (100, 10**10))
+    assert (small.algorithm, large.algorithm) == ("double_tree", "ring")
+    assert small.seconds == pytest.approx(12 * 0.05, rel=0.01), "2 log2(64) steps of 50 ms"
+
+
+A100_ROWS = [  # gpus, bytes, ns: vTrain (MIT licence), trace tables; a100_allreduce.csv
+    (2, 134217728, 763600), (2, 805306368, 4151000), (4, 301989888, 2139400),
+    (4, 704643072, 4830800), (8, 134217728, 1162000), (8, 301989888, 2380600),
+    (8, 704643072, 5420800), (8, 805306368, 6187000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "nbytes", "ns"), A100_ROWS)
+def test_an_all_reduce_in_a_node_of_a100_takes_what_was_measured(
+    gpus: int, nbytes: int, ns: int
+) -> None:
+    costs = Costs(cluster("selene"))
+    found = costs.collective("all_reduce", nbytes, tuple(range(gpus)))
+    assert found.seconds == pytest.approx(ns * 1e-9, rel=0.2)
+
+
+def test_an_operation_is_bound_by_what_it_needs_most() -> None:
+    device = Device("one", {"float32": 1e12}, 1e9, 1e10, 1e-6, 0.5, 0.8, tile=100)
+    costs = Costs(replace(plain(), device=device))
+
+    def seconds(flops: int, nbytes: int, sides: tuple[int, ...] = ()) -> float:
+        return costs.compute_s(Operation(0.0, 0, "mm", "float32", flops, nbytes, sides))
+
+    assert seconds(10**9, 8) == pytest.approx(1e9 / 0.5e12)
+    assert seconds(10**9, 8, (100, 100, 100)) == pytest.approx(8 * 1e9 / 0.5e12)
+    assert seconds(8, 8 * 10**9) == pytest.approx(1.0)
+    assert seconds(8, 8) == 1e-6
+    with pytest.raises(ValueError, match="no rate for float64"):
+        costs.compute_s(Operation(0.0, 0, "mm", "float64", 8, 8))
+
+
+# --- pipelines and memory, from what was recorded ---
+
+
+def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:
+    stage = dry_run(lambda: train("single", width=500), ranks=1)
+    seconds = stage_seconds(stage, cluster("selene"))
+    assert seconds["backward"] > seconds["forward"] > 0
+    schedule = one_f_one_b(4, 6)
+    trace = pipeline_trace(schedule, lambda _, action: seconds[action.phase])
+    assert broken_laws(trace) == []
+    # The bubble of 1F1B is (p-1)/(m+p-1) of the total: arXiv 2104.04473, section 2.2.1.
+    assert split_of(trace).bubble_s / split_of(trace).step_s == pytest.approx(3 / 9)
+    assert bubble(schedule, step_s(trace), lambda _, a: seconds[a.phase]) == pytest.approx(3 / 9)
+    slow = pipeline_trace(schedule, lambda _, a: seconds[a.phase], 1e-3, message_bytes=100)
+    assert broken_laws(slow) == [] and step_s(slow) > step_s(trace)
+    assert [x.op for x in slow.ranks[3].comms[:2]] == ["recv", "send"]
+
+
+def test_the_largest_model_that_fits_is_the_largest() -> None:
+    def record_width(width: int) -> Trace:
+        return dry_run(lambda: train(width=width), ranks=4)
+
+    widths = [10, 20, 30, 40, 50]
+    peaks = [sum(peak_of(record_width(width)).values()) for width in widths]
+    assert peaks == sorted(peaks)
+    assert largest_that_fits(record_width, widths, peaks[2]) == 30
+    assert largest_that_fits(record_width, widths, peaks[2] - 1) == 20
+    assert largest_that_fits(record_width, widths, peaks[0] - 1) is None
+    assert fits(record_width(50), peaks[4]) and not fits(record_width(50), peaks[4] - 1)
+    with pytest.raises(ValueError, match="no memory"):
+        peak_of(Trace({0: RankTrace(0, 1)}))
+
+
+def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> None:
+    dry = dry_run(lambda: train("single", width=4000), ranks=1)
+    where = cluster("selene")
+    split = split_of(replay(dry, where))
+    rows, width = 5, 4000
+    assert split.flops == 2 * rows * width * width * 2 * 3 - 2 * rows * width * width
+    peak = where.device.peak_flops_of("float32")
+    assert split.mfu(peak) == pytest.approx(split.flops / split.step_s / peak)
+    assert "computing 100%" in str(split)
+    with pytest.raises(ValueError, match="no operations were counted"):
+        split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])})).mfu(1e12)
+
+
+def test_ddp_on_more_nodes_exposes_more() -> None:
+    """What the replay is for: the same record, from one node to many, on slow wires between."""
+    dry = dry_run(lambda: train("ddp", width=2000), ranks=128)
+    exposed = {
+        name: split_of(replay(dry, cluster(name))).exposed_s for name in ("v100-cloud", "dgx-h100")
+    }
+    assert exposed["v100-cloud"] > 10 * exposed["dgx-h100"] > 0
+    assert isinstance(DDP, type)

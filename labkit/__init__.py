@@ -47,6 +47,7 @@ __all__, __getattr__, __dir__ = lazy(
         "Text": "labkit.data",
         "TwoLevel": "labkit.comm",
         "watch_collective": "labkit.recording",
+        "what_if": "labkit.replaying",
         "World": "labkit.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",

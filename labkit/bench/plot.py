@@ -1,5 +1,5 @@
 """How long a slider waits: a timeline drawn again on its axes, as one collection of polygons,
-against the same bars drawn one by one.
+against the same bars drawn one by one; and a step that is replayed, drawn and packed as a PNG.
 """
 
 import time
@@ -7,11 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from labkit.clusters import cluster
 from labkit.events import CommEvent
+from labkit.models import GPT
+from labkit.parallel import DDP
 from labkit.plot.timelines import TimelineView
+from labkit.replaying import changed, dry_run
+from labkit.replaying.redrawing import Redrawing
 from labkit.trace import RankTrace, Span, Step, Trace
 
 MODULES, BUCKETS, STEPS = 24, 6, 4  # of the run that is drawn
@@ -25,6 +31,8 @@ class PlotTimes:
     bars: int
     ours_s: float
     separate_s: float
+    what_if_s: float
+    what_if_bars: int
 
     @property
     def ratio(self) -> float:
@@ -32,7 +40,8 @@ class PlotTimes:
 
 
 def bench_plot(ranks: int = 8, turns: int = 15) -> PlotTimes:
-    """Show another step `turns` times, in each of the two ways, in turns."""
+    """Show another step `turns` times, in each of the two ways, in turns; then replay a GPT on as
+    many other clusters."""
     view = TimelineView(_run(ranks))
     figure = Figure(tuple(view.figure.get_size_inches()), dpi=view.figure.dpi)
     axes = figure.subplots()
@@ -55,7 +64,34 @@ def bench_plot(ranks: int = 8, turns: int = 15) -> PlotTimes:
             way(turn % STEPS)
             if turn >= STEPS:
                 taken.append(time.perf_counter() - began_s)
-    return PlotTimes(ranks, len(view.bars), median(seconds[ours]), median(seconds[separate]))
+    what_if_s, what_if_bars = _what_if(ranks, turns)
+    return PlotTimes(
+        ranks, len(view.bars), median(seconds[ours]), median(seconds[separate]), what_if_s,
+        what_if_bars,
+    )  # fmt: skip
+
+
+def _what_if(ranks: int, turns: int) -> tuple[float, int]:
+    """Seconds of a slider of `what_if`, and how many bars it draws: DDP of a GPT of four blocks,
+    on nodes of two devices with another bandwidth between them each time."""
+    recorded, redrawing, seconds = dry_run(_train, ranks=ranks), Redrawing(ranks), []
+    pod = cluster("dgx-h100")
+    for turn in range(turns + 1):  # the first is not counted: it makes the figure
+        began_s = time.perf_counter()
+        gb_per_s = 50 / (1 + turn % 10)
+        redrawing.draw(recorded, changed(pod, ranks, None, gb_per_s * 1e9, devices_per_node=2))
+        seconds.append(time.perf_counter() - began_s)
+    assert redrawing.view is not None
+    return median(seconds[1:]), len(redrawing.view.bars)
+
+
+def _train() -> None:
+    model = DDP(GPT.preset("1M"), bucket_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.zeros(8, 64, dtype=torch.long)).sum().backward()
+        optimizer.step()
 
 
 def table(found: PlotTimes) -> Table:
@@ -70,6 +106,10 @@ def table(found: PlotTimes) -> Table:
     shown.add_row(
         "separate bars (broken_barh), without names", f"{found.separate_s * 1e3:.0f}", "",
         f"{found.ratio:.1f}",
+    )  # fmt: skip
+    shown.add_row(
+        f"what_if: replay of a GPT, {found.what_if_bars} bars, until its PNG is there",
+        f"{found.what_if_s * 1e3:.0f}", "100", "",
     )  # fmt: skip
     return shown
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
@@ -46,8 +47,8 @@ def new_axes(figure: Figure) -> Axes:
     return axes
 
 
-def add_legend(figure: Figure, trace: Trace) -> None:
-    """What is somewhere in the trace, so that it stays when another step is shown."""
+def legend_entries(trace: Trace) -> dict[str, Any]:
+    """Of all that is somewhere in the trace, so that they stay when another step is shown."""
     ranks = trace.ranks.values()
     phases = {x.phase for one in ranks for x in one.spans}
     ops = {x.op for one in ranks for x in one.comms}
@@ -63,9 +64,14 @@ def add_legend(figure: Figure, trace: Trace) -> None:
         entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
     if unfinished(trace):
         entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
+    return entries
+
+
+def add_legend(figure: Figure, entries: Mapping[str, Any]) -> Legend:
+    """Below the axes."""
     inches = sum(0.5 + 0.075 * len(name) for name in entries)
     rows = 1 if inches < WIDTH_IN else 2
-    figure.legend(
+    return figure.legend(
         list(entries.values()), list(entries), loc="lower center", ncols=-(-len(entries) // rows),
         handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},

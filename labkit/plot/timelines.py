@@ -13,17 +13,19 @@ from labkit.plot.frame import (
     TOP_IN,
     add_legend,
     group_name,
+    legend_entries,
     new_axes,
     title_of,
     unfinished,
 )
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
-from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, text_on
+from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, TITLE_PT, text_on
 from labkit.trace import Trace
 
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
+LETTER_EM = 0.56  # how wide a letter of a title is, on average, in sizes of the letters
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
 EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
 EDGE_PT = 0.7
@@ -53,8 +55,8 @@ def timeline(
 class TimelineView:
     """A timeline that can be drawn again with other data, on the same axes.
 
-    All bars are one collection of polygons: that is what makes `redraw` fast enough for sliders.
-    `figure`, `axes` and `polygons` stay the same objects; `bars` are those drawn now.
+    All bars are one collection of polygons: that is what makes `redraw` and `show` fast enough for
+    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those drawn now.
     """
 
     @styled
@@ -74,7 +76,8 @@ class TimelineView:
         axes_in = min(max(1.3, rows * 0.46), 8.0)
         self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
         self.axes = new_axes(self.figure)
-        add_legend(self.figure, trace)
+        self._entries = legend_entries(trace)
+        self._legend = add_legend(self.figure, self._entries)
         self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
         self.axes.add_collection(self.polygons, autolim=False)
         self.names = Lettering(self.axes, NAME_PT, self.axes.transData, align=0.5, clip=True)
@@ -88,15 +91,17 @@ class TimelineView:
         step: int | None = None,
         ranks: Iterable[int] | None = None,
         zoom: tuple[float, float] = (0.0, 1.0),
+        until_s: float = 0.0,
     ) -> Figure:
-        """Show that step, those ranks and that part of the step; defaults as in `timeline`."""
+        """Show that step, those ranks and that part of the step; defaults as in `timeline`. The
+        axis of time is `until_s` long, or longer where the step is."""
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
             raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
         part, end_s, of_rank = self._of(step)
         tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
-        self._show(end_s * 1e3, zoom, tops[-1])
+        self._show(max(end_s, until_s) * 1e3, zoom, tops[-1])
         self.bars = [
             bar._replace(top=bar.top + top, bottom=bar.bottom + top, names_to=bar.names_to + top)
             for rank, top in zip(chosen, tops)
@@ -106,11 +111,28 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self.axes.set_title(title_of(part, step, chosen, len(self.trace.steps())), loc="left")
+        self._entitle(title_of(part, step, chosen, len(self.trace.steps())))
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
         return self.figure
+
+    @styled
+    def show(
+        self,
+        trace: Trace,
+        step: int | None = None,
+        ranks: Iterable[int] | None = None,
+        zoom: tuple[float, float] = (0.0, 1.0),
+        until_s: float = 0.0,
+    ) -> Figure:
+        """Show another trace in place of this one, as `redraw` does."""
+        self.trace, self._steps = trace, {}
+        entries = legend_entries(trace)
+        if list(entries) != list(self._entries):
+            self._legend.remove()
+            self._entries, self._legend = entries, add_legend(self.figure, entries)
+        return self.redraw(step, ranks, zoom, until_s)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
         """A step, its end in seconds, and the bars of each rank; worked out once."""
@@ -167,6 +189,12 @@ class TimelineView:
                 middle = (begin_ms + end_ms) / 2, (bar.top + bar.names_to) / 2
                 names.append(Name(fitting[0], *middle, text_on(bar.colour)))
         self.names.write(names)
+
+    def _entitle(self, title: str) -> None:
+        """Smaller where it would leave the figure."""
+        room_pt = (self.figure.bbox.x1 - self.axes.bbox.x0) / self.figure.dpi * 72
+        size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
+        self.axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
 
     def _label_rows(
         self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]

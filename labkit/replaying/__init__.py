@@ -2,6 +2,7 @@
 
 dry_run     record a rank of many without data
 replay      a recorded run with the times of a cluster
+what_if     the same with sliders
 engine      the virtual clock
 costs       what things take on a cluster
 """
@@ -12,6 +13,7 @@ __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         "bubble": "labkit.replaying.pipeline",
+        "changed": "labkit.replaying.changes",
         "Compute": "labkit.replaying.engine",
         "Costs": "labkit.replaying.costs",
         "Deadlock": "labkit.replaying.engine",
@@ -28,5 +30,6 @@ __all__, __getattr__, __dir__ = lazy(
         "run": "labkit.replaying.engine",
         "Timed": "labkit.replaying.engine",
         "Wait": "labkit.replaying.engine",
+        "what_if": "labkit.replaying.what_ifs",
     },
 )

@@ -1,0 +1,77 @@
+"""One picture for many replays: what stands behind the sliders of `what_if`, without them."""
+
+from collections import Counter
+from dataclasses import replace
+
+from labkit.clusters import Cluster
+from labkit.plot.choice import choose_step
+from labkit.plot.picture import png
+from labkit.plot.timelines import TimelineView
+from labkit.replaying.replays import replay
+from labkit.trace import Split, Trace, split_of
+
+ROOM = 1.5  # a new axis of time is so many times as long as the step
+LEAST_PART = 0.25  # of the axis, before it is made shorter
+
+
+class Redrawing:
+    """Replays, drawn one after the other on the same axes.
+
+    The axis of time stays as it is as long as the step takes at least a quarter of it and at most
+    all: so one sees the step grow and shrink.
+
+    Args:
+        most_ranks: so many are drawn, from the first on.
+    """
+
+    def __init__(self, most_ranks: int = 8):
+        self.most_ranks = most_ranks
+        self.axis_s = 0.0
+        self.view: TimelineView | None = None
+
+    def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
+        """The timeline of the replay as a PNG, and where the time of its step went."""
+        replayed = replay(without_memory(recorded), cluster)
+        step = choose_step(replayed)
+        split = split_of(replayed, step)
+        self.axis_s = next_axis_s(self.axis_s, split.step_s)
+        shown = replayed.expanded(known_ranks(replayed)[: self.most_ranks])
+        if self.view is None:
+            self.view = TimelineView(shown, step)
+        self.view.show(shown, step, until_s=self.axis_s)
+        return png(self.view.figure), split
+
+
+def next_axis_s(axis_s: float, step_s: float) -> float:
+    """How long the axis of time is for this step, after it was `axis_s` long."""
+    return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
+
+
+def without_memory(trace: Trace) -> Trace:
+    """Its points are most of a trace, and a timeline does not show them."""
+    ranks = {number: replace(one, memory=[]) for number, one in trace.ranks.items()}
+    return replace(trace, ranks=ranks)
+
+
+def known_ranks(trace: Trace) -> list[int]:
+    """Those with a record, and those that do as one of them does."""
+    return sorted(number for one in trace.ranks.values() for number in (one.rank, *one.alike))
+
+
+def dtype_of(trace: Trace) -> str | None:
+    """That of most operations; None where none was counted."""
+    flops: Counter[str] = Counter()
+    for one in trace.ranks.values():
+        for operation in one.operations:
+            flops[operation.dtype] += operation.flops
+    return max(flops, key=lambda dtype: flops[dtype], default=None) if flops.total() else None
+
+
+def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
+    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the
+    last of what the cluster's devices could do in the dtype of most operations."""
+    dtype = dtype_of(recorded)
+    if split.flops is None or dtype is None:
+        return str(split)
+    mfu = split.mfu(cluster.device.peak_flops_of(dtype))
+    return f"{split}; MFU {mfu:.1%} of the {dtype} peak of {cluster.device.name}"

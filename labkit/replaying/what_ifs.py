@@ -1,0 +1,205 @@
+"""`what_if`: a recorded run on a cluster whose numbers have sliders.
+
+inside a node   [----o---] 450 GB/s   [-o------] 3.4 µs
+between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs
+devices per node  8     bucket_mb  25     ...
+the timeline of the replay
+its time: computing, exposed communication, bubble; MFU
+"""
+
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from itertools import product
+from typing import Any
+
+from labkit.clusters import Cluster
+from labkit.replaying.changes import changed
+from labkit.replaying.redrawing import Redrawing, in_words
+from labkit.trace import Trace
+from labkit.world.progress import progress
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise ImportError(
+        "what_if needs ipywidgets, which is not installed: pip install 'labkit[lab]'; "
+        "plot.timeline(replay(trace, cluster)) draws the same picture without it"
+    ) from error
+
+GB_PER_S, US = 1e9, 1e-6
+WIRES = {  # argument of `changed`: what its slider says, its unit, and the powers of ten it goes to
+    "inside_bytes_per_s": ("inside a node, GB/s", GB_PER_S, (-2.0, 4.0)),
+    "inside_latency_s": ("latency inside, µs", US, (-1.0, 5.0)),
+    "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
+    "between_latency_s": ("latency between, µs", US, (-1.0, 5.0)),
+}
+POWERS_PER_STEP = 0.05  # of a slider: 20 steps are ten times as much
+
+Recorded = Trace | Callable[..., Trace]
+
+
+def what_if(
+    recorded: Recorded, cluster: Cluster, ranks: int = 8, **choices: Iterable[Any]
+) -> "WhatIf":
+    """A replay with sliders: bandwidth and latency inside a node and between nodes, devices per
+    node, and whatever else you choose.
+
+    Args:
+        recorded: a trace with operations (`dry_run`), or a function that records one.
+        ranks: so many are drawn, from the first on; all are replayed.
+        choices: arguments for that function, each with the values to choose from. Every
+            combination is recorded once, now; a slider then only replays and draws.
+
+    Raises ValueError for choices without a function or without values, and for what cannot be
+    replayed; ImportError without ipywidgets.
+
+    >>> what_if(dry_run(train, ranks=8), cluster("dgx-h100"))
+    >>> def recorded(bucket_mb):
+    ...     return dry_run(train, bucket_mb, ranks=8)
+    >>> what_if(recorded, cluster("dgx-h100"), bucket_mb=(1, 5, 25))
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: at least 1 is to be drawn")
+    values = {name: _values(name, given) for name, given in choices.items()}
+    return WhatIf(_recordings(recorded, values), values, cluster, ranks)
+
+
+def _values(name: str, given: Iterable[Any]) -> list[Any]:
+    """To choose from, each once."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r}: give the values to choose from, as {name}=(1, 5)")
+    values = list(dict.fromkeys(given))
+    if not values:
+        raise ValueError(f"{name} has no values to choose from; give some, as {name}=(1, 5)")
+    return values
+
+
+def _recordings(
+    recorded: Recorded, choices: Mapping[str, list[Any]]
+) -> dict[tuple[Any, ...], Trace]:
+    """The trace of every combination of values."""
+    if isinstance(recorded, Trace):
+        if choices:
+            raise ValueError(
+                f"{', '.join(choices)}: a trace that is recorded has no such choice; give a "
+                "function that records one, as lambda bucket_mb: dry_run(train, bucket_mb, ranks=8)"
+            )
+        return {(): _counted(recorded, "this trace")}
+    if not callable(recorded):
+        raise ValueError(f"what_if of {recorded!r}: give a trace, or a function that records one")
+    found = {}
+    for chosen in progress(list(product(*choices.values())), "record"):
+        named = dict(zip(choices, chosen, strict=True))
+        what = "the recording with " + ", ".join(f"{name}={x!r}" for name, x in named.items())
+        found[chosen] = _counted(recorded(**named), what if named else "the recording")
+    return found
+
+
+def _counted(trace: Any, what: str) -> Trace:
+    """Raises ValueError where it cannot be replayed."""
+    if not isinstance(trace, Trace):
+        raise ValueError(
+            f"{what} is of type {type(trace).__name__}, and a Trace is needed; see dry_run"
+        )
+    if not any(one.operations for one in trace.ranks.values()):
+        raise ValueError(
+            f"{what} has no operations counted (a replay has not, either), and cannot be replayed; "
+            "record with dry_run or record(detail_step=1)"
+        )
+    return trace
+
+
+class WhatIf(ipywidgets.VBox):
+    """Sliders over one picture. `picture.value` is the PNG that they have made last, `line` says
+    where the time of the step went.
+
+    Where no kernel runs (a page on the web, an exported notebook) the picture is shown as it was
+    when the cell was run, without the sliders.
+    """
+
+    def __init__(
+        self,
+        recordings: Mapping[tuple[Any, ...], Trace],
+        choices: Mapping[str, list[Any]],
+        cluster: Cluster,
+        ranks: int,
+    ):
+        self._recordings, self._cluster = recordings, cluster
+        self._redrawing = Redrawing(ranks)
+        self.wires = {name: _wire(name, cluster) for name in WIRES}
+        size = max(trace.size for trace in recordings.values())
+        per_node = min(cluster.devices_per_node, size)
+        self.devices_per_node = _selection(
+            "devices per node", sorted({per_node, *_powers_of_2(size)}), per_node
+        )
+        self.choices = {name: _selection(name, few, few[0]) for name, few in choices.items()}
+        self._at_first = {name: slider.value for name, slider in self.wires.items()}
+        self._per_node_at_first, self._step_s_at_first = per_node, 0.0
+        self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self.line = ipywidgets.HTML()
+        for slider in (*self.wires.values(), self.devices_per_node, *self.choices.values()):
+            slider.observe(lambda change: self._draw(), names="value")
+        row = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
+        wires = list(self.wires.values())
+        rows = (wires[:2], wires[2:], [self.devices_per_node, *self.choices.values()])
+        boxes = [ipywidgets.Box(sliders, layout=row) for sliders in rows]
+        super().__init__([*boxes, self.picture, self.line])
+        self._draw()
+
+    @property
+    def recorded(self) -> Trace:
+        """The trace of the values that are chosen."""
+        return self._recordings[tuple(slider.value for slider in self.choices.values())]
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the sliders make of the cluster: those that were moved."""
+        wires = {
+            name: slider.value * WIRES[name][1]
+            for name, slider in self.wires.items()
+            if slider.value != self._at_first[name]
+        }
+        per_node = self.devices_per_node.value
+        moved = None if per_node == self._per_node_at_first else per_node
+        return changed(self._cluster, self.recorded.size, devices_per_node=moved, **wires)
+
+    def _draw(self) -> None:
+        cluster = self.cluster
+        for name in ("between_bytes_per_s", "between_latency_s"):
+            self.wires[name].disabled = cluster.nodes == 1
+        self.picture.value, split = self._redrawing.draw(self.recorded, cluster)
+        words = in_words(split, self.recorded, cluster)
+        self._step_s_at_first = self._step_s_at_first or split.step_s
+        if split.step_s != self._step_s_at_first:
+            words += f"; {split.step_s / self._step_s_at_first:.3g} times as long as at first"
+        self.line.value = escape(words)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        """The widget, and the picture for whoever cannot show one."""
+        as_text = b64encode(self.picture.value).decode()
+        return {**super()._repr_mimebundle_(**kwargs), "image/png": as_text}
+
+
+def _wire(name: str, cluster: Cluster) -> Any:
+    """A slider over the powers of ten, which begins with what the cluster has."""
+    label, unit, (low, high) = WIRES[name]
+    inside = name.startswith("inside") or cluster.between is None
+    level = cluster.inside if inside else cluster.between
+    value = getattr(level, name.partition("_")[2]) / unit
+    return ipywidgets.FloatLogSlider(
+        value=min(max(value, 10**low), 10**high), min=low, max=high, step=POWERS_PER_STEP,
+        description=label, readout_format=",.3r", style={"description_width": "11em"},
+        layout={"width": "34em"},
+    )  # fmt: skip
+
+
+def _selection(label: str, values: list[Any], value: Any) -> Any:
+    return ipywidgets.SelectionSlider(
+        options=[(str(x), x) for x in values], value=value, description=label,
+        style={"description_width": "11em"}, layout={"width": "28em"},
+    )  # fmt: skip
+
+
+def _powers_of_2(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]

@@ -23,12 +23,12 @@ from labkit.replaying import changed, replay
 from labkit.replaying.redrawing import (
     ROOM,
     Redrawing,
-    dtype_of,
     in_words,
     known_ranks,
     next_axis_s,
 )
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace, split_of
+from labkit.trace.measures import main_dtype
 
 POD = cluster("dgx-h100")
 NODE = cluster("h200-node")
@@ -219,7 +219,7 @@ def test_the_line_says_where_the_time_went() -> None:
     assert said.startswith(str(split)) and f"MFU {mfu:.1%} of the float32 peak" in said
     some = Operation(1.0, 1, "mm", "bfloat16", 10**11, 0)
     trace.ranks[0].operations.append(some)
-    assert dtype_of(trace) == "bfloat16"
+    assert main_dtype(trace) == "bfloat16"
     assert in_words(replace(split, flops=None), trace, at) == str(split)
 
 

@@ -1,6 +1,5 @@
 """A recorded run on one cluster after the other, as a table: `labkit replay`."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from rich.table import Table
 from labkit.clusters import Cluster
 from labkit.replaying.replays import Computing, replay
 from labkit.trace import Split, Trace, split_of
+from labkit.trace.measures import main_dtype
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,18 @@ def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
     """Replay the trace on each."""
-    found = []
+    found, dtype = [], main_dtype(trace)
     for name, where in clusters.items():
         try:
             replayed = replay(trace, where, computing)
             split = split_of(replayed)
-            found.append(OnCluster(name, replayed, split, _mfu(trace, split, where, computing)))
+            mfu = None
+            if computing == "counted" and split.flops is not None and dtype is not None:
+                mfu = split.mfu(where.device.peak_flops_of(dtype))
+            found.append(OnCluster(name, replayed, split, mfu))
         except ValueError as error:
             found.append(OnCluster(name, why_not=str(error)))
     return found
-
-
-def _mfu(trace: Trace, split: Split, where: Cluster, computing: Computing) -> float | None:
-    """By the rate of the dtype in which the most is computed; None where nothing was counted."""
-    flops: Counter[str] = Counter()
-    for one in trace.ranks.values():
-        for operation in one.operations:
-            flops[operation.dtype] += operation.flops
-    if computing == "measured" or split.flops is None or not flops.total():
-        return None
-    ((dtype, _),) = flops.most_common(1)
-    return split.mfu(where.device.peak_flops_of(dtype))
 
 
 def table(found: Iterable[OnCluster]) -> Table:

@@ -208,7 +208,9 @@ def ring_of_messages() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["naive-ddp", "ddp", "messages"])
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("naive-ddp", "messages"))]
+)
 def test_real_ranks_replayed_keep_every_law(name: str) -> None:
     with World(3, backend="gloo") as world, record(detail_step=1) as trace:
         world.run(ring_of_messages) if name == "messages" else world.run(train, name)
@@ -389,6 +391,7 @@ def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:
     assert [x.op for x in slow.ranks[3].comms[:2]] == ["recv", "send"]
 
 
+@pytest.mark.slow
 def test_the_largest_model_that_fits_is_the_largest() -> None:
     def record_width(width: int) -> Trace:
         return dry_run(lambda: train(width=width), ranks=4)

@@ -1,6 +1,7 @@
 """The commands as a user types them: what they print, write, refuse and exit with."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from labkit import DDP, GPT, World, bench, compare, read_run, recipes
+from labkit import DDP, GPT, World, bench, compare, dry_run, read_run, recipes, write_run
 from labkit.bench import ddp, door, machine, recording
+from labkit.bench import replay as replay_bench
 from labkit.cli import app
-from labkit.clusters import Cluster, cluster, read_clusters
+from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
 from labkit.parallel.footprint import parameter_bytes
 from labkit.trace import Trace
 from labkit.trace.laws import broken_laws
@@ -228,7 +230,7 @@ def test_doctor_writes_over_nothing_of_ones_own(
     assert not text or Path(name).read_text() == text
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor"])
+@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0
@@ -253,6 +255,60 @@ def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
     assert times.case == case and min(*times.plain, *times.recorded) > 0
     assert times.ratio == times.recorded.wall_s / times.plain.wall_s
     assert recording.table([times]).row_count == 1
+
+
+def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
+    trace = dry_run(two_steps, ranks=2)
+    run = write_run(trace, tmp_path / "run")
+    own = tmp_path / "mine.toml"
+    write_clusters(own, {"mine": dataclasses.replace(cluster("selene"), name="mine", nodes=1)})
+    chrome = tmp_path / "replay.json"
+    asked = ["--clusters", str(own), "--on", "mine", "--chrome", str(chrome)]
+    done = CliRunner().invoke(app, ["replay", str(run), *asked])
+    assert done.exit_code == 0 and "mine" in done.output and (run / "replay-mine.png").exists()
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert any("all_reduce" in event["name"] for event in events)
+    done = CliRunner().invoke(app, ["replay", str(run)])
+    assert [name for name in known_clusters() if name not in done.output] == []
+    assert len(list(run.glob("replay-*.png"))) == 1 + len(known_clusters())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--on", "nowhere"], "no cluster 'nowhere'; there are h200-node"),
+        (["--chrome", "x.json"], "name its cluster by --on"),
+        (["--measured"], "no step of this trace was timed"),
+        (["--clusters", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_a_run_that_cannot_be_replayed_so_is_told(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    run = write_run(dry_run(two_steps, ranks=2), tmp_path / "run")
+    done = CliRunner().invoke(app, ["replay", str(run), *options])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
+def two_steps() -> None:
+    model = DDP(GPT.preset("tiny"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay_bench.MODELS, "tiny", ("tiny", {}))
+    (found,) = replay_bench.bench_replay(("tiny",), turns=3)
+    assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
+    assert found.low <= found.ratio <= found.high
+    assert replay_bench.table([found]).row_count == 1
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scale", "--depth", "1"])
+    assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scales"])
+    assert done.exit_code == 2 and "prediction or scale" in " ".join(done.output.split())
 
 
 @pytest.mark.slow

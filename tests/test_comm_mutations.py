@@ -16,6 +16,8 @@ from labkit.comm.backs import SendReceive
 from labkit.comm.carrier import Carrier
 from labkit.comm.handle import Handle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:

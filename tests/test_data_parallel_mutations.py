@@ -10,6 +10,8 @@ from torch import nn
 from labkit import DDP, Comm, NaiveDDP, World
 from labkit.parallel.ddp import Bucket
 
+pytestmark = pytest.mark.slow
+
 
 class SkipsABucket(DDP):
     """The second bucket stays home."""

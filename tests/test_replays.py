@@ -209,7 +209,9 @@ def ring_of_messages() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["naive-ddp", "ddp", "messages"])
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("naive-ddp", "messages"))]
+)
 def test_real_ranks_replayed_keep_every_law(name: str) -> None:
     with World(3, backend="gloo") as world, record(detail_step=1) as trace:
         world.run(ring_of_messages) if name == "messages" else world.run(train, name)
@@ -289,6 +291,38 @@ def test_a_ring_over_whole_nodes_has_all_their_ports() -> None:
     assert seconds["one each"] == pytest.approx(1 / 2 * 1e9 / (0.75 * 25e9), rel=0.05)
 
 
+def test_steps_inside_a_node_and_between_nodes_have_their_own_latency() -> None:
+    where = plain(nodes=2, devices=2)
+    assert where.between is not None
+    inside, between = replace(where.inside, latency_s=1.0), replace(where.between, latency_s=100.0)
+    costs = Costs(replace(where, inside=inside, between=between))
+    ranks = (0, 1, 2, 3)
+    # A ring passes both ranks of a node before it leaves it: every second of its 3 steps.
+    assert costs.collective("all_gather", 0, ranks).seconds == 1.5 * 100 + 1.5 * 1
+    # Dissemination doubles its reach: of 2 steps, one leaves the node.
+    assert costs.collective("barrier", 0, ranks).seconds == 100 + 1
+    # Straight to each other: 2 of the 3 others are in the other node.
+    assert costs.collective("all_to_all", 0, ranks).seconds == pytest.approx(2 * 100 + 1)
+
+
+def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
+    where = plain(nodes=2, devices=4)
+    slow = replace(where, inside=replace(where.inside, bytes_per_s=1e8))
+    ranks = tuple(range(8))
+    assert Costs(where).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(0.7)
+    assert Costs(slow).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(7.0)
+
+
+def test_where_ranks_give_unequally_the_largest_part_decides() -> None:
+    ranks = {}
+    for rank in (0, 1):
+        one = event("all_to_all", 1, 1.0, rank, wait_s=1.0)
+        one.payload_bytes = (1 + rank) * 10**9
+        ranks[rank] = rank_of(rank, 2, one)
+    for trace in (Trace(ranks), Trace(dict(reversed(ranks.items())))):
+        assert [x.steps[0].ended_s for x in replay(trace, plain()).ranks.values()] == [1.0, 1.0]
+
+
 def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
     costs = Costs(cluster("internet"))
     ranks = tuple(range(64))
@@ -341,11 +375,24 @@ def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:
     # The bubble of 1F1B is (p-1)/(m+p-1) of the total: arXiv 2104.04473, section 2.2.1.
     assert split_of(trace).bubble_s / split_of(trace).step_s == pytest.approx(3 / 9)
     assert bubble(schedule, step_s(trace), lambda _, a: seconds[a.phase]) == pytest.approx(3 / 9)
+
+    def four(steps: int = 2) -> None:
+        model = nn.Sequential(nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 500))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(steps):
+            for _ in range(4):
+                model(torch.ones(5, 500)).sum().backward()
+            optimizer.step()
+
+    mean = stage_seconds(dry_run(four, ranks=1), cluster("selene"))
+    assert mean["forward"] == pytest.approx(seconds["forward"])
+    assert seconds["backward"] <= mean["backward"] < 2 * seconds["backward"], "and sums of .grad"
     slow = pipeline_trace(schedule, lambda _, a: seconds[a.phase], 1e-3, message_bytes=100)
     assert broken_laws(slow) == [] and step_s(slow) > step_s(trace)
     assert [x.op for x in slow.ranks[3].comms[:2]] == ["recv", "send"]
 
 
+@pytest.mark.slow
 def test_the_largest_model_that_fits_is_the_largest() -> None:
     def record_width(width: int) -> Trace:
         return dry_run(lambda: train(width=width), ranks=4)
@@ -357,6 +404,9 @@ def test_the_largest_model_that_fits_is_the_largest() -> None:
     assert largest_that_fits(record_width, widths, peaks[2] - 1) == 20
     assert largest_that_fits(record_width, widths, peaks[0] - 1) is None
     assert fits(record_width(50), peaks[4]) and not fits(record_width(50), peaks[4] - 1)
+    least = RankTrace(1, 2, memory=[MemoryPoint(0.0, 0, (9, 0, 0, 0, 0, 0))])
+    most = RankTrace(0, 2, memory=[MemoryPoint(0.0, 0, (1, 9, 0, 0, 0, 0))])
+    assert peak_of(Trace({0: most, 1: least}))["gradients"] == 9
     with pytest.raises(ValueError, match="no memory"):
         peak_of(Trace({0: RankTrace(0, 1)}))
 

@@ -110,6 +110,7 @@ def test_a_recorded_run_names_its_transport(transport: str) -> None:
     assert {event.transport for one in trace.ranks.values() for event in one.comms} == {transport}
 
 
+@pytest.mark.slow
 def test_ranks_that_no_world_has_started_use_gloo() -> None:
     script = (
         "import labkit, torch\nwith labkit.listen() as events:\n"

@@ -732,6 +732,7 @@ def test_what_ranks_print_is_marked_by_rank(
     assert len(lines) == 10
 
 
+@pytest.mark.slow
 def test_output_comes_while_the_ranks_run(tmp_path: Path) -> None:
     script = """
     def speak(file):

@@ -31,7 +31,7 @@ def _shown(name: str, measured: Callable[[], Any]) -> None:
 @bench.callback()
 def _bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        for one in (world, door, ddp, recording, plot, collectives):
+        for one in (world, door, ddp, recording, plot, replay, collectives):
             one()
 
 
@@ -73,6 +73,29 @@ def plot() -> None:
     from labkit.bench import plot as module
 
     _shown("plot", lambda: module.table(module.bench_plot()))
+
+
+@bench.command(
+    epilog="Examples:  labkit bench replay  ·  labkit bench replay --depth 96  ·  "
+    "labkit bench replay --only scale"
+)
+def replay(
+    turns: Turns = 10,
+    depth: Annotated[
+        int, typer.Option(help="Layers of the model of 175B that is recorded; 96 are all.", min=1)
+    ] = 96,
+    only: Annotated[str | None, typer.Option(help="prediction or scale; both if absent.")] = None,
+) -> None:
+    """Steps over a modelled wire, predicted and measured; a dry run of 175B on 1,024 ranks."""
+    from labkit.bench import dry_run as scale
+    from labkit.bench import replay as module
+
+    if only not in (None, "prediction", "scale"):
+        raise typer.BadParameter(f"--only {only}: choose prediction or scale")
+    if only != "scale":
+        _shown("replay", lambda: module.table(module.bench_replay(turns=turns)))
+    if only != "prediction":
+        _shown("dry run", lambda: scale.table(scale.bench_dry_run(depth)))
 
 
 @bench.command(

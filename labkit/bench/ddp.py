@@ -41,10 +41,11 @@ def stepper(
     model: str,
     rows: int = ROWS,
     dtype: torch.dtype = torch.float32,
+    **changes: int,
 ) -> Callable[[], None]:
     """A model, wrapped, with its optimizer: a function that does one step."""
     torch.manual_seed(0)
-    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH).to(dtype))
+    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     tokens = torch.randint(0, 1024, (rows, LENGTH + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * LENGTH)

@@ -1,23 +1,25 @@
 """Is the replay right? A step of DDP over a modelled wire, predicted and measured.
 
 Two worlds take turns. In one nothing slows the wires: what it records is how long this machine
-computes. A replay gives its steps the wires of a `Link`; in the other world the ranks train over
-that `Link` themselves. Prediction and measurement are compared turn by turn.
+computes, and how long it takes to move each tensor. A replay gives its steps the wires of a `Link`;
+in the other world the ranks train over that `Link` themselves. Prediction and measurement are
+compared turn by turn.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median, quantiles
+from typing import Any
 
-import torch
 from rich.table import Table
 
 from labkit.bench.ddp import stepper
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Link
+from labkit.events import CommEvent
 from labkit.parallel import DDP
 from labkit.recording import record
+from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.replays import replay
 from labkit.trace import Trace
 from labkit.world import World, attach, progress
@@ -25,6 +27,10 @@ from labkit.world import World, attach, progress
 STEPS = 4  # in a turn
 BUCKET_MB = 1.0
 LINK = Link(gbps=0.5, latency_us=200)
+NO_WIRE = Link(gbps=1e6)  # the same way through the code, without the delay
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed in it
+    "1M": ("1M", {}), "3.4M": ("3.4M", {}), "9.8M": ("3.4M", {"depth": 12})
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,22 +47,35 @@ class Prediction:
     high: float
 
 
-def wires_of(link: Link, ranks: int, latency_s: float = 0.0) -> Cluster:
+def wires_of(link: Link, ranks: int) -> Cluster:
     """One node whose ranks are joined by such links. Of computing it says nothing: its device is
-    for replays of measured computing. `latency_s`: what a message takes besides."""
-    level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6 + latency_s, ranks)
+    for replays of measured computing."""
+    level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
 
 
-def _stepper(model: str) -> Callable[[], None]:
-    return stepper(lambda module: DDP(module, bucket_mb=BUCKET_MB), model)
+class AfterTheWire(Costs):
+    """A modelled wire holds messages back; then the machine really moves them. So an operation
+    takes what the wire takes, and what it took in a run without that wire: on the rank that
+    was the last to begin, since the others waited for it."""
+
+    def __init__(self, cluster: Cluster, trace: Trace):
+        super().__init__(cluster)
+        self._own_s = {
+            key: min(event.ended_s - event.began_s for event in events.values())
+            for key, events in trace.collectives().items()
+        }
+
+    def sending(self, event: CommEvent) -> Sending:
+        on_wire = super().sending(event)
+        return on_wire._replace(seconds=on_wire.seconds + self._own_s[event.group, event.seq])
 
 
-def _begin(model: str) -> None:
+def _begin(preset: str, changes: dict[str, Any]) -> None:
     """On a rank: a model, and its first steps."""
     me = attach()
-    me.state.step = _stepper(model)
+    me.state.step = stepper(lambda x: DDP(x, bucket_mb=BUCKET_MB), preset, **changes)
     for _ in range(3):
         me.state.step()
 
@@ -72,46 +91,30 @@ def _steps() -> float:
     return (time.perf_counter() - began_s) / STEPS
 
 
-def _own_latency_s() -> float:
-    """On a rank: what a message of this machine takes by itself, whatever the wire: half of a
-    piece there and back."""
-    comm, x = attach().comm, torch.zeros(int(BUCKET_MB * 2**20 / 8))
-    best_s = float("inf")
-    for _ in range(20):
-        comm.barrier()
-        began_s = time.perf_counter()
-        comm.ring_exchange(torch.empty_like(x), x)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
-
-
 def _step_s(trace: Trace) -> float:
     ends = [one.steps for one in trace.ranks.values()]
     return mean(step.ended_s - step.began_s for steps in ends for step in steps)
 
 
 def bench_replay(
-    models: tuple[str, ...] = ("tiny", "1M", "3.4M"), ranks: int = 2, turns: int = 10
+    models: tuple[str, ...] = tuple(MODELS), ranks: int = 2, turns: int = 10
 ) -> list[Prediction]:
     """Predict and measure, for each model."""
     found = []
     with (
-        World(ranks, backend="gloo", transport="gloo", check=False) as fast,
+        World(ranks, link=NO_WIRE, check=False) as fast,
         World(ranks, link=LINK, check=False) as paced,
     ):
-        latency_s = mean(fast.run(_own_latency_s))
-        wires = wires_of(LINK, ranks, latency_s)
-        without = wires_of(Link(gbps=1e9), ranks)
+        wires, none = wires_of(LINK, ranks), wires_of(NO_WIRE, ranks)
         for model in models:
-            fast.run(_begin, model)
-            paced.run(_begin, model)
+            fast.run(_begin, *MODELS[model])
+            paced.run(_begin, *MODELS[model])
             told: list[tuple[float, float, float]] = []
             for _ in progress(range(turns), f"{model} on {ranks} ranks"):
                 with record() as trace:
                     fast.run(_steps)
-                computing_s, predicted_s = (
-                    _step_s(replay(trace, where, "measured")) for where in (without, wires)
-                )
+                computing_s = _step_s(replay(trace, none, "measured"))
+                predicted_s = _step_s(replay(trace, AfterTheWire(wires, trace), "measured"))
                 told.append((computing_s, predicted_s, paced.run(_steps)[0]))
             computing_s, predicted_s, measured_s = (median(column) for column in zip(*told))
             low, middle, high = quantiles([x[1] / x[2] for x in told], n=4)

@@ -25,7 +25,7 @@ from labkit.trace import Trace
 
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs
-LETTER_EM = 0.58  # how wide a letter of a title is, on average, in sizes of the letters
+LETTER_EM = 0.56  # how wide a letter of a title is, on average, in sizes of the letters
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
 EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
 EDGE_PT = 0.7

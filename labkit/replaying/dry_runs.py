@@ -9,17 +9,21 @@ is none. labkit's strategies do not.
 """
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from labkit.recording import record
 from labkit.trace import Trace
 from labkit.world.attach import on_paper
+
+LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
 
 
 def dry_run(
@@ -55,7 +59,8 @@ def dry_run(
     """
     found = Trace(about={"what": "dry run", "world_size": ranks})
     for rank, others in _stand_for(alike, ranks).items():
-        with _nothing_from_before(), on_paper(rank, ranks), _without_data():
+        what = f"rank {rank} of {ranks:,}, without data"
+        with _nothing_from_before(), on_paper(rank, ranks), _without_data(what):
             torch.manual_seed(seed)
             with record(detail_step=step) as trace:
                 _run(fn, args, kwargs)
@@ -105,15 +110,39 @@ def _nothing_from_before() -> Iterator[None]:
 
 
 @contextmanager
-def _without_data() -> Iterator[None]:
+def _without_data(label: str) -> Iterator[None]:
     """Tensors that are made in this block have no data."""
     swapping = nn.Module._apply
     nn.Module._apply = _converted  # type: ignore[method-assign]
+    mode = _ShownFake(label)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             yield
     finally:
         nn.Module._apply = swapping  # type: ignore[method-assign]
+        mode.shown.stop()
+
+
+class _ShownFake(FakeTensorMode):
+    """Fake tensors, and on screen that it goes on, where it takes long."""
+
+    def __init__(self, label: str):
+        super().__init__(allow_non_fake_inputs=True)
+        self.shown = Progress(
+            SpinnerColumn(), TextColumn("{task.description}: {task.completed:,} operations"),
+            TimeElapsedColumn(), transient=True, auto_refresh=False,
+        )  # fmt: skip
+        self._task = self.shown.add_task(label, total=None)
+        self._next_s = time.monotonic() + LONG_S
+        self._operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operations += 1
+        if time.monotonic() > self._next_s:
+            self._next_s = time.monotonic() + EVERY_S
+            self.shown.start()
+            self.shown.update(self._task, completed=self._operations, refresh=True)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _converted(

@@ -1,6 +1,5 @@
 """One picture for many replays: what stands behind the sliders of `what_if`, without them."""
 
-from collections import Counter
 from dataclasses import replace
 
 from labkit.clusters import Cluster
@@ -9,6 +8,7 @@ from labkit.plot.picture import png
 from labkit.plot.timelines import TimelineView
 from labkit.replaying.replays import replay
 from labkit.trace import Split, Trace, split_of
+from labkit.trace.measures import main_dtype
 
 ROOM = 1.5  # a new axis of time is so many times as long as the step
 LEAST_PART = 0.25  # of the axis, before it is made shorter
@@ -58,19 +58,10 @@ def known_ranks(trace: Trace) -> list[int]:
     return sorted(number for one in trace.ranks.values() for number in (one.rank, *one.alike))
 
 
-def dtype_of(trace: Trace) -> str | None:
-    """That of most operations; None where none was counted."""
-    flops: Counter[str] = Counter()
-    for one in trace.ranks.values():
-        for operation in one.operations:
-            flops[operation.dtype] += operation.flops
-    return max(flops, key=lambda dtype: flops[dtype], default=None) if flops.total() else None
-
-
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
     """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the
     last of what the cluster's devices could do in the dtype of most operations."""
-    dtype = dtype_of(recorded)
+    dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)
     mfu = split.mfu(cluster.device.peak_flops_of(dtype))

@@ -25,7 +25,7 @@ NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
 
 def replay(
     trace: Trace,
-    cluster: Cluster,
+    cluster: Cluster | Costs,
     computing: Computing = "counted",
     steps: Iterable[int] | None = None,
 ) -> Trace:
@@ -34,6 +34,7 @@ def replay(
     Args:
         trace: recorded with operations (`dry_run`, or `record(detail_step=...)`), or, with
             computing="measured", any.
+        cluster: a description, or `Costs` of your own of one.
         computing: "counted" takes operations and bytes at the rates of the cluster's device;
             "measured" takes what was recorded, and from the cluster only the wires.
         steps: to replay; by default all that were recorded in the way that `computing` needs.
@@ -48,13 +49,15 @@ def replay(
     """
     if computing not in ("counted", "measured"):
         raise ValueError(f"computing={computing!r}: choose 'counted' or 'measured'")
-    if trace.size > cluster.size:
+    costs = cluster if isinstance(cluster, Costs) else Costs(cluster)
+    where = costs.cluster
+    if trace.size > where.size:
         raise ValueError(
-            f"{trace.size} ranks are to run on {cluster.title}, which has {cluster.nodes} nodes of "
-            f"{cluster.devices_per_node} devices; dataclasses.replace(cluster, nodes=...) has more"
+            f"{trace.size} ranks are to run on {where.title}, which has {where.nodes} nodes of "
+            f"{where.devices_per_node} devices; dataclasses.replace(cluster, nodes=...) has more"
         )
     chosen = _only(trace, _steps(trace, computing, steps))
-    return _Replay(chosen, cluster, computing).trace()
+    return _Replay(chosen, costs, computing).trace()
 
 
 class _Collective(NamedTuple):
@@ -82,13 +85,12 @@ class _Message(NamedTuple):
 
 
 class _Replay:
-    def __init__(self, trace: Trace, cluster: Cluster, computing: Computing):
-        self.recorded, self.cluster = trace, cluster
-        self.costs = Costs(cluster)
+    def __init__(self, trace: Trace, costs: Costs, computing: Computing):
+        self.recorded, self.costs = trace, costs
         self.first = {one: first for first, rank in trace.ranks.items() for one in rank.alike}
         self.first |= {rank: rank for rank in trace.ranks}  # of those that do the same
         self.issues = self._issues()
-        compute_s = None if computing == "measured" else self.costs.compute_s
+        compute_s = None if computing == "measured" else costs.compute_s
         self.programs = {
             number: program_of(one, compute_s, self._issue_of, self._wait_for)
             for number, one in trace.ranks.items()
@@ -106,7 +108,7 @@ class _Replay:
             number: self._with_times(one, self.programs[number], timed[number], of_operation)
             for number, one in self.recorded.ranks.items()
         }
-        about = {**self.recorded.about, "replayed": self.cluster.title}
+        about = {**self.recorded.about, "replayed": self.costs.cluster.title}
         return Trace(ranks, about, self.recorded.metrics)
 
     # --- what the ranks do together ---

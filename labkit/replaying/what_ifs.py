@@ -135,7 +135,7 @@ class WhatIf(ipywidgets.VBox):
         )
         self.choices = {name: _selection(name, few, few[0]) for name, few in choices.items()}
         self._at_first = {name: slider.value for name, slider in self.wires.items()}
-        self._per_node_at_first = per_node
+        self._per_node_at_first, self._step_s_at_first = per_node, 0.0
         self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
         self.line = ipywidgets.HTML()
         for slider in (*self.wires.values(), self.devices_per_node, *self.choices.values()):
@@ -169,7 +169,11 @@ class WhatIf(ipywidgets.VBox):
         for name in ("between_bytes_per_s", "between_latency_s"):
             self.wires[name].disabled = cluster.nodes == 1
         self.picture.value, split = self._redrawing.draw(self.recorded, cluster)
-        self.line.value = escape(in_words(split, self.recorded, cluster))
+        words = in_words(split, self.recorded, cluster)
+        self._step_s_at_first = self._step_s_at_first or split.step_s
+        if split.step_s != self._step_s_at_first:
+            words += f"; {split.step_s / self._step_s_at_first:.3g} times as long as at first"
+        self.line.value = escape(words)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         """The widget, and the picture for whoever cannot show one."""
@@ -185,7 +189,7 @@ def _wire(name: str, cluster: Cluster) -> Any:
     value = getattr(level, name.partition("_")[2]) / unit
     return ipywidgets.FloatLogSlider(
         value=min(max(value, 10**low), 10**high), min=low, max=high, step=POWERS_PER_STEP,
-        description=label, readout_format=".3g", style={"description_width": "11em"},
+        description=label, readout_format=",.3r", style={"description_width": "11em"},
         layout={"width": "34em"},
     )  # fmt: skip
 

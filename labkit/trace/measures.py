@@ -128,3 +128,12 @@ def peak_memory(one: RankTrace) -> dict[str, int]:
     """Bytes by category at the moment when it held the most; all 0 where nothing is known."""
     most = max((point.held_bytes for point in one.memory), key=sum, default=(0,) * len(CATEGORIES))
     return dict(zip(CATEGORIES, most, strict=True))
+
+
+def main_dtype(trace: Trace) -> str | None:
+    """That in which the most operations were counted; None where none was."""
+    flops: Counter[str] = Counter()
+    for one in trace.ranks.values():
+        for operation in one.operations:
+            flops[operation.dtype] += operation.flops
+    return max(flops, key=lambda dtype: flops[dtype], default=None) if flops.total() else None

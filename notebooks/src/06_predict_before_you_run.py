@@ -212,7 +212,7 @@ guess_least.beside(
 # over at once. The strategy's code does not know.
 
 # %%
-show("replaying/dry_runs.py:dry_run", since="with _nothing_from_before", until="if step not in")
+show("replaying/dry_runs.py:dry_run", since="with _nothing", until="if step not in")
 
 # %% [markdown]
 # One rank is run; `alike` says for whom it stands. So 1,024 ranks cost no more than one.
@@ -297,7 +297,7 @@ for kind, colour in {"attention": "#D55E00", "weights": "#0072B2"}.items():
     x = [one.flops / one.moved_bytes for one in some]
     speed = [one.flops / costs.compute_s(one) / 1e12 for one in some]
     axes.plot(x, speed, "o", color=colour, label=kind)
-axes.text(1.1, 6, "memory-bound", color="0.3")
+axes.text(1.1, 8, "memory-bound", color="0.3")
 axes.text(25, 18, "compute-bound: the peak, 15.7", color="0.3")
 axes.set(xlabel="operations per byte", ylabel="TFLOP/s", ylim=(1, 40))
 axes.set_title("Products of GPT-2 on a V100, in the replay", loc="left", fontsize=10)

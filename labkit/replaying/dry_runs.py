@@ -24,6 +24,9 @@ from labkit.trace import Trace
 from labkit.world.attach import on_paper
 
 LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
+# In a notebook it is a widget, which whatever runs notebooks without a browser may stumble over
+# when it goes away: only where somebody must be waiting.
+LONG_IN_A_NOTEBOOK_S = 15.0
 
 
 def dry_run(
@@ -133,7 +136,8 @@ class _ShownFake(FakeTensorMode):
             TimeElapsedColumn(), transient=True, auto_refresh=False,
         )  # fmt: skip
         self._task = self.shown.add_task(label, total=None)
-        self._next_s = time.monotonic() + LONG_S
+        in_a_notebook = self.shown.console.is_jupyter
+        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if in_a_notebook else LONG_S)
         self._operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

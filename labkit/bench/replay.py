@@ -57,14 +57,14 @@ def wires_of(link: Link, ranks: int) -> Cluster:
 
 class AfterTheWire(Costs):
     """A modelled wire holds messages back; then the machine really moves them. So an operation
-    takes what the wire takes, and what it took in a run without that wire: on the rank that
-    was the last to begin, since the others waited for it."""
+    takes what the wire takes, and what it took in a run without that wire: from when the last
+    rank began, for whom the others waited, until it was over on all."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
         self._own_s = {
-            key: min(event.ended_s - event.began_s for event in events.values())
-            for key, events in trace.collectives().items()
+            key: max(x.ended_s for x in ranks.values()) - max(x.began_s for x in ranks.values())
+            for key, ranks in trace.collectives().items()
         }
 
     def sending(self, event: CommEvent) -> Sending:
@@ -92,8 +92,11 @@ def _steps() -> float:
 
 
 def _step_s(trace: Trace) -> float:
-    ends = [one.steps for one in trace.ranks.values()]
-    return mean(step.ended_s - step.began_s for steps in ends for step in steps)
+    """Seconds of each of the STEPS, the mean of the ranks; with the barrier after the last, which
+    is recorded as the beginning of one step more."""
+    return mean(
+        (one.steps[-1].ended_s - one.steps[0].began_s) / STEPS for one in trace.ranks.values()
+    )
 
 
 def bench_replay(

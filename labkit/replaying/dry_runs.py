@@ -24,9 +24,7 @@ from labkit.trace import Trace
 from labkit.world.attach import on_paper
 
 LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
-# In a notebook it is a widget, which whatever runs notebooks without a browser may stumble over
-# when it goes away: only where somebody must be waiting.
-LONG_IN_A_NOTEBOOK_S = 15.0
+LONG_IN_A_NOTEBOOK_S = 10.0  # where what is shown stays in the output of its cell
 
 
 def dry_run(
@@ -135,18 +133,24 @@ class _ShownFake(FakeTensorMode):
             SpinnerColumn(), TextColumn("{task.description}: {task.completed:,} operations"),
             TimeElapsedColumn(), transient=True, auto_refresh=False,
         )  # fmt: skip
-        self._task = self.shown.add_task(label, total=None)
-        in_a_notebook = self.shown.console.is_jupyter
-        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if in_a_notebook else LONG_S)
+        self._label, self._task = label, self.shown.add_task(label, total=None)
+        self._in_notebook = self.shown.console.is_jupyter
+        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if self._in_notebook else LONG_S)
         self._operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
+            self._show()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _show(self) -> None:
+        if self._in_notebook:  # rich would make a widget, over which nbconvert may stumble
+            print(f"\r{self._label}: {self._operations:,} operations", end="", flush=True)
+        else:
             self.shown.start()
             self.shown.update(self._task, completed=self._operations, refresh=True)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _converted(

@@ -52,7 +52,7 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> No
     size = 1 if RECIPES[strategy].one_rank else RANKS
     with World(size, backend="gloo") as world, record(detail_step=1) as real:
         world.run(train, strategy)
-    dry = dry_run(train, strategy, ranks=size)
+    dry = dry_run(train, strategy, ranks=size, as_on="cpu")
     assert told(dry) == told(real)
     assert len(dry.ranks[0].operations) > 100
     held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
@@ -105,6 +105,31 @@ def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
     assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
 
 
+def test_the_optimizer_is_that_of_a_gpu_unless_asked() -> None:
+    found = {}
+    for as_on in ("cuda", "cpu"):
+        one = dry_run(train, ranks=2, as_on=as_on).ranks[0]
+        (step,) = (span for span in one.spans if span.phase == "optimizer")
+        found[as_on] = [x for x in one.operations if step.began_s < x.when_s < step.ended_s]
+    assert len(found["cuda"]) < 30 < 200 < len(found["cpu"])
+    assert not any(x.name == "_local_scalar_dense" for x in found["cpu"] + found["cuda"])
+    moved = {name: sum(x.moved_bytes for x in of) for name, of in found.items()}
+    assert 0.9 < moved["cuda"] / moved["cpu"] < 1.2, "the same is read and written"
+
+
+def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters() -> None:
+    def work() -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.to(torch.bfloat16)
+        for _ in range(2):
+            model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+
+    held = peak_memory(dry_run(work, ranks=1).ranks[0])
+    assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
+
+
 def test_it_leaves_the_process_as_it_was() -> None:
     conversion = nn.Module._apply
 
@@ -138,9 +163,26 @@ def test_what_was_there_before_is_none_of_its_memory() -> None:
 
 
 def test_what_cannot_be_recorded_is_told() -> None:
+    def chooses() -> None:
+        x = torch.ones(4)
+        x[x > 0].sum()
+
+    def two_optimizers() -> None:
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in layers]
+        for _ in range(2):
+            layers[1](layers[0](torch.ones(1, 4))).sum().backward()
+            for one in optimizers:
+                one.step()
+
+    with pytest.raises(ValueError, match="looks at a number .*shape that depends on numbers"):
+        dry_run(chooses, ranks=2)
+    with pytest.raises(ValueError, match="in step 1 there is no forward: .* give step=2"):
+        dry_run(two_optimizers, ranks=2)
+    assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
     with pytest.raises(ValueError, match="made 1 training steps, and step 1 is to be kept"):
         dry_run(train, steps=1, ranks=2)
-    with pytest.raises(ValueError, match="ranks 0 to -1 once"):
+    with pytest.raises(ValueError, match="ranks=0; at least 1 is needed"):
         dry_run(train, ranks=0)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import DDP, Comm, World, dry_run, record, replay, split_of
+from labkit import Comm, World, dry_run, record, replay, split_of
 from labkit.clusters import Cluster, Device, Level, cluster
 from labkit.events import CommEvent
 from labkit.recipes import RECIPES
@@ -24,6 +24,7 @@ from labkit.replaying import (
 )
 from labkit.schedules import one_f_one_b
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace
+from labkit.trace.groups import groups_like
 from labkit.trace.laws import broken_laws
 from labkit.trace.measures import communicating, length_s
 
@@ -249,22 +250,65 @@ def test_one_rank_for_all_gives_the_times_of_all(strategy: str) -> None:
         assert few.expanded() == every
 
 
-def test_more_of_anything_is_never_slower() -> None:
+def neighbours() -> None:
+    """Messages around the ring of all ranks, and a sum over each three neighbours."""
+    comm = Comm()
+    groups = [comm.subgroup(range(k, k + 3)) for k in range(0, comm.size, 3)]
+    x = torch.ones(10**6)
+    sending = comm.isend(x, (comm.rank + 1) % comm.size)
+    comm.recv(torch.empty(10**6), (comm.rank - 1) % comm.size)
+    sending.wait()
+    next(one for one in groups if one is not None).all_reduce(x)
+    torch.optim.SGD([nn.Parameter(x)], lr=0.1).step()
+
+
+def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts() -> None:
+    """With 4 devices a node, ranks 3, 4, 5 are on two nodes, and so are 3 and 4."""
+    where = replace(plain(nodes=3, devices=4), between=Level("between", 1e7, 1e-3, 4))
+    alike = dry_run(neighbours, ranks=12, step=0)
+    each = dry_run(neighbours, ranks=12, step=0, alike={rank: [rank] for rank in range(12)})
+    expanded = alike.expanded()
+    for rank, one in each.ranks.items():
+        assert [(x.op, x.ranks, x.rank, x.peer) for x in one.comms] == [
+            (x.op, x.ranks, x.rank, x.peer) for x in expanded.ranks[rank].comms
+        ]
+    seconds = [step_s(replay(trace, where)) for trace in (alike, each, expanded)]
+    assert seconds == pytest.approx([seconds[0]] * 3)
+    quick = replace(where, nodes=1, devices_per_node=12)
+    assert step_s(replay(alike, quick)) < seconds[0] / 10
+
+
+def test_groups_lie_as_those_of_a_mesh() -> None:
+    assert groups_like((0, 1), 6) == ((0, 1), (2, 3), (4, 5))
+    assert groups_like((1, 3, 5), 6) == ((0, 2, 4), (1, 3, 5))
+    assert groups_like((4, 5, 6, 7), 12)[2] == (8, 9, 10, 11)
+    assert groups_like((0, 1, 4, 5), 8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert groups_like((0, 1, 3), 6) == ((0, 1, 3),), "no mesh has such groups"
+    assert groups_like((1, 2), 6) == ((1, 2),), "nor these, beside (3, 4) and (5, 0)"
+
+
+def test_a_record_that_was_cut_off_is_not_replayed() -> None:
+    trace = dry_run(train, ranks=2).expanded()
+    trace.ranks[1].complete = False
+    with pytest.raises(ValueError, match="record of rank 1 was cut off"):
+        replay(trace, plain())
+
+
+def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
     dry = dry_run(lambda: train(width=600), ranks=8)
-    base = plain(nodes=2, devices=4, latency_s=1e-3)
-    assert base.between is not None
-    device = base.device
-    seconds = [step_s(replay(dry, base))]
-    for better in (
-        replace(base, inside=replace(base.inside, bytes_per_s=4e9)),
-        replace(base, between=replace(base.between, bytes_per_s=4e9)),
-        replace(base, between=replace(base.between, latency_s=1e-4)),
-        replace(base, device=replace(device, memory_bytes_per_s=1e11)),
-        replace(base, device=replace(device, peak_flops={"float32": 1e11})),
-    ):
-        seconds.append(step_s(replay(dry, better)))
-        assert seconds[-1] <= seconds[0]
-    assert len(set(seconds[1:])) >= 4, "and each does something"
+    one = plain(devices=8)
+    two = plain(nodes=2, devices=4, latency_s=1e-3)
+    assert two.between is not None
+    slow = replace(two, between=replace(two.between, bytes_per_s=1e8))
+    assert slow.between is not None
+    for base, better in [
+        (one, replace(one, inside=replace(one.inside, bytes_per_s=4e9))),
+        (slow, two),
+        (slow, replace(slow, between=replace(slow.between, latency_s=1e-4))),
+        (one, replace(one, device=replace(one.device, memory_bytes_per_s=1e11))),
+        (one, replace(one, device=replace(one.device, peak_flops={"float32": 1e11}))),
+    ]:
+        assert step_s(replay(dry, better)) < step_s(replay(dry, base))
 
 
 # --- costs ---
@@ -301,8 +345,23 @@ def test_steps_inside_a_node_and_between_nodes_have_their_own_latency() -> None:
     assert costs.collective("all_gather", 0, ranks).seconds == 1.5 * 100 + 1.5 * 1
     # Dissemination doubles its reach: of 2 steps, one leaves the node.
     assert costs.collective("barrier", 0, ranks).seconds == 100 + 1
-    # Straight to each other: 2 of the 3 others are in the other node.
-    assert costs.collective("all_to_all", 0, ranks).seconds == pytest.approx(2 * 100 + 1)
+    # Straight to each other, all at once.
+    assert costs.collective("all_to_all", 0, ranks).seconds == 100
+    with pytest.raises(ValueError, match="no collective 'allreduce'; there are all_reduce"):
+        costs.collective("allreduce", 0, ranks)
+
+
+def test_a_node_with_few_ranks_holds_up_the_others() -> None:
+    """8 ranks on one node and 1 on another, whose port carries all that the ring carries."""
+    where = cluster("dgx-h100")
+    costs, lone = Costs(where), 0.75 * 50e9
+    seconds = {
+        n: costs.collective("all_reduce", 10**9, tuple(range(n))).seconds for n in (8, 9, 12, 16)
+    }
+    assert seconds[9] == pytest.approx(2 * 8 / 9 * 1e9 / lone, rel=0.02)
+    assert seconds[8] < seconds[16] < seconds[12] < seconds[9]
+    all_to_all = costs.collective("all_to_all", 10**9, tuple(range(9))).seconds
+    assert all_to_all == pytest.approx(8 / 9 * 1e9 / lone, rel=0.02)
 
 
 def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
@@ -311,6 +370,9 @@ def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
     ranks = tuple(range(8))
     assert Costs(where).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(0.7)
     assert Costs(slow).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(7.0)
+    # To 3 of 7 others inside, at 0.1 GB/s; to 4 between, at 1 GB/s.
+    assert Costs(slow).collective("all_to_all", 8 * 10**8, ranks).seconds == pytest.approx(3.0)
+    assert Costs(where).collective("all_to_all", 8 * 10**8, ranks).seconds == pytest.approx(0.4)
 
 
 def test_where_ranks_give_unequally_the_largest_part_decides() -> None:
@@ -360,6 +422,21 @@ def test_an_operation_is_bound_by_what_it_needs_most() -> None:
     assert seconds(8, 8) == 1e-6
     with pytest.raises(ValueError, match="no rate for float64"):
         costs.compute_s(Operation(0.0, 0, "mm", "float64", 8, 8))
+
+
+def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire() -> None:
+    """Rank 0 sends to rank 2 for 1 s, and waits 3 s for a message that rank 1 sends at last."""
+    sending = event("send", 1, 1.0, 0, size=3, peer=2)
+    late = event("recv", 1, 2.0, 0, size=3, peer=1, wait_s=2.0)
+    at_last = event("send", 1, 5.0, 1, size=3, peer=0)
+    taken = event("recv", 1, 1.0, 2, size=3, peer=0, wait_s=1.0)
+    ranks = {
+        0: rank_of(0, 3, sending, late), 1: rank_of(1, 3, computed(1, 2 * 10**9), at_last),
+        2: rank_of(2, 3, taken),
+    }  # fmt: skip
+    replayed = replay(Trace(ranks), plain())
+    one = split_of(Trace({0: replace(replayed.ranks[0], size=1)}))
+    assert (one.step_s, one.exposed_s, one.bubble_s) == (3, 1, 2)
 
 
 # --- pipelines and memory, from what was recorded ---
@@ -431,4 +508,3 @@ def test_ddp_on_more_nodes_exposes_more() -> None:
         name: split_of(replay(dry, cluster(name))).exposed_s for name in ("v100-cloud", "dgx-h100")
     }
     assert exposed["v100-cloud"] > 10 * exposed["dgx-h100"] > 0
-    assert isinstance(DDP, type)

@@ -14,6 +14,7 @@ from labkit.trace import Operation
 aten = torch.ops.aten
 MAKE_ROOM = {  # nothing is read or written
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+    aten._unsafe_view, aten._local_scalar_dense,  # another look; what the CPU itself counts in
 }  # fmt: skip
 OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
 LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # some rows of a table
@@ -80,7 +81,7 @@ def operation_of(
 ) -> Operation | None:
     """The operation as the trace keeps it; None for what costs nothing."""
     ins = tensors_in((args, {name: x for name, x in kwargs.items() if name != "out"}))
-    outs = tensors_in(out)
+    outs = tensors_in(out) or written_by(func, args, kwargs)
     flops, moved_bytes = flops_of(func, args, kwargs, out), moved_bytes_of(func, ins, outs)
     if not flops and not moved_bytes:
         return None
@@ -88,6 +89,12 @@ def operation_of(
     name = func._overloadpacket.__name__
     sides = sides_of(func, args) if flops else ()
     return Operation(when_s, step, name, str(dtype)[6:], flops, moved_bytes, sides)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What is written to by an operation that returns nothing, as those on lists of tensors do."""
+    given = dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
+    return tensors_in([given.get(x.name) for x in func._schema.arguments if x.is_write])
 
 
 def tensors_in(things: Any) -> list[torch.Tensor]:

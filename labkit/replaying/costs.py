@@ -12,7 +12,10 @@ Where a collective has several algorithms, the fastest is taken, as NCCL does.
 
 Ranks of a group stand on some nodes. A ring passes through all ranks of a node before it leaves it,
 so that it leaves each node once, over all the ports that these ranks have: n GPUs of a node with n
-ports drive them together. What goes straight from each rank to each other has its own port only.
+ports drive them together, and a node with few of them holds up the others. What goes straight from
+each rank to each other, all at once, has its own port only. A port is shared as if all devices of
+its node sent; the latencies are those of NCCL's protocol for long tensors (Simple), so that small
+collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -32,8 +35,8 @@ ALGORITHMS = {  # of each collective: what the fastest is chosen from
     "all_reduce": ("ring", "double_tree"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
-    "broadcast": ("chain", "tree"),
-    "reduce": ("chain", "tree"),
+    "broadcast": ("chain",),
+    "reduce": ("chain",),
     "gather": ("flat",),
     "scatter": ("flat",),
     "all_to_all": ("pairwise",),
@@ -83,6 +86,8 @@ class Costs:
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        if op not in ALGORITHMS:
+            raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
         key = op, nbytes, ranks
         if key not in self._known:
             self._known[key] = self._fastest(*key)
@@ -102,11 +107,11 @@ class _Place:
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
         self.cluster, self.n, self.nodes = cluster, len(ranks), len(per_node)
-        self.in_a_node = max(per_node.values())
+        self.most, self.fewest = max(per_node.values()), min(per_node.values())
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
-        steps = cost(op, algorithm, self.n, 0).steps
+        steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
         sent_bytes = nbytes * _sent_of_each_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
         between = self._steps_between(algorithm, steps)
@@ -120,22 +125,21 @@ class _Place:
             return 0.0
         if algorithm in TREES:
             return steps * min(1.0, rounds(self.nodes) / rounds(self.n))
-        if algorithm in DIRECT:
-            return steps * (self.n - self.in_a_node) / (self.n - 1)
-        return steps * self.nodes / self.n
+        return steps if algorithm in DIRECT else steps * self.nodes / self.n
 
     def _bytes_per_s(self, algorithm: str) -> float:
-        """At which a rank sends what it sends."""
+        """At which the slowest rank sends what it sends."""
         cluster, inside, between = self.cluster, self.cluster.inside, self.cluster.between
         of_device = inside.reached * cluster.share_bytes_per_s(inside)
         if self.nodes == 1:
             return of_device
         assert between is not None
         own = between.reached * cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:
-            return own / ((self.n - self.in_a_node) / (self.n - 1))
-        together = own * self.in_a_node
-        return together if self.in_a_node == 1 else min(together, of_device)
+        if algorithm in DIRECT:  # inside to the most others, between from where the fewest are
+            part_inside = (self.most - 1) / (self.n - 1)
+            part_between = (self.n - self.fewest) / (self.n - 1)
+            return 1 / max(part_inside / of_device, part_between / own)
+        return own if self.most == 1 else min(own * self.fewest, of_device)
 
 
 @cache

@@ -5,22 +5,32 @@ and a place in autograd's graph, but no numbers; its process group is a fake one
 collective is over at once. So a laptop records a rank of a thousand that trains 175B parameters.
 
 What runs so must not look at a number, as `loss.item()` and `if gradient.isnan().any()` do: there
-is none. labkit's strategies do not.
+is none. labkit's strategies do not. Not seen is what is sent past labkit's door.
+
+The tensors say that they are on a CPU. Where torch would choose otherwise on a GPU, that is asked
+for: its optimizers take all parameters in a few operations ("foreach"). Not so attention with
+dropout: on a CPU that stores its scores, where a GPU has a kernel for it.
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from labkit.recording import record
-from labkit.trace import Trace
+from labkit.trace import RankTrace, Trace
 from labkit.world.attach import on_paper
 
 LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
@@ -34,6 +44,7 @@ def dry_run(
     alike: Mapping[int, Iterable[int]] | None = None,
     step: int = 1,
     seed: int = 0,
+    as_on: Literal["cuda", "cpu"] = "cuda",
     **kwargs: Any,
 ) -> Trace:
     """Record a training step of `fn(*args, **kwargs)` on a world of so many ranks, without data.
@@ -44,6 +55,7 @@ def dry_run(
         alike: the ranks to run, each with those that do the same, for which it stands:
             {0: range(512), 512: range(512, 1024)}. By default rank 0 stands for all.
         step: the training step to keep. The second by default: then all state is there.
+        as_on: the device whose ways of computing torch is to choose.
 
     Returns that step, with operations and memory; its times mean nothing: see `replay`.
 
@@ -61,7 +73,7 @@ def dry_run(
     found = Trace(about={"what": "dry run", "world_size": ranks})
     for rank, others in _stand_for(alike, ranks).items():
         what = f"rank {rank} of {ranks:,}, without data"
-        with _nothing_from_before(), on_paper(rank, ranks), _without_data(what):
+        with _nothing_from_before(), on_paper(rank, ranks), _without_data(what, as_on):
             torch.manual_seed(seed)
             with record(detail_step=step) as trace:
                 _run(fn, args, kwargs)
@@ -70,13 +82,27 @@ def dry_run(
                 f"dry_run: the function made {len(trace.steps())} training steps, and step {step} "
                 f"is to be kept; make {step + 1}, or give step=0"
             )
-        found.ranks[rank] = trace.step(step).ranks[rank]
+        found.ranks[rank] = _kept(trace, rank, step)
         found.ranks[rank].alike = others
     return found
 
 
+def _kept(trace: Trace, rank: int, step: int) -> RankTrace:
+    """Raises ValueError when it is the step of a second optimizer."""
+    forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
+    if forward and step not in forward:
+        raise ValueError(
+            f"dry_run: in step {step} there is no forward: each step of an optimizer ends a "
+            f"training step, and the function has several optimizers; give step={max(forward)}, "
+            "or one optimizer with several groups of parameters"
+        )
+    return trace.step(step).ranks[rank]
+
+
 def _stand_for(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """Each rank to run -> the others that it stands for. Raises ValueError where they overlap."""
+    if ranks < 1:
+        raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
     found = {
         rank: tuple(sorted(set(others) - {rank}))
         for rank, others in ({0: range(ranks)} if alike is None else alike).items()
@@ -92,10 +118,11 @@ def _stand_for(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[in
 def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
     try:
         fn(*args, **kwargs)
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"dry_run: the function looks at a number ({error}), and without data there is none; "
-            "leave out what needs it, as loss.item() or printing a tensor"
+            "leave out what needs it, as loss.item(), or a shape that depends on numbers, as "
+            "x[x > 0]"
         ) from error
 
 
@@ -111,17 +138,26 @@ def _nothing_from_before() -> Iterator[None]:
 
 
 @contextmanager
-def _without_data(label: str) -> Iterator[None]:
+def _without_data(label: str, as_on: str) -> Iterator[None]:
     """Tensors that are made in this block have no data."""
-    swapping = nn.Module._apply
-    nn.Module._apply = _converted  # type: ignore[method-assign]
     mode = _ShownFake(label)
-    try:
+    with ExitStack() as changes:
+        changes.enter_context(patch.object(nn.Module, "_apply", _converted))
+        if as_on == "cuda":
+            for name, module in list(sys.modules.items()):
+                if name.startswith("torch.optim.") and _CHOOSES in vars(module):
+                    changes.enter_context(patch.object(module, _CHOOSES, _foreach))
+        changes.callback(mode.shown.stop)
         with mode:
             yield
-    finally:
-        nn.Module._apply = swapping  # type: ignore[method-assign]
-        mode.shown.stop()
+
+
+_CHOOSES = "_default_to_fused_or_foreach"
+
+
+def _foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
+    """What torch chooses on a GPU: not fused, but all parameters in one operation."""
+    return False, True
 
 
 class _ShownFake(FakeTensorMode):
@@ -157,18 +193,13 @@ def _converted(
     module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
     """What `module.to(...)` does to parameters and buffers. torch's own would swap the insides of
-    fake tensors, which it then refuses to do. Tied weights stay tied."""
-    known: dict[nn.Parameter, nn.Parameter] = {}
+    fake tensors, which it then refuses to do."""
     for part in module.modules() if recurse else (module,):
-        for name, parameter in part._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in known:
-                with torch.no_grad():
-                    new = convert(parameter)
-                same = new is parameter
-                known[parameter] = parameter if same else nn.Parameter(new, parameter.requires_grad)
-            part._parameters[name] = known[parameter]
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                parameter.data = convert(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = convert(parameter.grad.data)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else convert(buffer)
     return module

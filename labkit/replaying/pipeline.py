@@ -101,11 +101,12 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
     Raises ValueError where there is no forward or no backward, or as `replay`.
     """
     (one,) = replay(trace, cluster).ranks.values()
-    found = {}
-    for phase in ("forward", "backward"):
-        spans = [span for span in one.spans if span.phase == phase and span.depth == 0]
-        times = len([span for span in spans if span.module != "loss"])
-        if not times:
-            raise ValueError(f"this trace of a stage has no {phase}; record a training step")
-        found[phase] = sum(span.ended_s - span.began_s for span in spans) / times
-    return found
+    seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
+    for span in one.spans:
+        if span.depth == 0 and span.phase in seconds:
+            seconds[span.phase] += span.ended_s - span.began_s
+            times[span.phase] += 1
+    if missing := [phase for phase in seconds if not times[phase]]:
+        raise ValueError(f"this trace of a stage has no {missing[0]}; record a training step")
+    # A stage may be several modules: each backward is one micro-batch.
+    return {phase: sum_s / times["backward"] for phase, sum_s in seconds.items()}

@@ -4,9 +4,13 @@
 
 The order of what each rank does is kept, and what waits for what. What things take is the
 cluster's. A rank that stands for others (`RankTrace.alike`) is replayed once for all of them: they
-do the same at the same time.
+do the same at the same time. Where their groups stand on the nodes in another way than its own,
+the slowest of these counts.
+
+A send does not wait for its receiver, and what comes into a rank is not limited, as over a `Link`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from sys import float_info
@@ -14,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
-from labkit.replaying.costs import Costs
+from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.engine import Issue, Timed, Wait, run
 from labkit.replaying.programs import RankProgram, program_of
 from labkit.trace import MemoryPoint, RankTrace, Trace
+from labkit.trace.groups import as_seen_by
 
 Computing = Literal["counted", "measured"]
 NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
@@ -57,6 +62,13 @@ def replay(
             f"{where.devices_per_node} devices; dataclasses.replace(cluster, nodes=...) has more"
         )
     chosen = _only(trace, _steps(trace, computing, steps))
+    for one in chosen.ranks.values():
+        cut = not one.complete and computing == "counted"
+        if cut or not all(step.ended_s for step in one.steps):
+            raise ValueError(
+                f"the record of rank {one.rank} was cut off: what it lacks of its steps nobody "
+                "knows; replay steps that all ranks have ended, computing='measured'"
+            )
     return _Replay(chosen, costs, computing).trace()
 
 
@@ -89,6 +101,7 @@ class _Replay:
         self.recorded, self.costs = trace, costs
         self.first = {one: first for first, rank in trace.ranks.items() for one in rank.alike}
         self.first |= {rank: rank for rank in trace.ranks}  # of those that do the same
+        self._known_places: dict[Any, list[int]] = {}
         self.issues = self._issues()
         compute_s = None if computing == "measured" else costs.compute_s
         self.programs = {
@@ -130,15 +143,44 @@ class _Replay:
             for event in one.comms:
                 if event.op == "recv":
                     continue
+                if one.rank not in event.ranks:
+                    raise ValueError(
+                        f"rank {one.rank} has {event.op} {event.seq} of group {event.group}, in "
+                        "which it is not: its own group is not known; record that rank, too"
+                    )
                 if event.op == "send":
                     ranks: tuple[int, ...] = (one.rank,)
                 else:
                     ranks = tuple(sorted({self._first_of(event, rank) for rank in event.ranks}))
-                key, cost = self._key(one, event), self.costs.sending(event)
+                key, cost = self._key(one, event), self._slowest(one, event)
                 issue = Issue(key, ranks, cost.seconds, cost.latency_s, cost.port)
                 if key not in found or found[key].seconds < issue.seconds:
                     found[key] = issue
         return found
+
+    def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
+        """What it takes where, of all the groups for which this one stands, it takes longest."""
+        costs = [self.costs.sending(event)]
+        if len(event.ranks) == one.size and event.op != "send":
+            return costs[0]  # there is one such group
+        for place in self._places(one, event):
+            costs.append(self.costs.sending(as_seen_by(event, place, one.size)))
+        return max(costs, key=lambda cost: cost.seconds + cost.latency_s)
+
+    def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
+        """One rank of each kind of place: by how the group, or the two ends, stand on nodes."""
+        key = one.rank, event.ranks, event.peer if event.op == "send" else None
+        if key not in self._known_places:
+            kinds: dict[Any, int] = {}
+            for rank in one.alike:
+                there = as_seen_by(event, rank, one.size)
+                ends = there.ranks
+                if event.op == "send" and there.peer is not None:
+                    ends = there.ranks[there.rank], there.ranks[there.peer]
+                nodes = Counter(self.costs.cluster.node_of(end) for end in ends)
+                kinds.setdefault(tuple(sorted(nodes.values())), rank)
+            self._known_places[key] = list(kinds.values())
+        return self._known_places[key]
 
     def _first_of(self, event: CommEvent, rank: int) -> int:
         """The recorded rank that does what `rank` does."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from labkit.events import CommEvent
+from labkit.trace.groups import as_seen_by
 
 CATEGORIES = (
     "parameters",
@@ -158,7 +159,7 @@ class Trace:
 
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
         """With a record for each of `ranks` (all by default), those that do as another does among
-        them: what they share is not copied. Their groups are named as that other's are.
+        them, in groups that lie alike (`groups_like`): what they share is not copied.
 
         Raises ValueError for a rank of which nothing is known.
         """
@@ -202,10 +203,7 @@ class Trace:
 
 def _as_rank(one: RankTrace, number: int) -> RankTrace:
     """The record of rank `number`, which does as `one` does."""
-    comms = [
-        replace(event, rank=event.ranks.index(number)) if number in event.ranks else event
-        for event in one.comms
-    ]
+    comms = [as_seen_by(event, number, one.size) for event in one.comms]
     return replace(one, rank=number, comms=comms, alike=())
 
 

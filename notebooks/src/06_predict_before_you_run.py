@@ -333,9 +333,9 @@ SMALL = dict(vocab=256, width=132, depth=4, heads=12, context=64)
 fast = World(2, backend="gloo", transport="gloo")
 paced = World(2, backend="gloo", link=LINK)
 with record() as without_wire:
-    fast.run(train, SMALL, rows=8, steps=7)
+    fast.run(train, SMALL, rows=8, steps=4)
 with record() as measured:
-    paced.run(train, SMALL, rows=8, steps=7)
+    paced.run(train, SMALL, rows=8, steps=4)
 
 # %%
 replayed = replay(without_wire, wires_of(LINK, ranks=2), computing="measured")
@@ -447,7 +447,9 @@ held = {name: nbytes / 1e9 for name, nbytes in peak_of(two_layers).items()}
 print(f"{sum(held.values()):.1f} GB:", ", ".join(f"{n} {x:.1f}" for n, x in held.items() if x))
 
 # %% [markdown]
-# More ranks do not help: each holds all of it. So large models are *cut*. Labs 07 and 08 cut what
+# Two layers hold 68 GB, and still do not fit: AdamW computes with all parameters at once, and for a
+# moment has one more copy of them (`other`). More ranks do not help: each holds all of it. So large
+# models are *cut*. Labs 07 and 08 cut what
 # DDP holds twice, lab 13 cuts matrices (tensor parallelism), lab 15 cuts between layers (pipeline
 # parallelism). What will these cost?
 

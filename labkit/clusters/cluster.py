@@ -78,7 +78,10 @@ class Cluster:
             if getattr(self, what) < 1:
                 raise ValueError(f"{self.name}: {what}={getattr(self, what)}; at least 1 is needed")
         if self.nodes > 1 and self.between is None:
-            raise ValueError(f"{self.name} has {self.nodes} nodes, and no level between them")
+            raise ValueError(
+                f"{self.name} has {self.nodes} nodes, and no level between them; describe one (in "
+                "a file: a second table of levels), or nodes=1"
+            )
 
     @property
     def size(self) -> int:

@@ -27,7 +27,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth; so, too, the part of S that each rank must send (the
     root, for broadcast and reduce). A rank alone sends nothing.
 
-    "all_reduce_in_network" is one whose sums are made by the switches (SHARP).
+    "all_reduce_in_network" is one whose sums are made by the switches (SHARP); its factor makes
+    bandwidths comparable, and is no bound: each rank sends all of S there.
     Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:

@@ -67,7 +67,7 @@ def replay(
         if cut or not all(step.ended_s for step in one.steps):
             raise ValueError(
                 f"the record of rank {one.rank} was cut off: what it lacks of its steps nobody "
-                "knows; replay steps that all ranks have ended, computing='measured'"
+                "knows; replay steps that all ranks have ended, with computing measured"
             )
     return _Replay(chosen, costs, computing).trace()
 
@@ -256,7 +256,7 @@ def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> l
         if not able and computing == "counted":
             raise ValueError(
                 "no step of this trace has its operations counted (a replay has not, either); "
-                "record with dry_run or record(detail_step=1), or replay with computing='measured'"
+                "record with dry_run or record(detail_step=1), or replay it with computing measured"
             )
         if not able:
             raise ValueError("no step of this trace was timed; give computing='counted'")

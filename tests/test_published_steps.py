@@ -2,7 +2,7 @@
 
 Megatron-DeepSpeed, mixed precision, full recompute, attention that stores its scores: written here
 with labkit's own GPT and DDP, and torch's checkpoint. What is not alike: ours has its parameters
-and moments in bf16, theirs in fp32; ours runs AdamW's operations one by one.
+and moments in bf16, theirs in fp32 as well; their Adam is one kernel.
 Source: vTrain (MIT licence), ground truth; rows of data parallelism alone (tp 1, pp 1).
 """
 
@@ -33,8 +33,8 @@ class Row(NamedTuple):
     step_ms: float
 
 
-# Over all 24 such rows of up to 4 micro-batches, the replay takes 0.70 to 1.25 of the time that
-# was measured, 1.04 in the mean; the least where a GPU has 1 or 2 short sequences at a time.
+# Over all 24 such rows of up to 4 micro-batches, the replay takes 0.58 to 1.15 of the time that
+# was measured, 0.95 in the mean; the least where a GPU has 1 short sequence at a time.
 ROWS = [
     Row("a100_step_times_cluster.csv", 64, 512, 8, 3072, 32, 30, 2048, 3566.5),
     Row("a100_step_times_node.csv", 4, 16, 2, 2048, 16, 12, 1024, 172.740218),

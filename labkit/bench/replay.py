@@ -58,12 +58,12 @@ def wires_of(link: Link, ranks: int) -> Cluster:
 class AfterTheWire(Costs):
     """A modelled wire holds messages back; then the machine really moves them. So an operation
     takes what the wire takes, and what it took in a run without that wire: from when the last
-    rank began, for whom the others waited, until it was over on all."""
+    rank began, for whom the others waited, until it was over, in the mean of the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
         self._own_s = {
-            key: max(x.ended_s for x in ranks.values()) - max(x.began_s for x in ranks.values())
+            key: mean(x.ended_s for x in ranks.values()) - max(x.began_s for x in ranks.values())
             for key, ranks in trace.collectives().items()
         }
 

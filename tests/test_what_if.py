@@ -344,3 +344,15 @@ def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(vars(replaying), "what_if", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
         replaying.what_if(recorded(), POD)
+
+
+def test_a_picture_says_of_which_wires_it_is() -> None:
+    """Also where they make no difference: inside a node nothing holds up this ring."""
+    redrawing, trace = Redrawing(), recorded(ranks=16)
+    before, _ = redrawing.draw(trace, CLOUD)
+    after, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=149e9))
+    again, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=148e9))
+    assert len({before, after, again}) == 3
+    assert redrawing.view is not None
+    label = redrawing.view.axes.get_xlabel()
+    assert label == "ms  ·  NVLink 2 148 GB/s, 3.4 µs  ·  Ethernet 3.12 GB/s, 30 µs"

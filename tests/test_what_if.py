@@ -24,7 +24,6 @@ from labkit.replaying.redrawing import (
     ROOM,
     Redrawing,
     in_words,
-    known_ranks,
     next_axis_s,
 )
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace, split_of
@@ -206,7 +205,7 @@ def test_the_first_ranks_are_drawn_of_all_that_are_known() -> None:
     assert redrawing.view is not None
     assert list(redrawing.view.trace.ranks) == [0, 1, 2]
     assert "3 of 64 ranks" in redrawing.view.axes.get_title(loc="left")
-    assert known_ranks(recorded(ranks=4)) == [0, 1, 2, 3]
+    assert [*recorded(ranks=4).record_of] == [0, 1, 2, 3]
 
 
 def test_the_line_says_where_the_time_went() -> None:

@@ -31,8 +31,9 @@ def _shown(name: str, measured: Callable[[], Any]) -> None:
 @bench.callback()
 def _bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        for one in (world, door, ddp, recording, plot, replay, collectives):
-            one()
+        for one in bench.registered_commands:
+            assert one.callback is not None
+            one.callback()
 
 
 @bench.command()

@@ -7,22 +7,13 @@ from typing import Any
 import torch
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import CheckFailed, brief, equal, fail, no_yield
+from labkit.check.findings import brief, equal, fail, no_yield
 from labkit.check.lab_03_rings import DGX1, best_us, bytes_by_pair, ring_in_order, rings_us
-from labkit.check.ranks import run
+from labkit.check.ranks import alone, run
 from labkit.comm import Comm, Mesh
 from labkit.nccl_log import EXAMPLES, NcclLog, parse_nccl_log
 
 Student = Callable[..., Any]
-
-
-def _alone(student: Student, *given: Any) -> Any:
-    """What a function returns that has nothing to do with ranks: its errors name none either."""
-    try:
-        return run(1, lambda comm, *given: student(*given), *given).values[0]
-    except CheckFailed as failed:
-        failed.sentence = failed.sentence.replace("rank 0 raised", "your function raised", 1)
-        raise
 
 
 # ---- bandwidths(op, nbytes, ranks, seconds)
@@ -49,7 +40,7 @@ def bandwidths(student: Student) -> Iterator[str]:
         moved = [event.bus_bytes for event in run(ranks, play).events[0]]
         for op, bus_bytes in zip(OPERATIONS, moved):
             given = (op, nbytes, ranks, seconds)
-            found = _alone(student, *given)
+            found = alone(student, *given)
             expected = (nbytes / seconds / 1e9, bus_bytes / seconds / 1e9)
             if not _two_numbers(found):
                 fail(
@@ -119,7 +110,7 @@ def best_order(student: Student) -> Iterator[str]:
     yield "the right sum by a ring in your order, on 3 and 4 real ranks"
     yield "no byte too many between nodes"
     many = [0, 1, 2] * 4
-    order = _alone(student, list(many))
+    order = alone(student, list(many))
     whole = _is_order(order, 12)
     hops = sum(many[a] != many[b] for a, b in zip(order, order[1:] + order[:1])) if whole else 0
     if hops != 3:
@@ -214,7 +205,7 @@ def read_log(student: Student) -> Iterator[str]:
     no_yield(student)
     for name, text in _logs().items():
         log = parse_nccl_log(text)
-        found = _alone(student, log)
+        found = alone(student, log)
         right = _read(log)
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             fail(
@@ -261,7 +252,7 @@ def _read(log: NcclLog) -> tuple[int, set[str], set[str]]:
 def rings(student: Student) -> Iterator[str | Score]:
     """rings(wires): rings through the 8 GPUs of a DGX-1 that all-reduce 1 GB fastest."""
     no_yield(student)
-    found = _alone(student, dict(DGX1))
+    found = alone(student, dict(DGX1))
     if not isinstance(found, list) or not found or not all(_is_order(r, 8) for r in found):
         fail(
             f"rings returned {brief(found)}.",

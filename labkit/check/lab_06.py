@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import CheckFailed, brief, fail, no_yield
+from labkit.check.findings import brief, fail, no_yield
 from labkit.check.lab_06_steps import steps
-from labkit.check.ranks import run
+from labkit.check.ranks import alone
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
 from labkit.parallel import DDP
@@ -23,19 +23,10 @@ from labkit.trace import Operation
 Student = Callable[..., Any]
 
 
-def _alone(student: Student, *given: Any) -> Any:
-    """What a function returns that has nothing to do with ranks: its errors name none either."""
-    try:
-        return run(1, lambda comm, *given: student(*given), *given).values[0]
-    except CheckFailed as failed:
-        failed.sentence = failed.sentence.replace("rank 0 raised", "your function raised", 1)
-        raise
-
-
 def _all_alone(student: Student, cases: list[tuple[Any, ...]]) -> list[Any]:
     """The same for many calls at once."""
     no_yield(student)
-    return _alone(lambda cases: [student(*given) for given in cases], cases)
+    return alone(lambda cases: [student(*given) for given in cases], cases)
 
 
 def _number(found: Any, name: str) -> None:

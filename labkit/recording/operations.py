@@ -98,6 +98,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(things: Any) -> list[torch.Tensor]:
+    """The tensors among `things`, also inside lists, tuples and dicts."""
     return [x for x in tree_leaves(things) if isinstance(x, torch.Tensor)]
 
 

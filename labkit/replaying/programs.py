@@ -33,8 +33,7 @@ class RankProgram:
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    issues: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Issue
-    waits: dict[int, int] = field(default_factory=dict)  # and of its Wait
+    waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
     _pending_s: float = 0.0  # computed since the last Issue or Wait
 
     def compute(self, seconds: float) -> None:
@@ -43,9 +42,8 @@ class RankProgram:
     def moment(self, thing: Any, name: str) -> None:
         self.moments.append(Moment(thing, name, len(self.parts), self._pending_s))
 
-    def issue(self, event: CommEvent, part: Issue) -> None:
+    def issue(self, part: Issue) -> None:
         self._close()
-        self.issues[id(event)] = len(self.parts)
         self.parts.append(part)
 
     def wait(self, event: CommEvent, part: Wait) -> None:
@@ -97,7 +95,7 @@ def program_of(
             case "issue":
                 program.moment(thing, "issued_s")
                 if (part := issue_of(one, thing)) is not None:
-                    program.issue(thing, part)
+                    program.issue(part)
             case "wait":
                 program.wait(thing, wait_for(one, thing))
                 waiting += 1

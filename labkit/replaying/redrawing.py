@@ -35,11 +35,11 @@ class Redrawing:
         step = choose_step(replayed)
         split = split_of(replayed, step)
         self.axis_s = next_axis_s(self.axis_s, split.step_s)
-        shown = replayed.expanded(known_ranks(replayed)[: self.most_ranks])
+        shown = replayed.expanded([*replayed.record_of][: self.most_ranks])
         if self.view is None:
             self.view = TimelineView(shown, step)
         self.view.show(shown, step, until_s=self.axis_s)
-        self.view.axes.set_xlabel(f"ms  ·  {wires_of(cluster)}", labelpad=2)
+        self.view.axes.set_xlabel(f"ms  ·  {wires_in_words(cluster)}", labelpad=2)
         return png(self.view.figure), split
 
 
@@ -48,7 +48,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
     return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
 
 
-def wires_of(cluster: Cluster) -> str:
+def wires_in_words(cluster: Cluster) -> str:
     """ "NVLink 3 300 GB/s, 3.4 µs": so that a picture says what it shows, also where what was
     changed makes no difference."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
@@ -61,11 +61,6 @@ def without_memory(trace: Trace) -> Trace:
     """Its points are most of a trace, and a timeline does not show them."""
     ranks = {number: replace(one, memory=[]) for number, one in trace.ranks.items()}
     return replace(trace, ranks=ranks)
-
-
-def known_ranks(trace: Trace) -> list[int]:
-    """Those with a record, and those that do as one of them does."""
-    return sorted(number for one in trace.ranks.values() for number in (one.rank, *one.alike))
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:

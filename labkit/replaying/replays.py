@@ -99,8 +99,7 @@ class _Message(NamedTuple):
 class _Replay:
     def __init__(self, trace: Trace, costs: Costs, computing: Computing):
         self.recorded, self.costs = trace, costs
-        self.first = {one: first for first, rank in trace.ranks.items() for one in rank.alike}
-        self.first |= {rank: rank for rank in trace.ranks}  # of those that do the same
+        self.record_of = trace.record_of
         self._known_places: dict[Any, list[int]] = {}
         self.issues = self._issues()
         compute_s = None if computing == "measured" else costs.compute_s
@@ -184,12 +183,12 @@ class _Replay:
 
     def _first_of(self, event: CommEvent, rank: int) -> int:
         """The recorded rank that does what `rank` does."""
-        if rank not in self.first:
+        if rank not in self.record_of:
             raise ValueError(
                 f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, and its "
                 "record is missing; record all ranks, or one that does the same (RankTrace.alike)"
             )
-        return self.first[rank]
+        return self.record_of[rank].rank
 
     def _issue_of(self, one: RankTrace, event: CommEvent) -> Issue | None:
         return None if event.op == "recv" else self.issues[self._key(one, event)]

@@ -157,18 +157,25 @@ class Trace:
         metrics = [x for x in self.metrics if x.get("step") == index]
         return Trace(ranks, self.about, metrics).from_zero()
 
+    @property
+    def record_of(self) -> dict[int, RankTrace]:
+        """Global rank -> its record, or that of the rank that does the same; in order."""
+        every = [(number, one) for one in self.ranks.values() for number in one.alike]
+        every += self.ranks.items()
+        return dict(sorted(every, key=lambda x: x[0]))
+
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
         """With a record for each of `ranks` (all by default), those that do as another does among
         them, in groups that lie alike (`groups_like`): what they share is not copied.
 
         Raises ValueError for a rank of which nothing is known.
         """
-        first = {one: rank for rank in self.ranks.values() for one in (rank.rank, *rank.alike)}
+        record_of = self.record_of
         found: dict[int, RankTrace] = {}
-        for number in sorted(first) if ranks is None else ranks:
-            if number not in first:
+        for number in record_of if ranks is None else ranks:
+            if number not in record_of:
                 raise ValueError(f"rank {number} has no record in this trace, nor does one like it")
-            found[number] = _as_rank(first[number], number)
+            found[number] = _as_rank(record_of[number], number)
         return replace(self, ranks=found)
 
     def from_zero(self) -> "Trace":

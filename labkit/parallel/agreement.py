@@ -1,0 +1,88 @@
+"""What must hold before and while a strategy trains a module: the ranks have the same parameters in
+the same order, no other strategy has them, and they stay what they were. Where it does not, the
+error names the parameter, on every rank.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from weakref import ref
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def check_same_on_all_ranks(named: Named, comm: Comm) -> None:
+    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ."""
+    mine = [_described(name, x) for name, x in named]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    every = comm.all_gather_object(mine)
+    first, other = every[0], next(one for one in every if one != every[0])
+    rank = every.index(other)
+    for position, (here, there) in enumerate(zip(_padded(first, other), _padded(other, first))):
+        if here != there:
+            raise ValueError(
+                f"the ranks have different models: parameter {position} is {here} on rank 0 and "
+                f"{there} on rank {rank}; build the same model, in the same order, on every rank"
+            )
+
+
+def _described(name: str, x: torch.Tensor) -> str:
+    frozen = "" if x.requires_grad else ", frozen"
+    return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}"
+
+
+def _padded(names: list[str], other: list[str]) -> list[str]:
+    return names + ["missing"] * (len(other) - len(names))
+
+
+def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
+    """Enter `owner` as the strategy that synchronises these parameters, for as long as it lives.
+    Raises ValueError when one has an owner: two would average, or shard, what the other holds."""
+    named = list(named)
+    for name, parameter in named:
+        before = getattr(parameter, "_labkit_owner", lambda: None)()
+        if before is not None and before is not owner:
+            raise ValueError(
+                f"{type(owner).__name__}: {name} belongs to a {type(before).__name__} already; "
+                "a module is wrapped once: unwrap it (`.module`) and delete the other first"
+            )
+    for _, parameter in named:
+        parameter._labkit_owner = ref(owner)  # type: ignore[attr-defined]
+
+
+class Unchanged:
+    """The parameters of a module as they were when it was wrapped."""
+
+    def __init__(self, module: nn.Module):
+        self._module = ref(module)
+        self._before = self._now()
+
+    def _now(self) -> dict[str, tuple[int, bool]]:
+        module = self._module()
+        assert module is not None
+        return {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+
+    def check(self) -> None:
+        """Raises ValueError, naming the parameter that is new, gone, another, frozen or thawed."""
+        now = self._now()
+        if now == self._before:
+            return
+        for name in {**self._before, **now}:
+            was, is_now = self._before.get(name), now.get(name)
+            if was == is_now:
+                continue
+            if was is None or is_now is None:
+                what = "was added" if was is None else "was removed"
+            elif was[0] != is_now[0]:
+                what = "is another tensor"
+            else:
+                what = "takes gradients now" if is_now[1] else "was frozen"
+            raise ValueError(
+                f"{name} {what} after the module was wrapped; change a module first, then wrap it"
+            )

@@ -1,0 +1,83 @@
+"""Ranks with different models, a module wrapped twice, parameters changed later: clear errors."""
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import Comm, World
+from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
+
+
+def _compare(kind: str) -> str:
+    comm = Comm()
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if comm.rank == 1:
+        if kind == "shape":
+            module[1] = nn.Linear(4, 3)
+        elif kind == "dtype":
+            module[1].double()
+        elif kind == "frozen":
+            module[0].bias.requires_grad_(False)
+        elif kind == "missing":
+            module.pop(1)
+    named = list(module.named_parameters())
+    if comm.rank == 1 and kind == "order":
+        named.reverse()
+    try:
+        check_same_on_all_ranks(named, comm)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("none", ""),
+        ("shape", "1.weight [2, 4] float32 on rank 0 and 1.weight [3, 4] float32 on rank 1"),
+        ("dtype", "1.weight [2, 4] float32 on rank 0 and 1.weight [2, 4] float64"),
+        ("frozen", "0.bias [4] float32 on rank 0 and 0.bias [4] float32, frozen on rank 1"),
+        ("missing", "1.weight [2, 4] float32 on rank 0 and missing on rank 1"),
+        ("order", "parameter 0 is 0.weight [4, 3] float32 on rank 0 and 1.bias [2]"),
+    ],
+)
+def test_every_rank_names_the_first_difference(kind: str, said: str) -> None:
+    with World(3) as world:
+        found = world.run(_compare, kind)
+    assert len(set(found)) == 1 and said in found[0] and bool(found[0]) == bool(said)
+
+
+class Owner:
+    pass
+
+
+def test_a_parameter_has_one_living_owner() -> None:
+    named = list(nn.Linear(2, 2).named_parameters())
+    first = Owner()
+    claim(named, first)
+    claim(named, first)
+    with pytest.raises(ValueError, match="Owner: weight belongs to a Owner already"):
+        claim(named, Owner())
+    del first
+    claim(named, Owner())
+
+
+def test_changes_after_wrapping_are_named() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    same = Unchanged(module)
+    module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
+    same.check()
+    module[1].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="1.bias was frozen after"):
+        same.check()
+    module[1].bias.requires_grad_(True)
+    module.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ValueError, match="more was added"):
+        same.check()
+    del module.more
+    module[0].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="0.weight is another tensor"):
+        same.check()
+    module[0].weight = None
+    with pytest.raises(ValueError, match="0.weight was removed"):
+        same.check()

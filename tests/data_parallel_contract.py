@@ -82,10 +82,11 @@ def weights_after(
         optimizer.step()
         losses.append(value.item())
         sent.append(sum(event.bus_bytes for event in events))
-    assert len(set(sent)) == 1, f"the bytes of a step change: {sent}"
+    steady = sent[1:]  # in the first, ranks may agree on what they have seen
+    assert len(set(steady)) == 1, f"the bytes of a step change: {sent}"
     predicted = Single.predict(module, 1)
     weights = {name: x.detach().clone() for name, x in module.state_dict().items()}
-    return Run(weights, losses, held(module, optimizer), predicted, sent[0])
+    return Run(weights, losses, held(module, optimizer), predicted, steady[0])
 
 
 def check_equal_to_single(

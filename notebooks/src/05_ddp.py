@@ -190,7 +190,7 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 # gradients:
 
 # %%
-show("parallel/ddp.py:buckets_of")
+show("parallel/buckets.py:buckets_of")
 
 # %% [markdown]
 # A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` moves them
@@ -198,7 +198,7 @@ show("parallel/ddp.py:buckets_of")
 # the tensor belongs to the wire until `handle.wait()` returns.
 
 # %%
-show("parallel/ddp.py:Bucket.send", since="for parameter, view")
+show("parallel/buckets.py:Bucket.send", since="for parameter, view")
 
 # %% [markdown]
 # Autograd calls this hook at each finished gradient. Look at the `while`: a bucket that is full

@@ -45,7 +45,7 @@ class Bucket:
             )
         self.missing.remove(parameter)
 
-    def send(self, comm: Comm, meanwhile: bool, divisor: int, hook: Hook | None = None) -> None:
+    def send(self, comm: Comm, meanwhile: bool, divisor: int, hook: Hook = all_reduced) -> None:
         """Move all gradients, divided, to their places here and sum them, `meanwhile` or at once.
         What this rank has not used it says (see `replicas.UNUSED`)."""
         self.unused = [p for p in self.view if p.grad is None]
@@ -57,7 +57,7 @@ class Bucket:
         self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
         for parameter in self.unused:
             self.view[parameter].fill_(UNUSED)
-        self.handle = (hook or all_reduced)(self.flat, comm, meanwhile)
+        self.handle = hook(self.flat, comm, meanwhile)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""

@@ -33,7 +33,7 @@ from labkit.comm import Comm
 from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.arrivals import STATIC, agreed_order, agreed_used
 from labkit.parallel.buckets import MB, Bucket, buckets_of
-from labkit.parallel.comm_hooks import Hook
+from labkit.parallel.comm_hooks import Hook, all_reduced
 from labkit.parallel.joining import Doing, RollCall
 from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.replicas import (
@@ -76,7 +76,7 @@ class DDP(nn.Module):
         bucket_mb: float = 25,
         overlap: bool = True,
         static_graph: bool = False,
-        hook: Hook | None = None,
+        hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
         super().__init__()

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
+        "AsyncParameterServer": "labkit.parallel",
         "attach": "labkit.world",
         "Batch": "labkit.data",
         "Cluster": "labkit.clusters",
@@ -33,6 +34,7 @@ __all__, __getattr__, __dir__ = lazy(
         "metric": "labkit.recording",
         "MLP": "labkit.models",
         "NaiveDDP": "labkit.parallel",
+        "ParameterServer": "labkit.parallel",
         "progress": "labkit.world",
         "RankError": "labkit.world",
         "RankInterrupt": "labkit.world",

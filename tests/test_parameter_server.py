@@ -106,7 +106,10 @@ def pair() -> Iterator[World]:
         yield world
 
 
-CASES = [("awkward", name) for name in OPTIMIZERS] + [("gpt", "AdamW")]
+CASES = [
+    pytest.param("awkward", name, marks=() if name == "AdamW" else pytest.mark.slow)
+    for name in OPTIMIZERS
+] + [pytest.param("gpt", "AdamW")]
 
 
 @pytest.mark.parametrize(("case", "optimizer"), CASES, ids=lambda x: x)
@@ -290,8 +293,7 @@ def step_s(strategy: str, ranks: int) -> float:
             model(torch.ones(8, 1024)).sum().backward()
             optimizer.step()
 
-    where = cluster("workstation")
-    where = replace(where, nodes=1, devices_per_node=ranks)
+    where = replace(cluster("selene"), nodes=ranks, devices_per_node=1)
     return split_of(replay(dry_run(train, ranks=ranks), where)).step_s
 
 
@@ -300,8 +302,7 @@ def test_a_step_grows_with_every_rank_that_comes_and_that_of_ddp_does_not() -> N
     ring = {n: step_s("ddp", n) for n in (2, 4, 8, 16)}
     per_rank_s = (served[16] - served[8]) / 8
     for fewer, more in ((2, 4), (4, 8)):
-        assert served[more] - served[fewer] == pytest.approx(
-            (more - fewer) * per_rank_s, rel=0.05
-        )
-    assert served[16] > 5 * served[2]
-    assert ring[16] < 2.1 * ring[2]  # 2(n-1)/n: from 1 to at most 2 times the bytes
+        grows_s = served[more] - served[fewer]
+        assert grows_s == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
+    assert served[16] > 10 * served[2]
+    assert ring[16] < 2 * ring[2]  # 2(n-1)/n: from 1 to at most 2 times the bytes

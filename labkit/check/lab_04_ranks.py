@@ -51,17 +51,20 @@ def right_steps(size: int) -> list[Weights]:
     return found
 
 
-def staleness_of(comm: Any, order: list[int]) -> list[int]:
-    """Of each update of labkit's server, which takes the pushes in this order."""
-    model = AsyncParameterServer(nn.Linear(1, 1), torch.optim.SGD, comm, order=order, lr=0.1)
+def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
+    """Of each update of labkit's server, when it takes the pushes in these orders."""
+    found = []
+    for order in orders:
+        model = AsyncParameterServer(nn.Linear(1, 1), torch.optim.SGD, comm, order=order, lr=0.1)
 
-    def work() -> None:
-        for _ in range(order.count(comm.rank)):
-            model.zero_grad()
-            model(torch.ones(1, 1)).sum().backward()
-            model.step()
+        def work(model: AsyncParameterServer = model, steps: int = order.count(comm.rank)) -> None:
+            for _ in range(steps):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                model.step()
 
-    return [update.staleness for update in model.run(work)]
+        found.append([update.staleness for update in model.run(work)])
+    return found
 
 
 # --- exercise 3: each worker draws the weights to a target of its own

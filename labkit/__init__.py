@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
+        "AsyncParameterServer": "labkit.parallel",
         "attach": "labkit.world",
         "Batch": "labkit.data",
         "bf16_compress_hook": "labkit.parallel.comm_hooks",
@@ -37,6 +38,7 @@ __all__, __getattr__, __dir__ = lazy(
         "metric": "labkit.recording",
         "MLP": "labkit.models",
         "NaiveDDP": "labkit.parallel",
+        "ParameterServer": "labkit.parallel",
         "progress": "labkit.world",
         "RankError": "labkit.world",
         "RankInterrupt": "labkit.world",

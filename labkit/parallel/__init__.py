@@ -1,7 +1,9 @@
 """The strategies. One concept, one file."""
 
+from labkit.parallel.async_parameter_server import AsyncParameterServer
 from labkit.parallel.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
+from labkit.parallel.parameter_server import ParameterServer
 from labkit.parallel.single import Single
 
-__all__ = ["DDP", "NaiveDDP", "Single"]
+__all__ = ["DDP", "AsyncParameterServer", "NaiveDDP", "ParameterServer", "Single"]

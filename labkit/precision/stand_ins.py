@@ -35,7 +35,10 @@ class StandIns(torch.optim.Optimizer):
     ) -> None:
         """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
         groups = [
-            {**_options(group), "params": [x for p in group["params"] for x in stand_ins.get(p, ())]}
+            {
+                **_options(group),
+                "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
+            }
             for group in self.param_groups
         ]
         self.inner = optimizer_cls(groups, **defaults)

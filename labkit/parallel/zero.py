@@ -40,6 +40,7 @@ from labkit.parallel.pieces import OwnedPiece
 from labkit.parallel.replicas import at_end_of_backward, copy_from_rank_0, when_gradient_is_there
 from labkit.parallel.zero_buckets import MB, FreeingBucket, ZeroBucket, cut
 from labkit.parallel.zero_footprint import predict_zero
+from labkit.parallel.zero_gather import WaitInForward
 from labkit.precision.stand_ins import StandIns, value_of
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
@@ -103,6 +104,7 @@ class ZeroOptimizer(StandIns):
         for p in trainable:
             self._divide_what_is_added(p)
             when_gradient_is_there(p, self._gradient_is_there)
+        self._gathers = None if gather_in is None else WaitInForward(gather_in, self._bucket_of)
 
     # --- backward: gradients leave as they become ready ---
 
@@ -178,7 +180,8 @@ class ZeroOptimizer(StandIns):
             bucket.take_what_was_written()
             bucket.step(self.inner)
             bucket.gather(meanwhile=True)
-        self.wait()
+        if self._gathers is None:
+            self.wait()
         return value
 
     def wait(self) -> None:
@@ -225,8 +228,17 @@ class ZeroOptimizer(StandIns):
     @torch.no_grad()
     def after_load(self) -> None:
         """The owned pieces were written to: give all ranks the new parameters."""
+        self.wait()
         for bucket in self._buckets:
             bucket.gather(meanwhile=False)
+
+    def _masters(self) -> list[torch.Tensor]:
+        self.wait()
+        return [bucket.stepped for bucket in self._buckets if bucket.low]
+
+    def _whose(self) -> list[int]:
+        shares = [bucket.layout.share for bucket in self._buckets]
+        return [self.comm.rank, self.comm.size, *shares]
 
     predict = staticmethod(predict_zero)
 

@@ -20,7 +20,7 @@ def predict_zero(
     trainable = [p for p in module.parameters() if p.requires_grad]
     ranks = range(size) if rank is None else [rank]
     n = len(ranks)
-    gradients = optimizer = sent = 0  # of all these ranks
+    gradients = optimizer = sent = 0  # bytes; the first two of all these ranks
     for some in cut(trainable, bucket_mb * MB):
         layout = FlatPartition([p.shape for p in some], size)
         element, low = some[0].element_size(), some[0].dtype in LOW
@@ -29,5 +29,5 @@ def predict_zero(
         own = sum(piece.numel for piece in pieces)
         gradients += (own if stage == 2 else layout.numel * len(ranks)) * element
         optimizer += own * state + STEP_COUNT_BYTES * len(pieces)
-        sent += 2 * (size - 1) * layout.share * element * n
-    return Footprint(parameter_bytes(module), gradients / n, optimizer / n, sent / n)
+        sent += 2 * (size - 1) * layout.share * element
+    return Footprint(parameter_bytes(module), gradients / n, optimizer / n, sent)

@@ -5,12 +5,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single
+from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeroOptimizer
 from labkit.parallel.footprint import Footprint
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
@@ -41,6 +42,13 @@ def _served(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.
     return model, model.pull_after(torch.optim.AdamW(model.parameters(), lr=lr))
 
 
+def _zero(stage: int) -> Build:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return module, ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
+
+    return build
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in [
@@ -48,6 +56,8 @@ RECIPES = {
         Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
         Recipe("parameter-server", "data parallel", _served, ParameterServer.predict),
+        Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
+        Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
     ]
 }
 

@@ -5,5 +5,6 @@ from labkit.parallel.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.parameter_server import ParameterServer
 from labkit.parallel.single import Single
+from labkit.parallel.zero import ZeroOptimizer
 
-__all__ = ["DDP", "AsyncParameterServer", "NaiveDDP", "ParameterServer", "Single"]
+__all__ = ["DDP", "AsyncParameterServer", "NaiveDDP", "ParameterServer", "Single", "ZeroOptimizer"]

@@ -1,0 +1,119 @@
+"""An optimizer that steps on something else than the model's parameters.
+
+    the user's loop, a scheduler          StandIns                inner, any torch optimizer
+    param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
+
+A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
+(labkit/parallel/zero.py). Groups, their options and the state of each stand-in are torch's own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+LOW = (torch.bfloat16, torch.float16)  # too coarse to add a small update to
+
+
+def fp32_of(x: torch.Tensor) -> torch.Tensor:
+    """What an optimizer can step on: `x` itself, or a copy in fp32 where `x` has fewer bits."""
+    return x.detach().float() if x.dtype in LOW else x.detach()
+
+
+def take_what_was_written(master: torch.Tensor, x: torch.Tensor) -> None:
+    """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
+    master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
+
+
+class StandIns(torch.optim.Optimizer):
+    """`param_groups` are the model's, `state` is that of `inner`, which steps on the stand-ins."""
+
+    inner: torch.optim.Optimizer
+    defaults: dict[str, Any]
+
+    def _step_on(
+        self,
+        stand_ins: Mapping[torch.Tensor, Sequence[nn.Parameter]],
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        defaults: dict[str, Any],
+    ) -> None:
+        """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
+        groups = [
+            {
+                **_options(group),
+                "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
+            }
+            for group in self.param_groups
+        ]
+        self.inner = optimizer_cls(groups, **defaults)
+        self.defaults = self.inner.defaults
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update(_options(its))
+        self.state = self.inner.state
+        for p, some in stand_ins.items():
+            for x in some:
+                if x.dtype != p.dtype:  # a master copy is known before the first step
+                    self.state[x] = self.state[x]
+
+    def _hand_down_options(self) -> None:
+        """Schedulers change the learning rate of the outer groups."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            its.update(_options(mine))
+
+    # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
+
+    def _masters(self) -> list[torch.Tensor]:
+        """What stands for parameters of fewer bits."""
+        raise NotImplementedError
+
+    def after_load(self) -> None:
+        """The stand-ins were written to: give the model what they have."""
+        raise NotImplementedError
+
+    def _whose(self) -> list[int]:
+        """Which rank's pieces these are."""
+        return [0, 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank alone, to be loaded on the same rank of as many, with the same model."""
+        return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError when it is that of another rank, number of ranks or model."""
+        found, own = dict(state_dict), self._masters()
+        masters, whose = found.pop("masters", None), found.pop("whose", None)
+        if whose != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
+            raise ValueError(
+                f"{type(self).__name__}: this state is of another rank, world size, bucket_mb or "
+                "model than this optimizer; a checkpoint (labkit's save_checkpoint) can be loaded "
+                "into any"
+            )
+        self.inner.load_state_dict(found)
+        self.state = self.inner.state
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update(_options(its))
+        with torch.no_grad():
+            for x, loaded in zip(own, masters, strict=True):
+                x.copy_(loaded)
+        self.after_load()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "inner"):
+            raise ValueError(
+                f"{type(self).__name__}: groups cannot be added later; give all of them when the "
+                "optimizer is made (a frozen parameter may be among them, but not be thawed)"
+            )
+        super().add_param_group(param_group)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: x for key, x in group.items() if key not in ("params", "param_names")}
+
+
+def value_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of `step(closure)` gives, its gradients made."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -119,12 +119,15 @@ class Construction:
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
         """The sharded one in place of `parameter`, and open."""
-        elements = Elements(what, parameter.detach(), self)
-        self.only_open([])
-        self._open = [elements]
+        elements = self.new(what, parameter.detach())
         sharded = ShardedParameter(elements, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)
         return _in_place_of(parameter, sharded)
+
+    def new(self, what: str, full: torch.Tensor) -> Elements:
+        self.only_open([])
+        self._open = [Elements(what, full, self)]
+        return self._open[0]
 
     def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
         """Have these whole, and no others."""
@@ -143,12 +146,12 @@ class ShardedParameter(torch.Tensor):
     with it while the model is built gets it whole; afterwards that is an error."""
 
     elements: Elements
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, elements: Elements, requires_grad: bool) -> "ShardedParameter":
         like = elements.share
-        self: ShardedParameter = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: ShardedParameter = torch.Tensor._make_wrapper_subclass(
             cls, elements.shape, strides=elements.stride, dtype=like.dtype, device=like.device,
             requires_grad=requires_grad,
         )  # fmt: skip
@@ -161,8 +164,21 @@ class ShardedParameter(torch.Tensor):
         full = self.elements.full
         return self.elements.gathered() if full is None else full
 
+    @property
+    def data(self) -> "ShardedParameter":
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        """As initialisations do: `layer.weight.data = torch.zeros(3, 5)`."""
+        old = self.elements
+        if not isinstance(new, ShardedParameter):
+            new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.elements = new.elements
+
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Every operation of torch on a sharded parameter comes here."""
@@ -232,7 +248,7 @@ def _in_place_of(parameter: nn.Parameter, sharded: ShardedParameter) -> ShardedP
         torch.utils.swap_tensors(parameter, sharded)
     except RuntimeError:
         before = parameter.__dict__.setdefault("_sharded", sharded)
-        return before  # type: ignore[no-any-return]
+        return before
     return parameter  # type: ignore[return-value]
 
 

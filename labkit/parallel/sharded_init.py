@@ -230,6 +230,11 @@ class _ClosesBeforeWhatIsNew(TorchDispatchMode):
         super().__init__()
         self._construction = construction
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):
             self._construction.only_open([])

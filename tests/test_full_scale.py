@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from labkit import DDP, GPT, Batch, MasterWeights, ZeRO3, ZeroOptimizer, dry_run, loss, predict
-from labkit.parallel.sharded_init import sharded_init
 from labkit.trace import CATEGORIES, MemoryPoint
 
 SIZES = {"vocab": 18432, "width": 12288, "depth": 4, "heads": 96, "context": 2048}
@@ -22,10 +21,10 @@ HELD_GB = {0: 120, 1: 31.4, 2: 16.6, 3: 1.88}
 STATES = ("parameters", "gradients", "optimizer state")
 
 
-def train(stage: int, in_shares: bool = False) -> None:
+def train(stage: int) -> None:
     """Two steps; in stage 0 with DDP."""
-    if stage == 3 and in_shares:
-        with sharded_init():
+    if stage == 3:
+        with ZeRO3.init():
             model = GPT(**SIZES)
     else:
         model = GPT(**SIZES)

@@ -12,6 +12,7 @@ import torch
 
 from labkit import DDP, GPT, Batch, MasterWeights, ZeRO3, ZeroOptimizer, dry_run, loss, predict
 from labkit.trace import CATEGORIES, MemoryPoint
+from labkit.trace.measures import peak_memory
 
 SIZES = {"vocab": 18432, "width": 12288, "depth": 4, "heads": 96, "context": 2048}
 RANKS, LR = 64, 1e-4
@@ -66,3 +67,21 @@ def test_after_a_step_a_rank_holds_what_the_paper_says(stage: int) -> None:
     assert states_bytes / 1e9 == pytest.approx(HELD_GB[stage], rel=0.02), held
     formula = predict.model_state_bytes(predict.parameters(**SIZES), dp=RANKS, stage=stage)
     assert states_bytes == pytest.approx(formula, rel=0.001), held
+
+
+@pytest.mark.slow
+def test_built_and_wrapped_no_rank_holds_the_whole() -> None:
+    """While it is built, a rank holds its share and one parameter (2.4 GB of 30); while it is
+    wrapped, a unit besides, in the dtype of computation."""
+
+    def build() -> None:
+        with ZeRO3.init():
+            model = GPT(**SIZES)
+        wrapped = ZeRO3(model, compute_dtype=torch.bfloat16)
+        torch.optim.SGD(wrapped.parameters(), lr=LR).step()
+
+    share_bytes = 4 * predict.parameters(**SIZES) / RANKS
+    parameter_bytes = 4 * SIZES["width"] * 4 * SIZES["width"]
+    unit_bytes = 2 * 12.01 * SIZES["width"] ** 2
+    peak = peak_memory(dry_run(build, ranks=RANKS, step=0).ranks[0])
+    assert sum(peak.values()) < share_bytes + parameter_bytes + unit_bytes, peak

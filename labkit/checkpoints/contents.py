@@ -56,13 +56,14 @@ class Contents:
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer = optimizer
         self.module = plain_module(model)
-        self.strategy: Any = next((x for x in (optimizer, model) if hasattr(x, "owned")), None)
+        candidates: tuple[Any, ...] = (optimizer, model)
+        self.strategy = next((x for x in candidates if hasattr(x, "owned")), None)
         self.buffers, self.also = _buffers(self.module)
         names = {id(p): name for name, p in self.module.named_parameters()}
         if self.strategy is None:
             self.pieces = [_whole(name, p, optimizer) for name, p in self._named()]
         else:
-            other: Any = self.module if self.strategy is optimizer else optimizer
+            other = self.module if self.strategy is optimizer else optimizer
             self.pieces = list(self.strategy.owned(other))
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         mine = (

@@ -29,6 +29,7 @@ __all__, __getattr__, __dir__ = lazy(
         "listen": "labkit.comm",
         "load_checkpoint": "labkit.checkpoints",
         "loss": "labkit.data",
+        "MasterWeights": "labkit.precision",
         "measure_machine": "labkit.bench.machine",
         "Mesh": "labkit.comm",
         "metric": "labkit.recording",
@@ -53,6 +54,7 @@ __all__, __getattr__, __dir__ = lazy(
         "World": "labkit.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
+        "ZeroOptimizer": "labkit.parallel",
     },
 )
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.agreement import check_same_on_all_ranks
 from labkit.parallel.pieces import OwnedPiece
 from labkit.world.attach import attach
 
@@ -61,6 +62,7 @@ class Contents:
         self.buffers, self.also = _buffers(self.module)
         names = {id(p): name for name, p in self.module.named_parameters()}
         if self.strategy is None:
+            check_same_on_all_ranks(self._named(), comm)
             self.pieces = [_whole(name, p, optimizer) for name, p in self._named()]
         else:
             other = self.module if self.strategy is optimizer else optimizer
@@ -72,6 +74,11 @@ class Contents:
             [[names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups],
         )
         everyone = comm.all_gather_object(mine)
+        if len({len(groups) for _, _, groups in everyone}) > 1:
+            raise ValueError(
+                "the ranks have different optimizers: the number of parameter groups is "
+                f"{', '.join(str(len(groups)) for _, _, groups in everyone)}; build the same on all"
+            )
         self.shapes = {name: shape for shapes, _, _ in everyone for name, shape in shapes.items()}
         self.stateful = set().union(*(stateful for _, stateful, _ in everyone))
         self.groups = [

@@ -106,8 +106,8 @@ def _raise(
     ]
     if found:
         raise ValueError(
-            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(found)}. "
-            "Nothing was loaded"
+            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(found)}; build the "
+            f"{what} as it was when it was saved"
         )
 
 

@@ -1,6 +1,7 @@
 """All ranks do one thing, and all succeed or all raise the same error."""
 
 from collections.abc import Callable
+from errno import EIO
 from typing import TypeVar
 
 from labkit.comm import Comm
@@ -16,14 +17,17 @@ def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
     except Exception as error:
         mine = (None, error)
     # An error travels as words: what it holds may not be picklable.
-    told = None if mine[1] is None else (_kind(mine[1]), f"{failed}: rank {comm.rank}: {mine[1]}")
+    told = None if mine[1] is None else (*_kind(mine[1]), str(mine[1]))
     everyone = comm.all_gather_object((mine[0], told))
-    for _, failure in everyone:
-        if failure is not None:
-            (kind, number), text = failure
-            raise (OSError(number, text) if kind == "file" else ValueError(text)) from mine[1]
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(everyone) if failure]
+    if failures:
+        rank, (is_file, number, text) = failures[0]
+        same = len(failures) == comm.size and len({failure for _, failure in failures}) == 1
+        text = f"{failed}: {text}" if same else f"{failed}: rank {rank}: {text}"
+        raise (OSError(number, text) if is_file else ValueError(text)) from mine[1]
     return [result for result, _ in everyone]
 
 
-def _kind(error: Exception) -> tuple[str, int | None]:
-    return ("file", error.errno or 5) if isinstance(error, OSError) else ("other", None)
+def _kind(error: Exception) -> tuple[bool, int | None]:
+    """Whether it is about a file, and its number."""
+    return (True, error.errno or EIO) if isinstance(error, OSError) else (False, None)

@@ -7,9 +7,7 @@ import torch
 from data_parallel_contract import Awkward
 from torch import nn
 
-from labkit import DDP, Comm, NaiveDDP, load_checkpoint, save_checkpoint
-from labkit.parallel.flat import FlatPartition
-from labkit.parallel.pieces import OwnedPiece
+from labkit import DDP, Comm, NaiveDDP, ZeroOptimizer, load_checkpoint, save_checkpoint
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -44,66 +42,6 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-class FlatShares:
-    """The least of a sharded optimizer: a rank steps on its share of all elements."""
-
-    def __init__(self, module: nn.Module, comm: Comm, lr: float, cls: Any = torch.optim.AdamW):
-        self.comm = comm
-        self.param_groups = groups_of(module, lr)
-        self._all = [p for p in module.parameters() if p.requires_grad and p.numel()]
-        self._partition = FlatPartition([p.shape for p in self._all], comm.size)
-        self._pieces = [
-            (
-                one,
-                nn.Parameter(
-                    self._all[one.index].detach().reshape(-1)[one.start :][: one.numel].clone()
-                ),
-            )
-            for one in self._partition.pieces(comm.rank)
-        ]
-        self.inner = cls([nn.Parameter(torch.zeros(1))], lr=lr)
-        self.inner.param_groups.clear()
-        for group in self.param_groups:
-            ours = {id(p) for p in group["params"]}
-            mine = [x for one, x in self._pieces if id(self._all[one.index]) in ours]
-            self.inner.add_param_group({**group, "params": mine})
-            group |= {**self.inner.param_groups[-1], **group}
-
-    def zero_grad(self) -> None:
-        for p in self._all:
-            p.grad = None
-
-    def step(self) -> None:
-        for p in self._all:
-            if p.grad is not None:
-                self.comm.all_reduce(p.grad, "mean")
-        for one, x in self._pieces:
-            gradient = self._all[one.index].grad
-            x.grad = None if gradient is None else gradient.reshape(-1)[one.start :][: one.numel]
-        for inner, outer in zip(self.inner.param_groups, self.param_groups):
-            inner.update({key: x for key, x in outer.items() if key != "params"})
-        self.inner.step()
-        self.after_load()
-
-    @torch.no_grad()
-    def after_load(self) -> None:
-        for k, p in enumerate(self._all):
-            flat = torch.zeros(p.numel(), dtype=p.dtype)
-            for one, x in self._pieces:
-                if one.index == k:
-                    flat[one.start :][: one.numel] = x
-            self.comm.all_reduce(flat)
-            p.copy_(flat.view(p.shape))
-
-    def owned(self, module: nn.Module) -> list[OwnedPiece]:
-        names = {id(p): name for name, p in module.named_parameters()}
-        return [
-            OwnedPiece(names[id(p)], p.shape, one.start, x, self.inner)
-            for one, x in self._pieces
-            for p in [self._all[one.index]]
-        ]
-
-
 def replicated(strategy: Any) -> Any:
     def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
         return strategy(module, comm), torch.optim.AdamW(groups_of(module, lr))
@@ -111,10 +49,19 @@ def replicated(strategy: Any) -> Any:
     return build
 
 
+def sharded(stage: int) -> Any:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+        groups = groups_of(module, lr)
+        return module, ZeroOptimizer(groups, torch.optim.AdamW, stage, comm, bucket_mb=0.01)
+
+    return build
+
+
 STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
     "naive-ddp": replicated(NaiveDDP),
     "ddp": replicated(DDP),
-    "flat-shares": lambda module, comm, lr: (module, FlatShares(module, comm, lr)),
+    "zero-1": sharded(stage=1),
+    "zero-2": sharded(stage=2),
 }
 MEETING: dict[int, Comm | None] = {}  # on a rank: the first n ranks of its world
 

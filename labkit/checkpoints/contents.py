@@ -118,6 +118,8 @@ class Contents:
         """Those of each group, with the names of its parameters."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
+                if key == "param_names":  # `params` has them
+                    continue
                 yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:

@@ -78,7 +78,8 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
                 "in several; make the groups of the optimizer as they were"
             )
         before = groups[next(iter(first))] if first else {}
-        gone, new = set(now) - set(before) - {"params"}, set(before) - set(now)
+        before.pop("param_names", None)
+        gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
         if first and gone and new - {"initial_lr"}:
             raise ValueError(
                 f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "

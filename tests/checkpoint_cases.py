@@ -19,13 +19,13 @@ class Model(nn.Module):
         super().__init__()
         self.inside = Awkward()
         self.scale = nn.Parameter(torch.tensor(0.5))  # no dimension
-        self.deep = nn.Parameter(torch.randn(3, 5, 2))
+        self.deep = nn.Parameter(torch.randn(2, 5, 3) / 9)
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.inside(x) * self.scale + self.deep.square().sum()
+        return self.inside(x) * self.scale + (self.deep * self.seen).square().sum()
 
 
 def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:

@@ -110,10 +110,6 @@ class Contents:
             if first[id(parameter)] != name:
                 self.also[name] = first[id(parameter)]
 
-    def numel(self, name: str) -> int:
-        """Elements of a parameter; one that nobody knows may have some."""
-        return self.shapes[name].numel() if name in self.shapes else 1
-
     def hyperparameters(self) -> Iterator[tuple[Path, Any]]:
         """Those of each group, with the names of its parameters."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):

@@ -89,7 +89,7 @@ def load_checkpoint(
 def _weights(contents: Contents) -> list[Fill]:
     pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor) for p in contents.pieces]
     buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
-    return pieces + buffers
+    return [fill for fill in pieces + buffers if fill.tensor.numel()]
 
 
 def _new_state(stored: Stored, piece: OwnedPiece) -> tuple[dict[str, Any], list[Fill]]:

@@ -32,7 +32,7 @@ def check_model(stored: Stored, contents: Contents) -> None:
             '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
         )
     here = contents.shapes | {name: x.shape for name, x in contents.buffers.items()}
-    missing = [name for name in here if name not in there]
+    missing = [name for name, shape in here.items() if name not in there and shape.numel()]
     unexpected = [
         name
         for name, size in there.items()
@@ -55,7 +55,8 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
     names = {
         str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")
     } - contents.stateful
-    unexpected = sorted(name for name in names if contents.numel(name))
+    empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
+    unexpected = sorted(names - empty)
     _raise(stored, "optimizer", [], unexpected, [])
 
 

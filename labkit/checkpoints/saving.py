@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -65,7 +66,7 @@ def save_checkpoint(
     contents = Contents(model, optimizer, comm)
     planner = PiecePlanner(contents, {"format": FORMAT, "step": step, "extra": extra}, comm.rank)
     plans = together(comm, planner.create_local_plan, failed)
-    plans, metadata = planner.create_global_plan(plans)  # the same on every rank
+    plans, metadata = _whole_plan(planner, plans, contents)  # the same on every rank
 
     began = together(comm, lambda: folders.begin(folder, step) if comm.rank == 0 else None, failed)
     unfinished = began[0]
@@ -90,6 +91,24 @@ def save_checkpoint(
     if comm.rank == 0:
         folders.remove_old(final, keep)
     return final
+
+
+def _whole_plan(
+    planner: "PiecePlanner", plans: list[SavePlan], contents: Contents
+) -> tuple[list[SavePlan], Metadata]:
+    """Torch's global plan. Raises ValueError when the ranks' pieces do not make up the model."""
+    try:
+        plans, metadata = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise ValueError(
+            f"the pieces that the ranks own do not make up the model: {error}"
+        ) from error
+    for name, shape in contents.shapes.items():
+        entry = metadata.state_dict_metadata.get(f"model.{name}")
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
+            raise ValueError(f"the pieces that the ranks own do not make up all of {name}")
+    return plans, metadata
 
 
 class PiecePlanner(DefaultSavePlanner):

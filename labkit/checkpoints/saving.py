@@ -107,7 +107,7 @@ def _whole_plan(
         entry = metadata.state_dict_metadata.get(f"model.{name}")
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
         if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
-            raise ValueError(f"the pieces that the ranks own do not make up all of {name}")
+            raise ValueError(f"the ranks' pieces do not make up all of {name}")
     return plans, metadata
 
 

@@ -55,6 +55,7 @@ __all__, __getattr__, __dir__ = lazy(
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
         "ZeroOptimizer": "labkit.parallel",
+        "ZeRO3": "labkit.parallel",
     },
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel import DDP, NaiveDDP, Single, ZeroOptimizer
+from labkit.parallel import DDP, NaiveDDP, Single, ZeRO3, ZeroOptimizer
 from labkit.parallel.footprint import Footprint
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
@@ -44,6 +44,11 @@ def _zero(stage: int) -> Build:
     return build
 
 
+def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = ZeRO3(module, comm)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in [
@@ -52,6 +57,7 @@ RECIPES = {
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
         Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
         Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
+        Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
     ]
 }
 

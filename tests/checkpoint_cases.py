@@ -7,7 +7,16 @@ import torch
 from data_parallel_contract import Awkward
 from torch import nn
 
-from labkit import DDP, Comm, NaiveDDP, ZeroOptimizer, load_checkpoint, save_checkpoint
+from labkit import (
+    DDP,
+    Comm,
+    MasterWeights,
+    NaiveDDP,
+    ZeRO3,
+    ZeroOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -37,8 +46,8 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     """Two groups with different hyperparameters."""
     named = list(model.named_parameters())
     return [
-        {"params": [p for name, p in named if p.dim() > 1], "lr": lr},
-        {"params": [p for name, p in named if p.dim() <= 1], "lr": lr / 2, "weight_decay": 0.0},
+        {"params": [p for name, p in named if "bias" not in name], "lr": lr},
+        {"params": [p for name, p in named if "bias" in name], "lr": lr / 2, "weight_decay": 0.0},
     ]
 
 
@@ -57,11 +66,22 @@ def sharded(stage: int) -> Any:
     return build
 
 
+def zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    model = ZeRO3(module, comm, persist_below=20)
+    return model, torch.optim.AdamW(groups_of(model, lr))
+
+
+def masters(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    return DDP(module, comm), MasterWeights(groups_of(module, lr), torch.optim.AdamW)
+
+
 STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
     "naive-ddp": replicated(NaiveDDP),
     "ddp": replicated(DDP),
     "zero-1": sharded(stage=1),
     "zero-2": sharded(stage=2),
+    "zero-3": zero_3,
+    "masters": masters,
 }
 MEETING: dict[int, Comm | None] = {}  # on a rank: the first n ranks of its world
 
@@ -91,21 +111,25 @@ def train(model: nn.Module, optimizer: Any, comm: Comm, steps: range) -> list[fl
     return losses
 
 
-def save_and_go_on(strategy: str, ranks: int, folder: str) -> list[float] | None:
+def save_and_go_on(
+    strategy: str, ranks: int, folder: str, dtype: torch.dtype = torch.float64
+) -> list[float] | None:
     """Three steps, a checkpoint, three steps: the losses of the last."""
     if (comm := first_ranks(ranks)) is None:
         return None
-    model, optimizer = STRATEGIES[strategy](fresh(), comm, 1e-2)
+    model, optimizer = STRATEGIES[strategy](fresh(dtype=dtype), comm, 1e-2)
     train(model, optimizer, comm, range(3))
     save_checkpoint(folder, model, optimizer, step=3, extra={"rank": comm.rank})
     return train(model, optimizer, comm, range(3, 6))
 
 
-def load_and_go_on(strategy: str, ranks: int, folder: str) -> list[float] | None:
+def load_and_go_on(
+    strategy: str, ranks: int, folder: str, dtype: torch.dtype = torch.float64
+) -> list[float] | None:
     """Another model, other hyperparameters: all has to come from the checkpoint."""
     if (comm := first_ranks(ranks)) is None:
         return None
-    model, optimizer = STRATEGIES[strategy](fresh(seed=1), comm, 3e-3)
+    model, optimizer = STRATEGIES[strategy](fresh(seed=1, dtype=dtype), comm, 3e-3)
     train(model, optimizer, comm, range(7, 8))  # a state that must go
     loaded = load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra) == (3, {"rank": 0})

@@ -85,6 +85,18 @@ def test_going_on_is_bit_for_bit_as_if_never_stopped(
     assert world.run(load_and_go_on, strategy, 3, str(tmp_path)) == expected
 
 
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "masters"])
+def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
+    world: World, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    dtype = torch.bfloat16
+    expected = world.run(save_and_go_on, strategy, 3, str(tmp_path), dtype)
+    stored = dcp.FileSystemReader(tmp_path / "step_00000003").read_metadata().state_dict_metadata
+    for name in ("model.deep", "optimizer.state.deep.exp_avg"):
+        assert stored[name].properties.dtype == torch.float32
+    assert world.run(load_and_go_on, strategy, 3, str(tmp_path), dtype) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), list(product(STRATEGIES, (1, 2, 4))))
 def test_any_strategy_and_size_loads_what_any_other_saved(

@@ -95,8 +95,6 @@ class ZeRO3(WholeState, nn.Module):
     All ranks use the same units in the same order.
     """
 
-    # init: `with ZeRO3.init(comm):` is set in labkit.parallel.sharded_init's users; see there.
-
     def __init__(
         self,
         module: nn.Module,
@@ -113,6 +111,12 @@ class ZeRO3(WholeState, nn.Module):
         self.module, self.comm, self.prefetch = module, comm or Comm(), prefetch
         self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
         named = list(module.named_parameters())
+        for name, parameter in named:
+            if parameter.is_meta and not hasattr(parameter, "whole"):
+                raise ValueError(
+                    f"{name} is on the meta device, where it has no numbers; build the module in a "
+                    "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
+                )
         check_same_on_all_ranks(named, self.comm)
         claim(named, self)
         self._shapes = {name: p.shape for name, p in named}
@@ -150,6 +154,12 @@ class ZeRO3(WholeState, nn.Module):
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard
+
+    def _apply(self, *_: Any, **__: Any) -> "ZeRO3":  # type: ignore[override]
+        raise ValueError(
+            "ZeRO3: the shards stay what and where they are; move or convert the module first, "
+            "then wrap it"
+        )
 
     # --- forward ---
 

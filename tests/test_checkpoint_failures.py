@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import Comm, RankError, World, load_checkpoint, save_checkpoint
+from labkit import (
+    Comm,
+    MasterWeights,
+    RankError,
+    World,
+    ZeRO3,
+    load_checkpoint,
+    save_checkpoint,
+)
 from labkit.checkpoints import contents, folders, saving
 
 
@@ -183,6 +191,23 @@ def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_los
     pair.run(save, tmp_path, 2)
 
 
+def test_no_room_for_the_pointer_takes_the_checkpoint_back(
+    pair: World, tmp_path: pathlib.Path
+) -> None:
+    def full(step: int) -> None:
+        before = folders.point_at
+        folders.point_at = lambda final: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+        try:
+            save(tmp_path, step)
+        finally:
+            folders.point_at = before
+
+    pair.run(save, tmp_path, 1)
+    assert "No space left on device" in refused(pair, full, 2)
+    assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step_00000001"]
+    assert pair.run(load, tmp_path) == [(1, 1.0)] * 2
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     if shutil.which("mount") is None or os.geteuid() != 0:
@@ -281,6 +306,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
 
     pair.run(stepped)
     assert words in refused(pair, load_into, make, tmp_path)
+
+
+def test_two_that_shard_are_one_too_many(pair: World, tmp_path: pathlib.Path) -> None:
+    def both() -> None:
+        model = ZeRO3(Net())
+        save_checkpoint(tmp_path, model, MasterWeights(model.parameters(), torch.optim.AdamW))
+
+    assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(pair, both)
 
 
 def test_weights_alone_have_no_optimizer_to_load(pair: World, tmp_path: pathlib.Path) -> None:

@@ -57,8 +57,7 @@ class Contents:
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer = optimizer
         self.module = plain_module(model)
-        candidates: tuple[Any, ...] = (optimizer, model)
-        self.strategy = next((x for x in candidates if hasattr(x, "owned")), None)
+        self.strategy = _sharder(model, optimizer)
         self.buffers, self.also = _buffers(self.module)
         names = {id(p): name for name, p in self.module.named_parameters()}
         if self.strategy is None:
@@ -135,6 +134,18 @@ def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
     """Whether a state, like `exp_avg`, has an element for each of its parameter's. (`step` is one
     number for all, also where the parameter itself is one number.)"""
     return key != "step" and shape == parameter
+
+
+def _sharder(model: nn.Module, optimizer: Any) -> Any:
+    """Who says what this rank owns; None where every rank has all."""
+    found = [x for x in (optimizer, model) if hasattr(x, "owned")]
+    if len(found) > 1:
+        names = " and ".join(type(x).__name__ for x in found)
+        raise ValueError(
+            f"{names} both say what a rank owns; under {type(model).__name__} use a plain "
+            "torch optimizer, which it gives its pieces to step on"
+        )
+    return found[0] if found else None
 
 
 def _whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:

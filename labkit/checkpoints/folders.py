@@ -38,12 +38,16 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(unfinished: Path) -> Path:
-    """Make what was written to `unfinished` the latest checkpoint; its files are on the disk."""
+    """Make what was written to `unfinished`, whose files are on the disk, the latest checkpoint."""
     final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     flush_folder(unfinished)
     unfinished.rename(final)
-    flush_folder(final.parent)
-    point_at(final)
+    try:
+        flush_folder(final.parent)
+        point_at(final)
+    except OSError:  # the disk was full of the checkpoint itself: no name for half a success
+        final.rename(unfinished)
+        raise
     return final
 
 

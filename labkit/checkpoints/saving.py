@@ -88,8 +88,8 @@ def save_checkpoint(
         if comm.rank == 0:
             folders.discard(unfinished)
         raise
-    if comm.rank == 0:
-        folders.remove_old(final, keep)
+    failed = f"{final} is saved, but an older checkpoint could not be removed"
+    together(comm, lambda: folders.remove_old(final, keep) if comm.rank == 0 else None, failed)
     return final
 
 

@@ -109,6 +109,10 @@ class Contents:
             if first[id(parameter)] != name:
                 self.also[name] = first[id(parameter)]
 
+    def has_elements(self, name: str) -> bool:
+        """Whether there is anything of a parameter; where not, a strategy may leave it out."""
+        return name in self.shapes and self.shapes[name].numel() > 0
+
     def hyperparameters(self) -> Iterator[tuple[Path, Any]]:
         """Those of each group, with the names of its parameters."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):

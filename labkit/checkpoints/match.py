@@ -70,6 +70,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     group_of = {name: k for k, group in groups.items() for name in group.pop("params")}
     found = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
+        names = [name for name in names if contents.has_elements(name)]
         missing = [name for name in names if name not in group_of]
         _raise(stored, "optimizer", missing, [], [])
         first = {group_of[name]: name for name in names}

@@ -98,7 +98,7 @@ def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), list(product(STRATEGIES, (1, 2, 3, 4))))
+@pytest.mark.parametrize(("strategy", "ranks"), list(product(STRATEGIES, (1, 2, 4))))
 def test_any_strategy_and_size_loads_what_any_other_saved(
     world4: World, strategy: str, ranks: int, tmp_path: pathlib.Path
 ) -> None:

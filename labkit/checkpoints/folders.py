@@ -13,6 +13,8 @@ checkpoint that is whole. Old ones go only when the new one stands.
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 METADATA = ".metadata"
@@ -54,12 +56,21 @@ def publish(unfinished: Path) -> Path:
 def point_at(final: Path) -> None:
     """Replace the pointer `latest` in one moment."""
     new = final.parent / (LATEST + UNFINISHED)
-    with new.open("w") as file:
+    with naming(new), new.open("w") as file:
         file.write(final.name + "\n")
         file.flush()
         os.fsync(file.fileno())
     new.replace(final.parent / LATEST)
     flush_folder(final.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError in this block says which file it was about; one of `write` does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
 def flush_folder(folder: Path) -> None:

@@ -79,7 +79,8 @@ def save_checkpoint(
         def finish() -> pathlib.Path | None:
             if comm.rank:
                 return None
-            writer.finish(_with_further_names(metadata, results, contents), results)
+            with folders.naming(unfinished / folders.METADATA):
+                writer.finish(_with_further_names(metadata, results, contents), results)
             return folders.publish(unfinished)
 
         final = together(comm, finish, failed)[0]
@@ -186,19 +187,16 @@ class StreamingWriter(FileSystemWriter):
         path = pathlib.Path(self.path) / name
         bar = SlowBar("saving", len(plan.items))
         results = []
-        try:
-            with path.open("wb") as file:
-                for item in plan.items:
-                    begin_bytes = file.tell()
-                    file.write(_serialised(planner.resolve_data(item)))
-                    nbytes = file.tell() - begin_bytes
-                    where = _StorageInfo(name, begin_bytes, nbytes)
-                    results.append(WriteResult(item.index, nbytes, where))
-                    bar.tick()
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        with folders.naming(path), path.open("wb") as file:
+            for item in plan.items:
+                begin_bytes = file.tell()
+                file.write(_serialised(planner.resolve_data(item)))
+                nbytes = file.tell() - begin_bytes
+                where = _StorageInfo(name, begin_bytes, nbytes)
+                results.append(WriteResult(item.index, nbytes, where))
+                bar.tick()
+            file.flush()
+            os.fsync(file.fileno())
         bar.close()
         return results
 

@@ -32,6 +32,7 @@ __all__, __getattr__, __dir__ = lazy(
         "known_clusters": "labkit.clusters",
         "Link": "labkit.comm",
         "listen": "labkit.comm",
+        "load_checkpoint": "labkit.checkpoints",
         "loss": "labkit.data",
         "MasterWeights": "labkit.precision",
         "measure_machine": "labkit.bench.machine",
@@ -48,6 +49,7 @@ __all__, __getattr__, __dir__ = lazy(
         "read_run": "labkit.trace",
         "record": "labkit.recording",
         "replay": "labkit.replaying",
+        "save_checkpoint": "labkit.checkpoints",
         "Single": "labkit.parallel",
         "span": "labkit.recording",
         "split_of": "labkit.trace",
@@ -58,8 +60,8 @@ __all__, __getattr__, __dir__ = lazy(
         "World": "labkit.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
-        "ZeRO3": "labkit.parallel",
         "ZeroOptimizer": "labkit.parallel",
+        "ZeRO3": "labkit.parallel",
     },
 )
 

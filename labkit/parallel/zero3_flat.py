@@ -138,7 +138,7 @@ class Flat:
         """Where in the flat memory a piece of some rank begins."""
         cut = self.partition
         begins = [rank * cut.share + x.at for rank in range(cut.ranks) for x in cut.pieces(rank)]
-        return torch.tensor(begins, device=self.share.device)
+        return torch.tensor(begins, dtype=torch.long, device=self.share.device)
 
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have the modules see these: `gathered` or `shards`."""

@@ -28,6 +28,7 @@ __all__, __getattr__, __dir__ = lazy(
         "Link": "labkit.comm",
         "listen": "labkit.comm",
         "loss": "labkit.data",
+        "MasterWeights": "labkit.precision",
         "measure_machine": "labkit.bench.machine",
         "Mesh": "labkit.comm",
         "metric": "labkit.recording",
@@ -51,6 +52,7 @@ __all__, __getattr__, __dir__ = lazy(
         "World": "labkit.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
+        "ZeroOptimizer": "labkit.parallel",
     },
 )
 

@@ -6,8 +6,9 @@ storage, which many tensors may see) in a ledger, under what it is for. The ledg
 freed.
 
     parameters              those of the modules that ran
-    gradients               what a parameter's `.grad` lies in, so a bucket, too
-    optimizer state         what an optimizer keeps
+    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
+                            says are its `gradient_pieces()`
+    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
     activations             made in forward, and not freed yet
     communication buffers   made inside the door
     other                   made in backward or by the optimizer; batches; module buffers
@@ -59,6 +60,10 @@ class Ledger:
             self._held[key] = (death, category, nbytes)
             self._sums[category] += nbytes
             self._changed(tuple(self._sums))
+
+    def has(self, x: torch.Tensor, category: int) -> bool:
+        """Whether the memory of `x` is entered there."""
+        return self._held.get(id(x.untyped_storage()), (None, None))[1] == category
 
     def _leave(self, key: int, ref: "weakref.ref[Any]") -> None:
         with self._lock:
@@ -131,10 +136,16 @@ class Detail:
                 self._hooks.append(hook)
 
     def enter_state(self, optimizer: Any) -> None:
-        for state in optimizer.state.values():
+        given = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        for stepped_on, state in optimizer.state.items():
             for x in state.values():
                 if isinstance(x, torch.Tensor):
                     self._enter(x, OPTIMIZER, move=True)
+            if id(stepped_on) not in given and not self._ledger.has(stepped_on, PARAMETERS):
+                self._enter(stepped_on, OPTIMIZER, move=True)
+        if hasattr(optimizer, "gradient_pieces"):
+            for x in optimizer.gradient_pieces()[0]:
+                self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:

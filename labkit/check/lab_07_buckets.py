@@ -2,10 +2,12 @@
 of a cluster, and the most that a rank holds of them at once.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from labkit.replaying import Compute, Costs, Issue, run
 
 RANKS, TOKENS, MESSAGES = 32, 8192, 10
 ELEMENT_BYTES = 2  # gradients in 16 bits
+STARTS, STARTS_SEED = 12, 4
 CLUSTERS = ("v100-cloud", "dgx-h100")  # a slow wire, a fast one
 
 
@@ -61,8 +64,8 @@ def _seconds(name: str, nbytes: int) -> float:
 
 @cache
 def backwards() -> list[Backward]:
-    """Of a GPT with 84M parameters on each cluster. A weight takes 4 operations per token: 2 for its own
-    gradient and 2 for that of its input."""
+    """Of a GPT with 84M parameters, on each cluster. A weight takes 4 operations per token: 2 for
+    its own gradient and 2 for that of its input."""
     with torch.device("meta"):
         weights = list(GPT(vocab=8192, width=1024, depth=6, heads=16, context=512).parameters())
     numels = [p.numel() for p in reversed(weights)]
@@ -77,34 +80,42 @@ def backwards() -> list[Backward]:
 
 def equal_counts(gradients: int, messages: int) -> list[int]:
     """As many gradients in each bucket, as far as possible."""
-    ends = [gradients * i // messages for i in range(messages + 1)]
-    return [j - i for i, j in pairwise(ends)]
+    return counts_of([gradients * i // messages for i in range(messages + 1)])
 
 
 @cache
 def best_peak_bytes(case: Backward, messages: int = MESSAGES) -> int:
-    """The least that moving one end of a bucket after the other finds, from several starts."""
-    total, best = len(case.nbytes), case.peak_bytes([len(case.nbytes)])
-    for shrink in (0.6, 0.7, 0.8, 0.9, 1.0):
-        weights = [shrink**i for i in range(messages)]
-        goals = [sum(case.nbytes) * x / sum(weights) for x in accumulate(weights)]
-        sums = list(accumulate(case.nbytes))
-        ends = [min(range(total), key=lambda i: abs(sums[i] - goal)) + 1 for goal in goals[:-1]]
-        best = min(best, _moved(case, [0, *ends, total]))
-    return best
+    """The least that is known: from some cuts drawn by lot, always the same, ends of buckets are
+    moved as long as that helps."""
+    lot, total = random.Random(STARTS_SEED), len(case.nbytes)
+    starts = [sorted(lot.sample(range(1, total), messages - 1)) for _ in range(STARTS)]
+    return min(_moved(case, [0, *ends, total]) for ends in starts)
 
 
 def _moved(case: Backward, ends: list[int]) -> int:
-    def peak(ends: list[int]) -> int:
-        counts = [j - i for i, j in pairwise(ends)]
-        return case.peak_bytes(counts) if min(counts) > 0 else sum(case.nbytes) * 2
-
-    best, better = peak(ends), True
+    """The peak when no end of a single bucket can be moved any more to make it less."""
+    best, better = case.peak_bytes(counts_of(ends)), True
     while better:
         better = False
         for place in range(1, len(ends) - 1):
             for end in range(ends[place - 1] + 1, ends[place + 1]):
                 moved = [*ends[:place], end, *ends[place + 1 :]]
-                if (its := peak(moved)) < best:
+                if (its := case.peak_bytes(counts_of(moved))) < best:
                     best, ends, better = its, moved, True
     return best
+
+
+def counts_of(ends: Sequence[int]) -> list[int]:
+    """[0, 2, 5] -> [2, 3]"""
+    return [j - i for i, j in pairwise(ends)]
+
+
+def sent_in_buckets(comm: Any, student: Callable[..., Any], case: Backward) -> Any:
+    """The counts that the student chose; the buckets they mean are really sent, at 1/1000."""
+    counts = student(case, MESSAGES)
+    if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
+        ends = [0, *accumulate(counts)]
+        for i, j in pairwise(ends):
+            share = torch.zeros(1 + sum(case.nbytes[i:j]) // 1000 // comm.size)
+            comm.reduce_scatter_tensor(share, share.repeat(comm.size))
+    return counts

@@ -1,6 +1,7 @@
 """What the checks of lab 07 run on the ranks, and what a single process gets."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Step(NamedTuple):
 def buckets_of_small_model(model: nn.Module) -> list[list[nn.Parameter]]:
     last_first = list(model.parameters())[::-1]
     ends = [sum(CUTS[:i]) for i in range(len(CUTS) + 1)]
-    return [last_first[begin:end] for begin, end in zip(ends, ends[1:])]
+    return [last_first[begin:end] for begin, end in pairwise(ends)]
 
 
 def right_shares(size: int, rank: int, seed: int) -> list[Tensor]:

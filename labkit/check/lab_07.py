@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -313,7 +312,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
     """choose_buckets(backward, messages): how many gradients each bucket takes."""
     total = least = 0
     for case in backwards():
-        ran = run(2, partial(sent_in_buckets, student, case))
+        ran = run(2, sent_in_buckets, student, case)
         for rank, counts in enumerate(ran.values):
             _is_a_cut(rank, counts, len(case.nbytes))
         counts = ran.values[0]

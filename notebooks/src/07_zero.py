@@ -11,17 +11,18 @@
 # %%
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from labkit import DDP, GPT, Link, MasterWeights, Text, World, ZeroOptimizer, attach, loss, plot
 from labkit import predict as formulas
-from labkit import record
 from labkit.check import lab_07 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.parallel.flat import FlatPartition
+from labkit.recording import record
 from labkit.replaying import dry_run
 from labkit.trace import CATEGORIES
 
@@ -692,7 +693,7 @@ def choose_buckets(backward, messages):
             if len(ends) < messages - 1 and seen_bytes / total > goals[len(ends)] / goals[-1]:
                 ends.append(i + 1)
         ends = [0, *ends, len(backward.nbytes)]
-        counts = [j - i for i, j in zip(ends, ends[1:])]
+        counts = [j - i for i, j in pairwise(ends)]
         if min(counts) > 0:
             cuts.append(counts)
     return min(cuts, key=backward.peak_bytes)

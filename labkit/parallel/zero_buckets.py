@@ -1,11 +1,11 @@
 """What ZeRO-1 and 2 keep of some parameters on a rank: the flat buffers, and this rank's share.
 
-    parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
-                  |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
-    gradients     | the same layout               |    filled as backward makes them
-    averaged         this rank's share of the gradients, when all ranks' have been summed
-    stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
-                     have fewer bits: what the optimizer steps on
+parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
+              |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
+gradients     | the same layout               |    filled as backward makes them
+averaged         this rank's share of the gradients, when all ranks' have been summed
+stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
+                 have fewer bits: what the optimizer steps on
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import nn
 from labkit.comm import Comm, Handle
 from labkit.parallel.flat import FlatPartition
 from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
-from labkit.precision.stand_ins import LOW, fp32_of
+from labkit.precision.stand_ins import LOW, fp32_of, take_what_was_written
 
 MB = 2**20
 
@@ -35,7 +35,7 @@ def cut(parameters: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[to
     return full + [rest for rest in filling.values() if rest]
 
 
-class Bucket:
+class ZeroBucket:
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
@@ -194,13 +194,11 @@ class Bucket:
         """What was written to a parameter since the last look, its master takes."""
         versions = [p._version for p in self.parameters]
         if self.low and versions != self._versions:
-            for one, x in zip(self.pieces, self.stand_ins, strict=True):
-                if versions[one.index] != self._versions[one.index]:
-                    x.copy_(self.share[one.at : one.at + one.numel])
+            take_what_was_written(self.stepped, self.share)
         self._versions = versions
 
 
-class FreeingBucket(Bucket):
+class FreeingBucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):

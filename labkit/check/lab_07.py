@@ -23,6 +23,7 @@ from labkit.check.lab_07_ranks import (
     CUTS,
     Student,
     clipped,
+    first_adam,
     gathered,
     right_shares,
     right_weights,
@@ -194,6 +195,7 @@ def _bytes_to_owners(size: int, ran: Ran) -> None:
 def ShardedAdam(student: Student) -> Iterator[str]:
     """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all get all."""
     for size in (2, 3):
+        run(size, first_adam)
         ran = run(size, some_adam_steps, student)
         right, before = right_weights(size), some_weights(size)
         share = len(right) // size

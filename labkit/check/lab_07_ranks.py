@@ -133,6 +133,11 @@ def right_weights(size: int) -> Tensor:
     return master.detach().bfloat16()
 
 
+def first_adam(comm: Any) -> None:
+    """A rank's first optimizer loads much of torch: not while others wait for it."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+
+
 def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
     """The weights afterwards, and the bytes that the student's object has come to hold."""
     weights = some_weights(comm.size)

@@ -9,6 +9,7 @@
 # You need lab 02 (reduce-scatter, all-gather), lab 05 (DDP) and lab 06 (dry runs).
 
 # %%
+import hashlib
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -58,8 +59,8 @@ def with_ddp(model):
 
 
 # %% [markdown]
-# Four ranks. Each hands in all it keeps from one step to the next: weights, gradients, and what the
-# optimizer has.
+# Four ranks. What does each keep from one step to the next, and is it the same as on the others? Of
+# every tensor we ask for its bytes, and for a fingerprint of them.
 
 
 # %%
@@ -67,17 +68,18 @@ def kept(model, optimizer):
     things = list(model.parameters()) + [p.grad for p in model.parameters()]
     for master, state in optimizer.state.items():
         things += [master, state["exp_avg"], state["exp_avg_sq"]]
-    return [x.detach().cpu() for x in things]
+    raw = [x.detach().cpu().contiguous().view(torch.uint8).numpy() for x in things]
+    return [(x.nbytes, hashlib.sha256(x).hexdigest()) for x in raw]
 
 
 world = World(4, backend="gloo")
 with record(detail_step=1) as ddp:
-    everything = world.run(train, with_ddp, look=kept)
+    fingerprints = world.run(train, with_ddp, look=kept)
 
 # %% tags=["nbval-check-output"]
 P = formulas.parameters(vocab=256, width=132, depth=4, heads=12, context=64)
-nbytes = sum(x.nbytes for x in everything[0])
-same = sum(x.nbytes for x, *others in zip(*everything) if all(torch.equal(x, y) for y in others))
+nbytes = sum(size for size, _ in fingerprints[0])
+same = sum(every[0][0] for every in zip(*fingerprints) if len(set(every)) == 1)
 print(f"{P:,} parameters, {nbytes:,} bytes on rank 0: {nbytes / P:g} for each parameter.")
 print(f"The same on all 4 ranks: {same / P:g} of these {nbytes / P:g} bytes.")
 
@@ -343,9 +345,29 @@ def early(model):
     return with_zero(model, stage=2, gather_in=model)
 
 
-with record() as hidden:
-    paced.run(train, early, steps=3, rows=8)
-plot.timeline(hidden)
+on_wires = {"ZeRO-2": on_wire}
+for name, build in {"DDP": with_ddp, "ZeRO-2, gather_in": early}.items():
+    with record() as on_wires[name]:
+        paced.run(train, build, steps=3, rows=8)
+plot.compare(on_wires)
+
+# %% [markdown]
+# What waits for the all-gathers, the step or the next forward?
+
+
+# %%
+def waits_in(trace, phase, op="all_gather"):
+    """How many operations of step 1 rank 0 waits for in that phase."""
+    one = trace.ranks[0]
+    spans = [(x.began_s, x.ended_s) for x in one.spans if x.phase == phase and x.depth == 0]
+    moments = [event.wait_began_s for event in one.comms if event.op == op and event.step == 1]
+    return sum(any(begin <= when <= end for begin, end in spans) for when in moments)
+
+
+# %% tags=["nbval-check-output"]
+for name in ("ZeRO-2", "ZeRO-2, gather_in"):
+    counts = [waits_in(on_wires[name], phase) for phase in ("optimizer", "forward")]
+    print(f"{name:<18} {counts[0]} in the optimizer's step, {counts[1]} in the next forward")
 
 # %% [markdown]
 # Each module waits for its own weights. Is it still the same training? In float64 against one
@@ -362,10 +384,12 @@ def plain(model):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-# %% tags=["nbval-check-output"]
 alone = in_float64(World(1, backend="gloo"), plain, rows=8)
+
+# %% tags=["nbval-check-output"]
 for name in ("ZeRO-1", "ZeRO-2"):
-    print(name, torch.allclose(in_float64(world, ways[name], rows=2), alone, rtol=1e-10))
+    equal = torch.allclose(in_float64(world, ways[name], rows=2), alone, rtol=1e-10)
+    print(f"{name} has the losses of one process: {equal}")
 
 # %% [markdown]
 # Last, the number of section 1 without the machines: 7.5 billion parameters on 64 ranks, as a dry
@@ -384,13 +408,15 @@ def train_large(build, steps=2):
         optimizer.step()
 
 
+# %%
+builds = [with_ddp, *(partial(with_zero, stage=stage, bucket_mb=1000) for stage in (1, 2))]
+on_paper = [dry_run(train_large, build, ranks=64) for build in builds]
+
 # %% tags=["nbval-check-output"]
 P_large = formulas.parameters(**LARGE)
-builds = [with_ddp, partial(with_zero, stage=1), partial(with_zero, stage=2)]
-for stage, build in enumerate(builds):
-    on_paper = dry_run(train_large, build, ranks=64)
+for stage, trace in enumerate(on_paper):
     formula_gb = formulas.model_state_bytes(P_large, 64, stage) / 1e9
-    counted_gb = sum(before_the_step(on_paper)) / 1e9
+    counted_gb = sum(before_the_step(trace)) / 1e9
     print(f"stage {stage}: {counted_gb:6.2f} GB counted, {formula_gb:6.2f} GB by the formula")
 
 # %% [markdown]
@@ -500,12 +526,13 @@ def c(comm, parts):
     return share
 
 
-# %% tags=["nbval-check-output"]
+# %%
 def three_parts(accumulate):
     parts = [torch.full((8,), value) for value in (1.0, 10.0, 100.0)]
     return accumulate(attach().comm, parts)[0].item()
 
 
+# %% tags=["nbval-check-output"]
 {name: world.run(three_parts, way)[0] for name, way in {"a": a, "b": b, "c": c}.items()}
 
 # %% [markdown] tags=["answer"]

@@ -442,6 +442,7 @@ class Tied(nn.Module):
         return self.head(self.hidden(self.table(tokens)).tanh())
 
 
+# %%
 def flat_gradients(comm, model, backward):
     parameters = list(model.parameters())
     layout = FlatPartition([p.shape for p in parameters], comm.size)
@@ -583,14 +584,16 @@ check.pieces(pieces)
 # calls `gradient_is_there(i, p)` when the gradient of `p`, in bucket `i`, is finished. When the
 # bucket is full: put its gradients into one flat tensor, one after the other, divided by n, with
 # zeros until n divides; start its reduce-scatter **without waiting**, into `self.shares[i]`; and let
-# go of every `p.grad`. `finish()` comes after each `loss.backward()`: wait, and be ready for the
+# go of every `p.grad`. (`self.missing[i]` is the number of gradients that are not there yet.) `finish()` comes after each `loss.backward()`: wait, and be ready for the
 # next one.
 #
 # Useful: `comm.reduce_scatter_tensor(share, flat, async_op=True)`, `torch.cat`, `nn.functional.pad`.
 
 
 # %%
-class ToOwners:
+class Hooked:
+    """Has autograd call gradient_is_there, and counts what each bucket misses."""
+
     def __init__(self, comm, buckets):
         self.comm, self.buckets = comm, buckets
         self.shares, self.handles = [None] * len(buckets), []
@@ -599,6 +602,9 @@ class ToOwners:
             for p in bucket:
                 p.register_post_accumulate_grad_hook(partial(self.gradient_is_there, i))
 
+
+# %%
+class ToOwners(Hooked):
     def gradient_is_there(self, i, p):
         ### BEGIN SOLUTION
         self.missing[i] -= 1
@@ -743,9 +749,10 @@ report("07")
 # | tool | the call | stage 1 | stage 2 |
 # |---|---|---|---|
 # | DeepSpeed | `engine, *_ = deepspeed.initialize(model=..., config=...)` | `"zero_optimization": {"stage": 1}` | `{"stage": 2}` |
-# | Megatron | flags | `--use-distributed-optimizer` | (gradients stay whole) |
+# | Accelerate | `Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=...))` | `zero_stage=1` | `zero_stage=2` |
+# | Megatron | flags | `--use-distributed-optimizer` | `--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads` |
 # | torch | `ZeroRedundancyOptimizer(parameters, optimizer_class=AdamW)`, DDP around the model | always | |
-# | FSDP | `fully_shard(model, reshard_after_forward=False)` | | nearly |
+# | FSDP2 | `fully_shard(model, reshard_after_forward=False)` | | nearly: between steps weights are sharded, too |
 # | labkit | `ZeroOptimizer(parameters, AdamW, stage=...)` | `stage=1` | `stage=2` |
 
 # %% [markdown]

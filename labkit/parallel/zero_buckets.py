@@ -92,7 +92,8 @@ class ZeroBucket:
 
     def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
         if self.gradients is None:
-            self.gradients = torch.zeros_like(self.flat)
+            self.gradients = torch.empty_like(self.flat)
+            self.gradients[self.layout.numel :].zero_()
             self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
         if p.grad is None or p.grad is self.view[p]:
             return

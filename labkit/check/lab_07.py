@@ -32,7 +32,7 @@ from labkit.check.lab_07_ranks import (
     some_weights,
     two_steps,
 )
-from labkit.check.ranks import Ran, alone, run
+from labkit.check.ranks import Ran, alone, run, warm
 from labkit.parallel.flat import FlatPartition
 
 # ---- pieces(numels, ranks, rank)
@@ -195,7 +195,7 @@ def _bytes_to_owners(size: int, ran: Ran) -> None:
 def ShardedAdam(student: Student) -> Iterator[str]:
     """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all get all."""
     for size in (2, 3):
-        run(size, first_adam)
+        warm(size, first_adam)
         ran = run(size, some_adam_steps, student)
         right, before = right_weights(size), some_weights(size)
         share = len(right) // size

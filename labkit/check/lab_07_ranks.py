@@ -133,8 +133,8 @@ def right_weights(size: int) -> Tensor:
     return master.detach().bfloat16()
 
 
-def first_adam(comm: Any) -> None:
-    """A rank's first optimizer loads much of torch: not while others wait for it."""
+def first_adam() -> None:
+    """A rank's first optimizer loads much of torch."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 

@@ -393,7 +393,8 @@ for name in ("ZeRO-1", "ZeRO-2"):
 
 # %% [markdown]
 # Last, the number of section 1 without the machines: 7.5 billion parameters on 64 ranks, as a dry
-# run (lab 06). One layer, very wide, so that it is short: only the sum counts.
+# run (lab 06). One layer, very wide, in one bucket, so that it is short: only
+# the sum counts.
 
 # %%
 LARGE = dict(vocab=50257, width=22900, depth=1, heads=100, context=1024)
@@ -409,8 +410,8 @@ def train_large(build, steps=2):
 
 
 # %%
-zeros = [partial(with_zero, stage=stage, bucket_mb=1000) for stage in (1, 2)]
-builds = [partial(with_ddp, bucket_mb=1000), *zeros]
+zeros = [partial(with_zero, stage=stage, bucket_mb=20_000) for stage in (1, 2)]
+builds = [partial(with_ddp, bucket_mb=20_000), *zeros]
 on_paper = [dry_run(train_large, build, ranks=64) for build in builds]
 
 # %% tags=["nbval-check-output"]

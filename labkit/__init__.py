@@ -51,6 +51,7 @@ __all__, __getattr__, __dir__ = lazy(
         "World": "labkit.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
+        "ZeRO3": "labkit.parallel",
     },
 )
 

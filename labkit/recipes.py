@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel import DDP, NaiveDDP, Single
+from labkit.parallel import DDP, NaiveDDP, Single, ZeRO3
 from labkit.parallel.footprint import Footprint
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
@@ -36,12 +36,18 @@ def _replicated(strategy: type[Single] | type[NaiveDDP] | type[DDP]) -> Build:
     return build
 
 
+def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = ZeRO3(module, comm)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", _replicated(Single), Single.predict, one_rank=True),
         Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
+        Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
     ]
 }
 

@@ -28,6 +28,7 @@ __all__, __getattr__, __dir__ = lazy(
         "Link": "labkit.comm",
         "listen": "labkit.comm",
         "loss": "labkit.data",
+        "MasterWeights": "labkit.precision",
         "measure_machine": "labkit.bench.machine",
         "Mesh": "labkit.comm",
         "metric": "labkit.recording",
@@ -52,6 +53,7 @@ __all__, __getattr__, __dir__ = lazy(
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
         "ZeRO3": "labkit.parallel",
+        "ZeroOptimizer": "labkit.parallel",
     },
 )
 

@@ -5,12 +5,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel import DDP, NaiveDDP, Single, ZeRO3
+from labkit.parallel import DDP, NaiveDDP, Single, ZeRO3, ZeroOptimizer
 from labkit.parallel.footprint import Footprint
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
@@ -41,6 +42,13 @@ def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def _zero(stage: int) -> Build:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return module, ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
+
+    return build
+
+
 RECIPES = {
     recipe.name: recipe
     for recipe in [
@@ -48,6 +56,8 @@ RECIPES = {
         Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
         Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
+        Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
+        Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
     ]
 }
 

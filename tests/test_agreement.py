@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import Comm, World
+from labkit import Comm, World, dry_run
 from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
 
 
@@ -45,6 +45,18 @@ def test_every_rank_names_the_first_difference(kind: str, said: str) -> None:
     with World(3) as world:
         found = world.run(_compare, kind)
     assert len(set(found)) == 1 and said in found[0] and bool(found[0]) == bool(said)
+
+
+def test_ranks_agree_on_paper_too() -> None:
+    def work() -> None:
+        module = nn.Linear(2, 2)
+        check_same_on_all_ranks(list(module.named_parameters()), Comm())
+        assert Comm().broadcast_object([2, 1]) == [2, 1]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    assert len(dry_run(work, ranks=4, step=0).ranks[0].comms) == 4
 
 
 class Owner:

@@ -97,9 +97,7 @@ def GatheredLinear(student: Student) -> Iterator[str]:
     yield "two all-gathers and one reduce-scatter a layer: 3 (n-1)/n P, no byte more"
 
 
-def _gradients(
-    where: str, rank: int, size: int, found: list[Any], right: list[Tensor]
-) -> None:
+def _gradients(where: str, rank: int, size: int, found: list[Any], right: list[Tensor]) -> None:
     for i, (mine, whole) in enumerate(zip(found, right)):
         good = share_of([whole], rank, size)
         if not isinstance(mine, Tensor) or mine.shape != good.shape:

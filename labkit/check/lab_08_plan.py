@@ -103,5 +103,3 @@ def exposed_us(counts: Sequence[int], prefetch: int, layers: Sequence[Layer], wi
     times = run({0: program})[0]
     waits = (when for thing, when in zip(program, times) if isinstance(thing, Wait))
     return 1e6 * sum(when.ended_s - when.began_s for when in waits)
-
-

@@ -16,10 +16,12 @@ Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, a
 
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from labkit import events
 from labkit.comm.arguments import (
@@ -282,15 +284,32 @@ class Comm:
     def all_gather_object(self, thing: Any) -> list[Any]:
         """All ranks' picklable `thing`, as a list, on all ranks. For small things: the sizes
         travel first, then the pickled bytes, and both are counted."""
-        device = self._own_device()
-        mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8).to(device)
-        size = torch.tensor([mine.numel()], device=device)
-        sizes = size.repeat(self.size)
-        self.all_gather_into_tensor(sizes, size)
-        # On paper nothing arrives; there, all ranks give the same.
-        room = [mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()]
-        self.all_gather(room, mine)
-        return [pickle.loads(one.cpu().numpy().tobytes()) for one in room]
+        with _real_numbers():
+            mine = self._pickled(thing)
+            size = torch.tensor([mine.numel()], device=mine.device)
+            sizes = size.repeat(self.size)
+            self.all_gather_into_tensor(sizes, size)
+            # On paper nothing arrives; there, all ranks give the same.
+            room = [
+                mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
+            ]
+            self.all_gather(room, mine)
+            return [_unpickled(one) for one in room]
+
+    def broadcast_object(self, thing: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""
+        with _real_numbers():
+            mine = self._pickled(thing)
+            size = torch.tensor([mine.numel()], device=mine.device)
+            self.broadcast(size, src)
+            if self.rank != src and int(size) != mine.numel():
+                mine = mine.new_empty(int(size))
+            self.broadcast(mine, src)
+            return _unpickled(mine)
+
+    def _pickled(self, thing: Any) -> torch.Tensor:
+        there = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        return there.to(self._own_device())
 
     # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
 
@@ -334,3 +353,12 @@ class Comm:
 def _whole(chunk_bytes: list[int], rank: int) -> int:
     """Bus bytes of an operation whose factor is 1."""
     return sum(chunk_bytes)
+
+
+def _unpickled(flat: torch.Tensor) -> Any:
+    return pickle.loads(flat.cpu().numpy().tobytes())
+
+
+def _real_numbers() -> AbstractContextManager[None]:
+    """Objects are no part of the training: in a dry run, too, their bytes are real."""
+    return _disable_current_modes() if _get_current_dispatch_mode() else nullcontext()

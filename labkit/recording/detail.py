@@ -5,9 +5,10 @@ and the bytes that it reads and writes, adds them up by span, and enters each ne
 storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
 freed.
 
-    parameters              those of the modules that ran
-    gradients               what a parameter's `.grad` lies in, so a bucket, too
-    optimizer state         what an optimizer keeps
+    parameters              those of the modules that ran, also while they are gathered
+    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
+                            says are its `gradient_pieces()`
+    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
     activations             made in forward, and not freed yet
     communication buffers   made inside the door
     other                   made in backward or by the optimizer; batches; module buffers
@@ -22,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -60,6 +62,10 @@ class Ledger:
             self._sums[category] += nbytes
             self._changed(tuple(self._sums))
 
+    def has(self, x: torch.Tensor, category: int) -> bool:
+        """Whether the memory of `x` is entered there."""
+        return self._held.get(id(x.untyped_storage()), (None, None))[1] == category
+
     def _leave(self, key: int, ref: "weakref.ref[Any]") -> None:
         with self._lock:
             if key in self._held and self._held[key][0] is ref:
@@ -67,15 +73,15 @@ class Ledger:
                 self._sums[category] -= nbytes
                 self._changed(tuple(self._sums))
 
-    def measure_again(self) -> None:
-        """Some strategies free memory by resizing a storage, which no operation tells."""
+    def measure_again(self, storage: Any = None) -> None:
+        """Some strategies free memory by resizing a storage, which no operation tells: measure
+        this one, or all."""
         with self._lock:
-            for key, (ref, category, nbytes) in list(self._held.items()):
-                storage = ref()
-                now_bytes = storage.nbytes() if storage is not None else nbytes
-                if now_bytes != nbytes:
-                    self._held[key] = (ref, category, now_bytes)
-                    self._sums[category] += now_bytes - nbytes
+            for key in list(self._held) if storage is None else [id(storage)]:
+                ref, category, nbytes = self._held.get(key, (lambda: None, 0, 0))
+                if (its := ref()) is not None and its.nbytes() != nbytes:
+                    self._held[key] = (ref, category, its.nbytes())
+                    self._sums[category] += its.nbytes() - nbytes
             self._changed(tuple(self._sums))
 
 
@@ -94,6 +100,7 @@ class Detail:
         self._hooks: list[Any] = []
         self._in_door = threading.local()
         self._mode = _Mode(self)
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resizing_told())
         self._thread = threading.get_ident()
         self._counting = False
 
@@ -110,9 +117,11 @@ class Detail:
         self._counting = True
         self._ledger.measure_again()
         self._mode.__enter__()
+        self._resizing.start()
 
     def end(self) -> None:
         self._counting = False
+        self._resizing.stop()
         self._mode.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -129,12 +138,21 @@ class Detail:
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
                 self._hooks.append(hook)
+        if hasattr(root, "memory_that_comes_and_goes"):
+            for x, is_gradient in root.memory_that_comes_and_goes():
+                self._enter(x, GRADIENTS if is_gradient else PARAMETERS, move=True)
 
     def enter_state(self, optimizer: Any) -> None:
-        for state in optimizer.state.values():
+        given = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        for stepped_on, state in optimizer.state.items():
             for x in state.values():
                 if isinstance(x, torch.Tensor):
                     self._enter(x, OPTIMIZER, move=True)
+            if id(stepped_on) not in given and not self._ledger.has(stepped_on, PARAMETERS):
+                self._enter(stepped_on, OPTIMIZER, move=True)
+        if hasattr(optimizer, "gradient_pieces"):
+            for x in optimizer.gradient_pieces()[0]:
+                self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
@@ -175,6 +193,17 @@ class Detail:
         if span is not None and span.phase in ("backward", "optimizer"):
             return OTHER
         return ACTIVATIONS if self._spans.in_forward else OTHER
+
+    def _resizing_told(self) -> Callable[..., Any]:
+        """`resize_` of a storage, which tells the ledger."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: Any, nbytes: int) -> Any:
+            found = resize(storage, nbytes)
+            self._ledger.measure_again(storage)
+            return found
+
+        return resize_and_tell
 
     def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
         if x.layout is torch.strided and x.device.type != "meta":

@@ -264,12 +264,16 @@ class Spans:
     # --- optimizer ---
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         kind = type(optimizer).__name__
         if self._open and (self._open[-1].phase, self._open[-1].kind) == ("optimizer", kind):
             self.end(self._open[-1])  # an error ended that step
         self.begin("optimizer", "", kind)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if self._open and self._open[-1].phase == "optimizer":
             self.end(self._open[-1])
         if not self._open:

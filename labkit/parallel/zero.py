@@ -1,0 +1,254 @@
+"""ZeRO, stages 1 and 2: data parallelism in which each rank keeps the optimizer of its share.
+
+    bytes held for Adam, P parameters, n ranks       model in bf16          in fp32
+        DDP                                          2P + 2P + 12P          4P + 4P + 8P
+        stage 1, the optimizer's state is sharded    2P + 2P + 12P/n        4P + 4P + 8P/n
+        stage 2, the gradients, too                  2P + (2P + 12P)/n      4P + (4P + 8P)/n
+
+An all-reduce is a reduce-scatter, then an all-gather. Between the two, each rank has the averages
+of one share only, and that is all it needs to step on that share. So the optimizer moves in
+between, and what is gathered is not gradients, but new parameters:
+
+        rank 0   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 0 |
+        rank 1   | the same                                | step on share 1 |
+                         [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
+
+    travels      (n-1)/n (G + P) from each rank and step, as with DDP: G bytes of gradients, then P
+                 of parameters, of the same dtype and size; each bucket is padded to n equal shares
+
+A bucket is one flat buffer, cut into n equal shares wherever that falls (labkit/parallel/flat.py);
+the parameters are views of it, so nothing is copied to be sent or gathered. In stage 2 a bucket's
+gradients are freed as soon as they have left.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054, sections 5 and 7.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.agreement import check_same_on_all_ranks, claim
+from labkit.parallel.clipping import clip_grad_norm
+from labkit.parallel.elementwise import check_elementwise
+from labkit.parallel.pieces import OwnedPiece
+from labkit.parallel.replicas import at_end_of_backward, copy_from_rank_0, when_gradient_is_there
+from labkit.parallel.zero_buckets import MB, Bucket, FreeingBucket, cut
+from labkit.parallel.zero_footprint import predict_zero
+from labkit.precision.stand_ins import StandIns, value_of
+
+IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
+
+
+class ZeroOptimizer(StandIns):
+    """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
+
+    Args:
+        params: parameters, groups of them, or named ones, as for any torch optimizer. Replicas
+            start as rank 0's; no DDP goes around the model.
+        optimizer_cls: any torch optimizer that treats each element by itself.
+        stage: 1 shards the optimizer's state (and fp32 master copies); 2 the gradients, too.
+        comm: the ranks that share; all by default.
+        bucket_mb: gradients and parameters travel in pieces of about this many MiB.
+        gather_in: the model; then `step` returns at once, and new parameters arrive while the next
+            forward runs: each module waits for its own. `wait()` waits for all.
+        defaults: the arguments of `optimizer_cls`.
+
+    After `loss.backward()` each rank has the averages of its share. Stage 1 keeps `.grad`: this
+    rank's share is averaged, the rest is zero. In stage 2 `.grad` is None, and the averages stay
+    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        stage: int = 1,
+        comm: Comm | None = None,
+        *,
+        bucket_mb: float = 25,
+        gather_in: nn.Module | None = None,
+        **defaults: Any,
+    ):
+        if stage not in (1, 2):
+            raise ValueError(f"stage={stage}: 1 shards the optimizer, 2 the gradients, too")
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
+        super().__init__(params, dict(defaults))
+        self.comm, self.stage = comm or Comm(), stage
+        self._named = self._names()
+        trainable = [p for p in self._named.values() if p.requires_grad]
+        if not trainable:
+            raise ValueError("ZeroOptimizer: no parameter takes gradients, so there is none to step on")
+        for group in self.param_groups:
+            options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
+            check_elementwise(optimizer_cls, options, trainable[0].device)
+        check_same_on_all_ranks(list(self._named.items()), self.comm)
+        claim(self._named.items(), self)
+        copy_from_rank_0([p for p in self._named.values() if not p.requires_grad], self.comm)
+        kind = Bucket if stage == 1 else FreeingBucket
+        self._buckets = [kind(some, self.comm) for some in cut(trainable, bucket_mb * MB)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._step_on(self._stand_ins(), optimizer_cls, defaults)
+        self._synchronise, self._in_backward = True, False
+        self._sent = self._received = 0  # buckets leave in the same order on all ranks
+        self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
+        for p in trainable:
+            self._divide_what_is_added(p)
+            when_gradient_is_there(p, self._gradient_is_there)
+
+    # --- backward: gradients leave as they become ready ---
+
+    def _divide_what_is_added(self, p: torch.Tensor) -> None:
+        """What lies in `.grad` is a mean already, so what autograd adds to it must be divided."""
+        weak, parameter = ref(self), ref(p)
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+            me, p = weak(), parameter()
+            if me is None or p is None or p.grad is None:
+                return None
+            me._adds.add(p)
+            return gradient / me.comm.size
+
+        p.register_hook(hook)
+
+    def _gradient_is_there(self, p: torch.Tensor) -> None:
+        """Called by autograd when it has finished the gradient of `p`."""
+        if not self._in_backward:
+            self._check_unchanged()
+            self._in_backward = True
+            at_end_of_backward(self._finish)
+        self._bucket_of[p].take(p, divided=p in self._adds)
+        self._adds.discard(p)
+        last = len(self._buckets) - 1
+        while self._synchronise and self._sent < last and not self._buckets[self._sent].missing:
+            self._send_next(meanwhile=True)
+
+    def _send_next(self, meanwhile: bool) -> None:
+        if self.stage == 2 and self._sent - self._received >= IN_FLIGHT:
+            self._receive_next()
+        self._buckets[self._sent].send(meanwhile)
+        self._sent += 1
+
+    def _receive_next(self) -> None:
+        self._buckets[self._received].receive()
+        self._received += 1
+
+    def _finish(self) -> None:
+        """Backward is over: send what is left (at least the last bucket, which nothing can hide,
+        and all after one that misses a parameter), and wait."""
+        while self._synchronise and self._sent < len(self._buckets):
+            self._send_next(meanwhile=self._sent < len(self._buckets) - 1)
+        while self._received < self._sent:
+            self._receive_next()
+        self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._in_backward, self._sent, self._received = False, 0, 0
+        self._adds.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends. In
+        stage 2, too, a rank then holds whole gradients: without this block it does not."""
+        self._synchronise = False
+        try:
+            yield
+        finally:
+            self._synchronise = True
+
+    # --- step: each rank on its share, then all get all ---
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        value = value_of(closure)
+        self.wait()
+        self._check_unchanged()
+        self._hand_down_options()
+        for bucket in reversed(self._buckets):  # forward needs the first parameters first
+            bucket.take_what_was_written()
+            bucket.step(self.inner)
+            bucket.gather(meanwhile=True)
+        self.wait()
+        return value
+
+    def wait(self) -> None:
+        """Return when all new parameters are there."""
+        for bucket in reversed(self._buckets):
+            bucket.wait_for_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._in_backward:  # the last one was cut short by an error
+            while self._received < self._sent:
+                self._receive_next()
+            self._reset()
+            super().zero_grad(set_to_none)
+        for bucket in self._buckets:
+            bucket.forget_gradients(set_to_none)
+
+    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
+        """The averaged gradients that this rank owns, flat, to be read or scaled in place."""
+        every = [g for bucket in self._buckets for g in bucket.own_gradients()]
+        return [g for g in every if g is not None], self.comm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns
+        the norm that they had."""
+        return clip_grad_norm(self, max_norm, norm_type)
+
+    # --- what is whose ---
+
+    def owned(self, model: nn.Module) -> list[OwnedPiece]:
+        """What this rank owns of `model` (see labkit/parallel/pieces.py)."""
+        self.wait()
+        found = []
+        for name, p in model.named_parameters():
+            if p not in self._bucket_of or not p.numel():
+                found.append(OwnedPiece(name, p.shape, 0, p, None))
+                continue
+            bucket = self._bucket_of[p]
+            for one, x in zip(bucket.pieces, bucket.stand_ins, strict=True):
+                if bucket.parameters[one.index] is p:
+                    found.append(OwnedPiece(name, p.shape, one.start, x, self.inner))
+        return found
+
+    @torch.no_grad()
+    def after_load(self) -> None:
+        """The owned pieces were written to: give all ranks the new parameters."""
+        for bucket in self._buckets:
+            bucket.gather(meanwhile=False)
+
+    predict = staticmethod(predict_zero)
+
+    def _stand_ins(self) -> dict[torch.Tensor, list[nn.Parameter]]:
+        found: dict[torch.Tensor, list[nn.Parameter]] = {}
+        for bucket in self._buckets:
+            for one, x in zip(bucket.pieces, bucket.stand_ins, strict=True):
+                found.setdefault(bucket.parameters[one.index], []).append(x)
+        return found
+
+    def _names(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for group in self.param_groups:
+            names = group.get("param_names") or [
+                f"parameter {len(found) + i}" for i in range(len(group["params"]))
+            ]
+            found.update(zip(names, group["params"], strict=True))
+        return found
+
+    def _check_unchanged(self) -> None:
+        for name, p in self._named.items():
+            if p in self._bucket_of and not self._bucket_of[p].has(p):
+                raise ValueError(
+                    f"ZeroOptimizer: the memory of {name} is another than when the optimizer was "
+                    "made (p.data = ..., or module.to(...)); change a model first, then make its "
+                    "optimizer"
+                )

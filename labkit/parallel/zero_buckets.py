@@ -1,0 +1,244 @@
+"""What ZeRO-1 and 2 keep of some parameters on a rank: the flat buffers, and this rank's share.
+
+    parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
+                  |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
+    gradients     | the same layout               |    filled as backward makes them
+    averaged         this rank's share of the gradients, when all ranks' have been summed
+    stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
+                     have fewer bits: what the optimizer steps on
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm, Handle
+from labkit.parallel.flat import FlatPartition
+from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
+from labkit.precision.stand_ins import LOW, fp32_of
+
+MB = 2**20
+
+
+def cut(parameters: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[torch.Tensor]]:
+    """The parameters, last first, in lists of one dtype and device and at most `bucket_bytes`; a
+    larger parameter is alone in its own."""
+    full: list[list[torch.Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for p in reversed(parameters):
+        some = filling.setdefault((p.dtype, p.device), [])
+        if some and sum(x.nbytes for x in some) + p.nbytes > bucket_bytes:
+            full.append(some.copy())
+            some.clear()
+        some.append(p)
+    return full + [rest for rest in filling.values() if rest]
+
+
+class Bucket:
+    """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+        self.parameters, self.comm = list(parameters), comm
+        self.layout = FlatPartition([p.shape for p in parameters], comm.size)
+        first = parameters[0]
+        self.flat = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        for p, view in zip(parameters, self.layout.views(self.flat), strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        comm.broadcast(self.flat)
+        self.share = self.layout.share_of(self.flat, comm.rank)
+        self.pieces = list(self.layout.pieces(comm.rank))
+        self.low = first.dtype in LOW
+        self.stepped = fp32_of(self.share)  # the share itself, or its master copy
+        self.stand_ins = [
+            nn.Parameter(self.stepped[one.at : one.at + one.numel]) for one in self.pieces
+        ]
+        starts = [
+            rank * self.layout.share + one.at
+            for rank in range(comm.size)
+            for one in self.layout.pieces(rank)
+        ]
+        self._starts = torch.tensor(starts, device=first.device)
+        self._zeros = self.flat.new_zeros(len(starts))
+        self._versions = [p._version for p in self.parameters]
+        self.gradients: torch.Tensor | None = None
+        self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
+        self.missing = set(self.parameters)  # whose gradient has not come in this backward
+        self._unused: list[int] = []
+        self._sending: Handle | None = None
+        self._gathering: Handle | None = None
+
+    def has(self, p: torch.Tensor) -> bool:
+        """Whether `p` still lies where it was put."""
+        return (
+            p.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+            and p.dtype == self.flat.dtype
+        )
+
+    # --- gradients come ---
+
+    def take(self, p: torch.Tensor, divided: bool) -> None:
+        """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
+        second time in one backward."""
+        if p not in self.missing:
+            raise RuntimeError(
+                "the gradient of a parameter came twice in one backward, which reentrant "
+                "checkpointing does (use torch.utils.checkpoint(..., use_reentrant=False)); or the "
+                "last backward was cut short by an error, then call optimizer.zero_grad()"
+            )
+        self._put_in_place(p, divided)
+        self.missing.remove(p)
+
+    def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.flat)
+            self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
+        if p.grad is None or p.grad is self.view[p]:
+            return
+        check_dense([p.grad])
+        torch.div(p.grad.detach(), 1 if divided else self.comm.size, out=self.view[p])
+        p.grad = self.view[p]
+
+    # --- gradients leave ---
+
+    def send(self, meanwhile: bool) -> None:
+        """Sum all ranks' gradients, each rank its share, `meanwhile` or at once. What this rank
+        has not used it says (see `replicas.UNUSED`), in each piece of it."""
+        for p in self.parameters:
+            self._put_in_place(p, divided=False)
+        assert self.gradients is not None
+        self.gradients.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
+        self._unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for i in self._unused:
+            self.view[self.parameters[i]].fill_(UNUSED)
+        self._sending = self._reduce_scatter(self.gradients, meanwhile)
+
+    def receive(self) -> None:
+        """Wait for the averages, and be ready for the next backward."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._averages_are_there()
+        self.reset()
+
+    def reset(self) -> None:
+        self.missing, self._sending = set(self.parameters), None
+
+    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+        self.averaged = self.layout.share_of(gradients, self.comm.rank)
+        return self.comm.reduce_scatter_tensor(self.averaged, gradients, async_op=meanwhile)
+
+    def _averages_are_there(self) -> None:
+        """The other shares are other ranks': here they are zero, and a second backward adds to
+        each only what is new."""
+        assert self.gradients is not None
+        begin = self.comm.rank * self.layout.share
+        self.gradients[:begin].zero_()
+        self.gradients[begin + self.layout.share :].zero_()
+        for p in self._used_elsewhere():
+            p.grad = self.view[p]
+
+    def _used_elsewhere(self) -> list[torch.Tensor]:
+        """The parameters with a piece here that another rank used, and this one did not."""
+        unused = [one for one in self.pieces if one.index in self._unused]
+        return [
+            self.parameters[one.index]
+            for one in unused
+            if not nobody_used(self.averaged[one.at : one.at + 1])
+        ]
+
+    def has_gradient(self, p: torch.Tensor) -> bool:
+        return p.grad is not None
+
+    def own_gradients(self) -> list[torch.Tensor | None]:
+        """The averaged gradient of each stand-in, in the parameters' dtype."""
+        return self._own(self.averaged) if self.view else [None] * len(self.pieces)
+
+    def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
+        return [
+            averaged[one.at : one.at + one.numel]
+            if self.has_gradient(self.parameters[one.index])
+            else None
+            for one in self.pieces
+        ]
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """For `zero_grad`, which has done so with the parameters' own."""
+
+    # --- parameters are stepped on, and gathered ---
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step on this rank's share, by an optimizer that steps where there are gradients."""
+        gradients = self.own_gradients()
+        if any(g is not None for g in gradients) and self.low:
+            gradients = self._own(self.averaged.float())
+        for x, gradient in zip(self.stand_ins, gradients, strict=True):
+            x.grad = gradient
+        optimizer.step()
+        for x in self.stand_ins:
+            x.grad = None
+
+    def gather(self, meanwhile: bool) -> None:
+        """Give all ranks' shares to all, `meanwhile` or at once."""
+        if self.low:
+            self.share.copy_(self.stepped)
+        handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=meanwhile)
+        self._gathering = handle
+
+    def wait_for_parameters(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def take_what_was_written(self) -> None:
+        """What was written to a parameter since the last look, its master takes."""
+        versions = [p._version for p in self.parameters]
+        if self.low and versions != self._versions:
+            for one, x in zip(self.pieces, self.stand_ins, strict=True):
+                if versions[one.index] != self._versions[one.index]:
+                    x.copy_(self.share[one.at : one.at + one.numel])
+        self._versions = versions
+
+
+class FreeingBucket(Bucket):
+    """Stage 2: of the gradients only this rank's share stays, the others leave and are freed."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+        super().__init__(parameters, comm)
+        self.averaged = torch.zeros_like(self.share)
+        self._has: set[torch.Tensor] = set()  # the parameters with a gradient in `averaged`
+        self.used_up = False  # by a step
+        self._arriving = self.averaged
+
+    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+        if self.used_up:
+            self.forget_gradients(True)
+        self._arriving = torch.empty_like(self.averaged) if self._has else self.averaged
+        self._has.update(p for p in self.parameters if p.grad is not None)
+        for p in self.parameters:
+            p.grad = None
+        return self.comm.reduce_scatter_tensor(self._arriving, gradients, async_op=meanwhile)
+
+    def _averages_are_there(self) -> None:
+        if self._arriving is not self.averaged:
+            self.averaged.add_(self._arriving)
+            self._arriving = self.averaged
+        self.gradients, self.view = None, {}
+        self._has.update(self._used_elsewhere())
+
+    def has_gradient(self, p: torch.Tensor) -> bool:
+        return p in self._has
+
+    def own_gradients(self) -> list[torch.Tensor | None]:
+        return self._own(self.averaged)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().step(optimizer)
+        self.used_up = True
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        self.used_up = False
+        if set_to_none:
+            self._has.clear()
+        else:
+            self.averaged.zero_()

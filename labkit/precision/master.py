@@ -1,0 +1,87 @@
+"""Master weights: a model in 16 bits, trained as exactly as one in 32.
+
+    each parameter    2 bytes in bf16 or fp16, which forward and backward use
+                      2 bytes of gradient
+                      4 bytes, its fp32 master copy       } K = 12 bytes that
+                      8 bytes, Adam's two moments in fp32 } only the optimizer uses
+
+bf16 has 8 bits of mantissa: an update smaller than 1/256 of its weight is lost when it is added.
+The optimizer therefore adds to an fp32 copy, and the model gets that copy, rounded:
+
+    gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
+
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.1; K = 12:
+Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 3.1.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.precision.stand_ins import LOW, StandIns, fp32_of, value_of
+
+CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
+
+
+class MasterWeights(StandIns):
+    """`optimizer_cls` on fp32 copies of the bf16 and fp16 parameters; others it has as they are.
+
+    Args:
+        params: parameters, groups of them, or named ones, as for any torch optimizer.
+        optimizer_cls: any torch optimizer; `defaults` are its arguments.
+
+    What is written to the model from elsewhere (`load_state_dict`) the masters take, too.
+
+    >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    """
+
+    def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **defaults: Any):
+        super().__init__(params, dict(defaults))
+        trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        self._master = {p: nn.Parameter(fp32_of(p)) for p in trainable}
+        self._low = [p for p in trainable if p.dtype in LOW]
+        self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
+        self._versions = {p: p._version for p in self._low}
+        for p in self._low:
+            self.state[self._master[p]] = self.state[self._master[p]]  # known before the first step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        value = value_of(closure)
+        self._hand_down_options()
+        self._take_what_was_written()
+        for chunk in self._chunks():
+            for p in chunk:
+                assert p.grad is not None
+                self._master[p].grad = p.grad.float() if p.dtype in LOW else p.grad
+            self.inner.step()  # on those that have a gradient: this chunk's
+            for p in chunk:
+                self._master[p].grad = None
+        self.after_load()
+        return value
+
+    def _chunks(self) -> Iterator[list[torch.Tensor]]:
+        """The parameters with gradients, some at a time: so their fp32 gradients are never all
+        there at once."""
+        chunk: list[torch.Tensor] = []
+        for p in (p for p in self._master if p.grad is not None):
+            chunk.append(p)
+            if sum(self._master[x].nbytes for x in chunk) >= CHUNK_BYTES:
+                yield chunk
+                chunk = []
+        if chunk:
+            yield chunk
+
+    def _take_what_was_written(self) -> None:
+        for p in self._low:
+            if p._version != self._versions[p]:
+                self._master[p].copy_(p)
+
+    @torch.no_grad()
+    def after_load(self) -> None:
+        """Give the model what its masters have, rounded."""
+        for p in self._low:
+            p.copy_(self._master[p])
+            self._versions[p] = p._version

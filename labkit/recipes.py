@@ -37,16 +37,16 @@ def _replicated(strategy: type[Single] | type[NaiveDDP] | type[DDP]) -> Build:
     return build
 
 
-def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = ZeRO3(module, comm)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
-
-
 def _zero(stage: int) -> Build:
     def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         return module, ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
 
     return build
+
+
+def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = ZeRO3(module, comm)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 RECIPES = {
@@ -55,9 +55,9 @@ RECIPES = {
         Recipe("single", "oracle", _replicated(Single), Single.predict, one_rank=True),
         Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
-        Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
         Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
         Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
+        Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
     ]
 }
 

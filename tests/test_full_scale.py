@@ -1,7 +1,8 @@
 """What a rank holds at full scale, counted without data, beside what the ZeRO paper says it holds.
 
-The model is the GPT of 7.5 billion parameters of "Efficient Large-Scale Language Model Training on
-GPU Clusters" (arXiv 2104.04473, Table 1): 36 layers, width 4096, 32 heads.
+The model is a GPT of 7.5 billion parameters in four layers of GPT-3's width: few tensors, for what
+takes time without data is their number. With 36 layers of width 4096, the model of that size in
+arXiv 2104.04473, Table 1, a rank holds as much; recording it takes minutes.
 """
 
 from functools import cache
@@ -10,10 +11,9 @@ import pytest
 import torch
 
 from labkit import DDP, GPT, Batch, MasterWeights, ZeRO3, ZeroOptimizer, dry_run, loss, predict
-from labkit.parallel.sharded_init import sharded_init
 from labkit.trace import CATEGORIES, MemoryPoint
 
-SIZES = {"vocab": 51200, "width": 4096, "depth": 36, "heads": 32, "context": 2048}
+SIZES = {"vocab": 18432, "width": 12288, "depth": 4, "heads": 96, "context": 2048}
 RANKS, LR = 64, 1e-4
 # GB for a model of 7.5B on 64 ranks: ZeRO, arXiv 1910.02054, Table 1 (zero_memory.csv; that these
 # are the rows of the file, tests/test_predict.py shows).
@@ -21,10 +21,10 @@ HELD_GB = {0: 120, 1: 31.4, 2: 16.6, 3: 1.88}
 STATES = ("parameters", "gradients", "optimizer state")
 
 
-def train(stage: int, in_shares: bool = False) -> None:
+def train(stage: int) -> None:
     """Two steps; in stage 0 with DDP."""
-    if stage == 3 and in_shares:
-        with sharded_init():
+    if stage == 3:
+        with ZeRO3.init():
             model = GPT(**SIZES)
     else:
         model = GPT(**SIZES)
@@ -55,7 +55,7 @@ def by_category(point: MemoryPoint) -> dict[str, int]:
 
 
 def test_the_model_has_the_parameters_of_its_name() -> None:
-    assert predict.parameters(**SIZES) == pytest.approx(7.5e9, rel=0.005)
+    assert predict.parameters(**SIZES) == pytest.approx(7.5e9, rel=0.001)
 
 
 @pytest.mark.slow

@@ -13,12 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import GPT, MLP, Comm, RankError, World, dry_run, listen
-from labkit.parallel.sharded_init import (
-    Construction,
-    Elements,
-    ShardedParameter,
-    sharded_init,
-)
+from labkit.parallel.sharded_init import sharded_init
+from labkit.parallel.sharded_parameter import Construction, Elements, ShardedParameter
 
 
 class Awkward(nn.Module):

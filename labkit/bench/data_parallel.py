@@ -34,11 +34,7 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _zero(stage: int) -> MakeOptimizer:
-    return partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, stage=stage, lr=LR)  # type: ignore[return-value]
-
-
-def _zero3(module: nn.Module) -> nn.Module:
-    return ZeRO3(module)
+    return partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, stage=stage, lr=LR)
 
 
 _adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=LR)
@@ -48,7 +44,7 @@ STRATEGIES: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (DDP, _adamw),
     "zero-1": (_itself, _zero(1)),
     "zero-2": (_itself, _zero(2)),
-    "zero-3": (_zero3, _adamw),
+    "zero-3": (ZeRO3, _adamw),
     "torch's DDP": (peers.DDP, _adamw),
     "torch's ZeroRedundancyOptimizer": (peers.DDP, partial(peers.zero_1, lr=LR)),
     "torch's fully_shard": (peers.fsdp2, _adamw),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.predict.transformer import attention_core_flops
-from labkit.replaying.engine import Compute, Issue, Program, Wait, run
+from labkit.replaying.engine import Compute, Issue, Wait, run
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Wire:
-    """Between `ranks` ranks: an all-gather or reduce-scatter is n-1 messages of 1/n of the bytes."""
+    """Between `ranks` ranks: an all-gather or reduce-scatter is n-1 messages of S/n bytes."""
 
     ranks: int
     latency_s: float

@@ -55,7 +55,7 @@ def _memory_bytes(things: Iterable[Any]) -> int:
     """Bytes that these tensors see, each place in memory once."""
     total, end = 0, (0, 0)  # (storage, the first byte after what has been counted)
     for storage, begin, nbytes in sorted(
-        (x.untyped_storage().data_ptr(), x.storage_offset() * x.element_size(), x.nbytes)
+        (x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.element_size(), x.nbytes)
         for x in things
         if isinstance(x, torch.Tensor)
     ):

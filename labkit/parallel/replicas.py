@@ -42,7 +42,7 @@ def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Comm) -> None:
             x.copy_(part.view_as(x))
 
 
-def when_gradient_is_there(parameter: nn.Parameter, method: Callable[[Any], None]) -> None:
+def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
     """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
 
     The parameter does not keep the method's object alive: the two would hold each other through

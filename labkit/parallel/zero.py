@@ -38,8 +38,9 @@ from labkit.parallel.clipping import clip_grad_norm
 from labkit.parallel.elementwise import check_elementwise
 from labkit.parallel.pieces import OwnedPiece
 from labkit.parallel.replicas import at_end_of_backward, copy_from_rank_0, when_gradient_is_there
-from labkit.parallel.zero_buckets import MB, Bucket, FreeingBucket, cut
+from labkit.parallel.zero_buckets import MB, FreeingBucket, ZeroBucket, cut
 from labkit.parallel.zero_footprint import predict_zero
+from labkit.parallel.zero_gather import WaitInForward
 from labkit.precision.stand_ins import StandIns, value_of
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
@@ -84,14 +85,16 @@ class ZeroOptimizer(StandIns):
         self._named = self._names()
         trainable = [p for p in self._named.values() if p.requires_grad]
         if not trainable:
-            raise ValueError("ZeroOptimizer: no parameter takes gradients, so there is none to step on")
+            raise ValueError(
+                "ZeroOptimizer: no parameter takes gradients, so there is none to step on"
+            )
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)
         check_same_on_all_ranks(list(self._named.items()), self.comm)
         claim(self._named.items(), self)
         copy_from_rank_0([p for p in self._named.values() if not p.requires_grad], self.comm)
-        kind = Bucket if stage == 1 else FreeingBucket
+        kind = ZeroBucket if stage == 1 else FreeingBucket
         self._buckets = [kind(some, self.comm) for some in cut(trainable, bucket_mb * MB)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
@@ -101,6 +104,7 @@ class ZeroOptimizer(StandIns):
         for p in trainable:
             self._divide_what_is_added(p)
             when_gradient_is_there(p, self._gradient_is_there)
+        self._gathers = None if gather_in is None else WaitInForward(gather_in, self._bucket_of)
 
     # --- backward: gradients leave as they become ready ---
 
@@ -176,7 +180,8 @@ class ZeroOptimizer(StandIns):
             bucket.take_what_was_written()
             bucket.step(self.inner)
             bucket.gather(meanwhile=True)
-        self.wait()
+        if self._gathers is None:
+            self.wait()
         return value
 
     def wait(self) -> None:
@@ -223,8 +228,17 @@ class ZeroOptimizer(StandIns):
     @torch.no_grad()
     def after_load(self) -> None:
         """The owned pieces were written to: give all ranks the new parameters."""
+        self.wait()
         for bucket in self._buckets:
             bucket.gather(meanwhile=False)
+
+    def _masters(self) -> list[torch.Tensor]:
+        self.wait()
+        return [bucket.stepped for bucket in self._buckets if bucket.low]
+
+    def _whose(self) -> list[int]:
+        shares = [bucket.layout.share for bucket in self._buckets]
+        return [self.comm.rank, self.comm.size, *shares]
 
     predict = staticmethod(predict_zero)
 

@@ -45,6 +45,7 @@ from labkit.parallel.replicas import (
     trainable,
     when_gradient_is_there,
 )
+from labkit.parallel.sharded_init import sharded_init
 from labkit.parallel.zero3_flat import Flat, Unit
 from labkit.parallel.zero3_state import WholeState
 from labkit.parallel.zero3_units import Choice, predict, units_of
@@ -95,7 +96,7 @@ class ZeRO3(WholeState, nn.Module):
     All ranks use the same units in the same order.
     """
 
-    # init: `with ZeRO3.init(comm):` is set in labkit.parallel.sharded_init's users; see there.
+    init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
 
     def __init__(
         self,

@@ -174,12 +174,18 @@ class Flat:
 
     def take_gradient(self, index: int) -> None:
         """Move a parameter's gradient, divided, to its place in the flat memory."""
+        if index not in self.missing:
+            raise RuntimeError(
+                f"the gradient of {self.places[index][0].name} came twice in one backward, which "
+                "reentrant checkpointing does; use torch.utils.checkpoint(..., use_reentrant=False)"
+            )
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
-        gradient, self.gathered[index].grad = self.gathered[index].grad, None
+        gradient, place = self.gathered[index].grad, self.unreduced.views[index]
         assert gradient is not None
         check_dense([gradient])
-        torch.div(gradient.detach(), self.comm.size, out=self.unreduced.views[index])
+        torch.div(gradient.detach(), self.comm.size, out=place)
+        self.gathered[index].grad = place  # the other one is freed
         self.missing.discard(index)
 
     def send_gradients(self, meanwhile: bool) -> None:

@@ -102,15 +102,6 @@ class WholeState:
         ]  # fmt: skip
         return [gradient for gradient in found if gradient is not None], self.comm
 
-    def memory_that_comes_and_goes(self) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Gathered parameters, and gradients until they are reduced (True): whoever counts memory
-        knows by it what they are for, whether they are here or not."""
-        for flat in (flat for unit in self.units for flat in unit.flats):
-            yield flat.full.flat, False
-            yield flat.unreduced.flat, True
-            if flat.gradient is not None:
-                yield flat.gradient, True
-
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:
         """Key, value and, of a parameter, its flat memory and number there."""
         homes = {

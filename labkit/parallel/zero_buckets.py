@@ -1,11 +1,11 @@
 """What ZeRO-1 and 2 keep of some parameters on a rank: the flat buffers, and this rank's share.
 
-    parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
-                  |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
-    gradients     | the same layout               |    filled as backward makes them
-    averaged         this rank's share of the gradients, when all ranks' have been summed
-    stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
-                     have fewer bits: what the optimizer steps on
+parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
+              |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
+gradients     | the same layout               |    filled as backward makes them
+averaged         this rank's share of the gradients, when all ranks' have been summed
+stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
+                 have fewer bits: what the optimizer steps on
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def cut(parameters: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[to
     return full + [rest for rest in filling.values() if rest]
 
 
-class Bucket:
+class ZeroBucket:
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
@@ -200,7 +200,7 @@ class Bucket:
         self._versions = versions
 
 
-class FreeingBucket(Bucket):
+class FreeingBucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):

@@ -19,7 +19,8 @@ def predict_zero(
     and its padding twice, but not counted as held: it belongs to no parameter."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     ranks = range(size) if rank is None else [rank]
-    gradients = optimizer = sent = 0  # of all these ranks
+    n = len(ranks)
+    gradients = optimizer = sent = 0  # bytes; the first two of all these ranks
     for some in cut(trainable, bucket_mb * MB):
         layout = FlatPartition([p.shape for p in some], size)
         element, low = some[0].element_size(), some[0].dtype in LOW
@@ -29,5 +30,4 @@ def predict_zero(
         gradients += (own if stage == 2 else layout.numel * len(ranks)) * element
         optimizer += own * state + STEP_COUNT_BYTES * len(pieces)
         sent += 2 * (size - 1) * layout.share * element
-    n = len(ranks)
     return Footprint(parameter_bytes(module), gradients / n, optimizer / n, sent)

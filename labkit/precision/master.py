@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.precision.pieces import OwnedPiece
 from labkit.precision.stand_ins import LOW, StandIns, fp32_of, value_of
 
 CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
@@ -44,8 +45,6 @@ class MasterWeights(StandIns):
         self._low = [p for p in trainable if p.dtype in LOW]
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
-        for p in self._low:
-            self.state[self._master[p]] = self.state[self._master[p]]  # known before the first step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -73,6 +72,18 @@ class MasterWeights(StandIns):
                 chunk = []
         if chunk:
             yield chunk
+
+    def owned(self, model: nn.Module) -> list[OwnedPiece]:
+        """Every parameter of `model` whole, its master where it has one."""
+        return [
+            OwnedPiece(name, p.shape, 0, self._master[p], self.inner)
+            if p in self._master
+            else OwnedPiece(name, p.shape, 0, p, None)
+            for name, p in model.named_parameters()
+        ]
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [self._master[p] for p in self._low]
 
     def _take_what_was_written(self) -> None:
         for p in self._low:

@@ -35,7 +35,10 @@ class StandIns(torch.optim.Optimizer):
     ) -> None:
         """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
         groups = [
-            {**_options(group), "params": [x for p in group["params"] for x in stand_ins.get(p, ())]}
+            {
+                **_options(group),
+                "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
+            }
             for group in self.param_groups
         ]
         self.inner = optimizer_cls(groups, **defaults)
@@ -43,11 +46,52 @@ class StandIns(torch.optim.Optimizer):
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(_options(its))
         self.state = self.inner.state
+        for p, some in stand_ins.items():
+            for x in some:
+                if x.dtype != p.dtype:  # a master copy is known before the first step
+                    self.state[x] = self.state[x]
 
     def _hand_down_options(self) -> None:
         """Schedulers change the learning rate of the outer groups."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             its.update(_options(mine))
+
+    # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
+
+    def _masters(self) -> list[torch.Tensor]:
+        """What stands for parameters of fewer bits."""
+        raise NotImplementedError
+
+    def after_load(self) -> None:
+        """The stand-ins were written to: give the model what they have."""
+        raise NotImplementedError
+
+    def _whose(self) -> list[int]:
+        """Which rank's pieces these are."""
+        return [0, 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank alone, to be loaded on the same rank of as many, with the same model."""
+        return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError when it is that of another rank, number of ranks or model."""
+        found, own = dict(state_dict), self._masters()
+        masters, whose = found.pop("masters", None), found.pop("whose", None)
+        if whose != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
+            raise ValueError(
+                f"{type(self).__name__}: this state is of another rank, world size, bucket_mb or "
+                "model than this optimizer; a checkpoint (labkit's save_checkpoint) can be loaded "
+                "into any"
+            )
+        self.inner.load_state_dict(found)
+        self.state = self.inner.state
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update(_options(its))
+        with torch.no_grad():
+            for x, loaded in zip(own, masters, strict=True):
+                x.copy_(loaded)
+        self.after_load()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "inner"):

@@ -21,6 +21,7 @@ from labkit.check.lab_08_units import (
     share_of,
     single_process,
     through_layers,
+    unit_flat,
     watched,
     weights,
 )
@@ -132,10 +133,10 @@ def _not_kept(where: str, mine: dict[str, Any], right: dict[str, Any]) -> None:
             hint="Who keeps the gathered weight alive? What does save_for_backward save?",
         )
     too_much = mine["peak_bytes"] - right["peak_bytes"]
-    if too_much > 4 * LAYERS[0].numel():
+    if too_much > 2 * 4 * max(shape.numel() for shape in LAYERS):
         fail(
             f"{where} holds {too_much:,} bytes more at its peak than it need.",
-            expected="one whole weight and one whole gradient",
+            expected="the weight and the gradient of one layer, whole",
         )
 
 
@@ -183,13 +184,13 @@ def forward_with_prefetch(student: Student) -> Iterator[str]:
 
 def _one_call(where: str, call: dict[str, Any], size: int, ahead: int, last: int) -> None:
     i = call["unit"]
-    whole = parameters = [UNITS[i] * size]
-    if not isinstance(call["flat"], Tensor) or list(call["flat"].shape) != whole:
+    elements = UNITS[i] * size
+    if not isinstance(call["flat"], Tensor) or list(call["flat"].shape) != [elements]:
         fail(
             f"{where}: unit {i} gets {brief(call['flat'])}.",
-            expected=f"a flat tensor of {parameters[0]} elements: the shares of all ranks",
+            expected=f"a flat tensor of {elements} elements: the shares of all ranks",
         )
-    if problem := difference(call["flat"], _flat(i, size), 1e-6):
+    if problem := difference(call["flat"], unit_flat(i, size), 1e-6):
         fail(
             f"{where}: unit {i} computes with numbers that are not there yet: {problem}.",
             hint="What has to happen between asking for a gather and using what it brings?",
@@ -220,12 +221,6 @@ def _one_call(where: str, call: dict[str, Any], size: int, ahead: int, last: int
             expected="what has computed is freed",
             hint="Memory goes when nothing refers to it any more: no list, no dict, no variable.",
         )
-
-
-def _flat(i: int, size: int) -> Tensor:
-    from labkit.check.lab_08_units import unit_flat
-
-    return unit_flat(i, size)
 
 
 # ---- choose_units(layers, wire, limit_bytes)

@@ -30,10 +30,10 @@ from labkit.parallel.footprint import held
 SIZES = dict(vocab=256, width=128, depth=8, heads=8, context=64, tied=False)
 
 
-def train(make, sizes=SIZES, steps=3, rows=4, length=64, dtype=torch.float32):
+def train(make, steps=3, rows=4, length=64, sizes=None, dtype=torch.float32):
     me = attach()
     torch.manual_seed(0)
-    parallel, optimizer = make(GPT(**sizes).to(me.device, dtype))
+    parallel, optimizer = make(GPT(**sizes or SIZES).to(me.device, dtype))
     text, losses = Text(), []
     for step in range(steps):
         batch = text.batch(step, rows=rows * me.size, length=length)
@@ -336,7 +336,7 @@ from labkit import cluster, dry_run, replay, split_of
 LARGE = dict(vocab=8192, width=2048, depth=6, heads=16, context=1024)
 BF16 = partial(zero3, compute_dtype=torch.bfloat16)
 dry = {
-    ahead: dry_run(train, partial(BF16, prefetch=ahead), LARGE, 2, 4, 1024, ranks=64)
+    ahead: dry_run(train, partial(BF16, prefetch=ahead), 2, 4, 1024, LARGE, ranks=64)
     for ahead in (0, 1, 2)
 }
 

@@ -46,9 +46,9 @@ def each_rank_begins_with_its_own(comm, share, shapes):
 
 
 @wrong("08.gather_unit", "Where is the padding?")
-def takes_tensors_from_the_end(comm, share, shapes):
+def takes_them_from_the_end(comm, share, shapes):
     full = whole(comm, share)
-    return cut(full[full.numel() - sum(shape.numel() for shape in shapes) - 1 :], shapes)
+    return cut(full.flip(0), shapes)
 
 
 @wrong("08.gather_unit", "a list of 4 tensors")
@@ -123,7 +123,10 @@ class KeepsItOnTheSide(Whole):
 class ForgetsToDivide(Whole):
     @staticmethod
     def backward(ctx, dy):
-        return backward(ctx, ctx.comm.size * dy)[:1] + backward(ctx, ctx.comm.size * dy)[1:]
+        def reduced(ctx, dw):
+            return Whole.reduced(ctx, dw * ctx.comm.size)
+
+        return backward(ctx, dy, reduced=reduced)
 
 
 @wrong("08.GatheredLinear", "is not that of all ranks' rows")

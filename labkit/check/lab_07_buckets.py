@@ -30,16 +30,21 @@ class Backward:
     nbytes: tuple[int, ...]
     ready_us: tuple[float, ...]
 
-    def peak_bytes(self, counts: Sequence[int]) -> int:
-        """The most that a rank holds of gradients when bucket i takes the next counts[i]: each
-        gradient from when it is there until its bucket has been reduce-scattered; 1/n of it then.
+    def held_bytes(self, counts: Sequence[int]) -> list[tuple[float, int]]:
+        """Microsecond, and bytes from then on, when bucket i takes the next counts[i]: a gradient
+        is held from when it is there until its bucket has been reduce-scattered, then 1/n of it.
         """
         ends = [0, *accumulate(counts)]
         sizes = [sum(self.nbytes[i:j]) for i, j in pairwise(ends)]
-        changes = [(when, nbytes) for when, nbytes in zip(self.ready_us, self.nbytes)]
+        changes = list(zip(self.ready_us, self.nbytes))
         for nbytes, over_us in zip(sizes, self._over_us(ends, sizes)):
             changes.append((over_us, nbytes // RANKS - nbytes))
-        return max(accumulate(change for _, change in sorted(changes)))
+        changes.sort()
+        return list(zip((when for when, _ in changes), accumulate(change for _, change in changes)))
+
+    def peak_bytes(self, counts: Sequence[int]) -> int:
+        """The most of it."""
+        return max(nbytes for _, nbytes in self.held_bytes(counts))
 
     def _over_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:
         """When each bucket has been sent, by the clock of the replays."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
@@ -220,7 +221,7 @@ show("parallel/zero_buckets.py:ZeroBucket._reduce_scatter")
 # here, the flat buffer when it has been sent.
 
 # %%
-show("parallel/zero_buckets.py:FreeingBucket._reduce_scatter", since="for p in")
+show("parallel/zero_buckets.py:FreeingBucket._reduce_scatter", since="for p in self.parameters:")
 
 # %%
 show("parallel/zero_buckets.py:FreeingBucket._averages_are_there")
@@ -298,9 +299,8 @@ for stage in (1, 2):
         its = ZeroOptimizer.predict(model, 4, stage, bucket_mb=0.25, rank=rank)
         predicted = [its.parameter_bytes, its.gradient_bytes, its.optimizer_bytes]
         measured = before_the_step(runs[f"ZeRO-{stage}"], rank)
-        print(
-            f"stage {stage}, rank {rank}: {measured}", "equal" if measured == predicted else "NOT"
-        )
+        verdict = "equal" if measured == predicted else "NOT EQUAL"
+        print(f"stage {stage}, rank {rank}: {measured} {verdict}")
 
 # %% [markdown]
 # Now the whole step, rank 0 of each. The dashed line is the formula:
@@ -345,11 +345,8 @@ def early(model):
     return with_zero(model, stage=2, gather_in=model)
 
 
-on_wires = {"ZeRO-2": on_wire}
-for name, build in {"DDP": with_ddp, "ZeRO-2, gather_in": early}.items():
-    with record() as on_wires[name]:
-        paced.run(train, build, steps=3, rows=8)
-plot.compare(on_wires)
+with record() as early_gather:
+    paced.run(train, early, steps=3, rows=8)
 
 # %% [markdown]
 # What waits for the all-gathers, the step or the next forward?
@@ -365,8 +362,8 @@ def waits_in(trace, phase, op="all_gather"):
 
 
 # %% tags=["nbval-check-output"]
-for name in ("ZeRO-2", "ZeRO-2, gather_in"):
-    counts = [waits_in(on_wires[name], phase) for phase in ("optimizer", "forward")]
+for name, trace in {"ZeRO-2": on_wire, "ZeRO-2, gather_in": early_gather}.items():
+    counts = [waits_in(trace, phase) for phase in ("optimizer", "forward")]
     print(f"{name:<18} {counts[0]} in the optimizer's step, {counts[1]} in the next forward")
 
 # %% [markdown]
@@ -492,8 +489,8 @@ world.run(hunt)[0]
 # Adam no loss curve shows it, since a factor of 2 in a gradient cancels. With a bucket that counts
 # down its parameters it is worse: it is "full" one gradient early, and leaves without it.
 #
-# That is what the error in `ZeroBucket.take` is for. DeepSpeed has the same one: "The parameter has
-# already been reduced. Gradient computed twice for this partition."
+# That is what the error in `ZeroBucket.take` is for. DeepSpeed asserts the same: a parameter that has
+# been reduced must not come again.
 
 # %% [markdown]
 # ### Micro-batches
@@ -702,18 +699,36 @@ check.clip(clip)
 # at its worst moment? On paper, replayed on two clusters with 32 ranks: on one, the wire is slower
 # than backward, on the other it is faster. `backward.nbytes[i]` is the size of the i-th gradient,
 # `backward.ready_us[i]` says when it is there; return how many each bucket takes: `[2, 30, 36]`.
-# Your score is the sum of both peaks.
+# Your score is the sum of both peaks, `backward.peak_bytes(counts)`:
 
 # %%
-show("check/lab_07_buckets.py:Backward.peak_bytes")
+show("check/lab_07_buckets.py:Backward.held_bytes")
 
 # %%
 from labkit.check.lab_07_buckets import MESSAGES, backwards, equal_counts
 
-for case in backwards():
-    count = len(case.nbytes)
-    for words, counts in [("one bucket", [count]), ("equal counts", equal_counts(count, MESSAGES))]:
-        print(f"{case.name:<12} {words:<12} {case.peak_bytes(counts) / 1e6:6.1f} MB at the peak")
+
+def draw(ways):
+    _, panels = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    for axes, case in zip(panels, backwards()):
+        for (name, choose), colour in zip(ways.items(), ("#D55E00", "#0072B2", "#009E73")):
+            counts = choose(case, MESSAGES)
+            when, held = zip((0, 0), *case.held_bytes(counts))
+            label = f"{name}: {case.peak_bytes(counts) / 1e6:.1f} MB"
+            axes.step(
+                [x / 1e3 for x in when], [y / 1e6 for y in held], colour, where="post", label=label
+            )
+        axes.set(xlabel="ms", ylabel="MB of gradients", ylim=(0, 260))
+        axes.set_title(f"{case.name}, 32 ranks", loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+examples = {
+    "one bucket": lambda case, messages: [len(case.nbytes)],
+    "equal counts": lambda case, messages: equal_counts(len(case.nbytes), messages),
+}
+draw(examples)
 
 
 # %%
@@ -737,6 +752,9 @@ def choose_buckets(backward, messages):
 
 # %% tags=["nbval-check-output"]
 check.choose_buckets(choose_buckets)
+
+# %%
+draw(examples | {"yours": choose_buckets})
 
 # %% [markdown]
 # Ideas for more: what does a bucket hold while it waits for the wire? Which one decides the peak,
@@ -774,8 +792,12 @@ report("07")
 
 # %% [markdown]
 # What they add: DeepSpeed scales the loss for fp16 and skips steps that overflow; it can keep the
-# shares in the CPU's memory (`"offload_optimizer"`). Megatron lays the shares of all buckets into
-# one buffer and knows of tensor and pipeline parallelism (`--overlap-grad-reduce`).
+# shares in the CPU's memory (`"offload_optimizer"`). Megatron sums gradients in fp32, and its
+# optimizer knows of tensor and pipeline parallelism.
+#
+# What they do otherwise: DeepSpeed by default all-reduces a bucket, and each rank copies its slices
+# out of it (`"use_multi_rank_bucket_allreduce"`), since many small reduces are slow. That sends 1.5
+# times the bytes of this lab. And its partition is one for all parameters, not one in each bucket.
 #
 # torch's `ZeroRedundancyOptimizer` runs here, beside ours, on the same data:
 

@@ -18,7 +18,7 @@ def cut(numels, share, rank):
     return found
 
 
-@wrong("07.pieces", "rank 2 has other pieces")
+@wrong("07.pieces", "[5, 1, 4] elements on 3 ranks: rank 0 has other pieces")
 def forgets_to_round_up(numels, ranks, rank):
     return cut(numels, sum(numels) // ranks, rank)
 

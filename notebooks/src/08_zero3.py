@@ -369,9 +369,8 @@ from labkit.check.peak import PeakMemory
 
 def build(sharded):
     me = attach()
-    with PeakMemory() as memory:
-        with ZeRO3.init(me.comm) if sharded else nullcontext():
-            model = GPT(**SIZES)
+    with PeakMemory() as memory, ZeRO3.init(me.comm) if sharded else nullcontext():
+        model = GPT(**SIZES)
     ZeRO3(model, me.comm)  # one unit after the other
     return memory.peak_bytes
 

@@ -66,3 +66,23 @@ def test_after_a_step_a_rank_holds_what_the_paper_says(stage: int) -> None:
     assert states_bytes / 1e9 == pytest.approx(HELD_GB[stage], rel=0.02), held
     formula = predict.model_state_bytes(predict.parameters(**SIZES), dp=RANKS, stage=stage)
     assert states_bytes == pytest.approx(formula, rel=0.001), held
+
+
+@pytest.mark.slow
+def test_built_and_wrapped_no_rank_holds_the_whole() -> None:
+    """While it is built, a rank holds its share and one parameter (2.4 GB of 30); while it is
+    wrapped, a unit besides, in the dtype of computation."""
+
+    def build() -> None:
+        with ZeRO3.init():
+            model = GPT(**SIZES)
+        wrapped = ZeRO3(model, compute_dtype=torch.bfloat16)
+        torch.optim.SGD(wrapped.parameters(), lr=LR).step()
+
+    share_bytes = 4 * predict.parameters(**SIZES) / RANKS
+    parameter_bytes = 4 * SIZES["width"] * 4 * SIZES["width"]
+    unit_bytes = 2 * 12.01 * SIZES["width"] ** 2
+    one = dry_run(build, ranks=RANKS, step=0).ranks[0]
+    (step,) = (span for span in one.spans if span.phase == "optimizer")
+    peak_bytes = max(sum(x.held_bytes) for x in one.memory if x.when_s < step.began_s)
+    assert parameter_bytes < peak_bytes < share_bytes + parameter_bytes + unit_bytes

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit import GPT, MLP, Comm, RankError, World, dry_run, listen
+from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
 from labkit.parallel.sharded_init import sharded_init
 from labkit.parallel.sharded_parameter import Construction, Elements, ShardedParameter
+from labkit.trace.measures import peak_memory
 
 
 class Awkward(nn.Module):
@@ -266,20 +268,41 @@ def test_some_of_the_ranks_build_a_model(world2: World) -> None:
 
 
 def test_it_is_recorded_without_data() -> None:
-    """A model of which no laptop holds a layer."""
+    """What no laptop holds; on paper, too, a rank holds no more than one parameter and shares."""
 
     def build() -> None:
         with sharded_init():
-            model = GPT(1024, 12288, 1, 96, 2048).to(torch.bfloat16)
-        assert model.head.weight is model.embed.tokens.weight
+            model = nn.Sequential(*[nn.Linear(50_000, 50_000) for _ in range(4)])
+            model[3].weight = model[0].weight
+        model.to(torch.bfloat16)
+        assert model[3].weight is model[0].weight and len(list(model.parameters())) == 7
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-        assert {p.whole().dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {p.whole().dtype for p in model.parameters()} == {torch.bfloat16}  # type: ignore[operator]
         plain = nn.Linear(2, 2)
         plain(torch.ones(1, 2)).sum().backward()
         torch.optim.SGD(plain.parameters()).step()
 
-    events = dry_run(build, ranks=64, step=0).ranks[0].comms
-    assert {event.op for event in events} == {"scatter", "all_gather"}
+    one = dry_run(build, ranks=64, step=0).ranks[0]
+    assert {event.op for event in one.comms} == {"scatter", "all_gather"}
+    assert 10e9 < sum(peak_memory(one).values()) < (1 + 4 / 64 + 0.02) * 10e9
+
+
+def test_zero_3_trains_what_was_built_in_shares(world2: World) -> None:
+    def losses(in_shares: bool) -> list[float]:
+        torch.manual_seed(0)
+        with ZeRO3.init() if in_shares else nullcontext():
+            module = GPT.preset("tiny")
+        model, x = ZeRO3(module), torch.arange(16).view(1, 16)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            value = loss(model(x), Batch(x, x, 16))
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            found.append(value.item())
+        return found
+
+    assert world2.run(losses, True) == world2.run(losses, False)
 
 
 # ---- deliberate faults

@@ -105,7 +105,7 @@ class ShardedParameter(torch.Tensor):
         like = elements.share
         self: ShardedParameter = torch.Tensor._make_wrapper_subclass(
             cls, elements.shape, strides=elements.stride, dtype=like.dtype, device=like.device,
-            requires_grad=requires_grad,
+            requires_grad=requires_grad, storage_size=0,
         )  # fmt: skip
         self.elements = elements
         self._is_param = True  # by this, torch takes a subclass for an nn.Parameter

@@ -179,7 +179,8 @@ class ZeroOptimizer(StandIns):
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.take_what_was_written()
             bucket.step(self.inner)
-            bucket.gather(meanwhile=True)
+            last = bucket is self._buckets[0]  # nothing here could hide it
+            bucket.gather(meanwhile=not last or self._gathers is not None)
         if self._gathers is None:
             self.wait()
         return value

@@ -114,8 +114,14 @@ class ZeRO3(WholeState, nn.Module):
         self.module, self.comm, self.prefetch = module, comm or Comm(), prefetch
         self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
         named = list(module.named_parameters())
-        check_same_on_all_ranks(named, self.comm)
+        for name, parameter in named:
+            if parameter.is_meta and not hasattr(parameter, "whole"):
+                raise ValueError(
+                    f"{name} is on the meta device, where it has no numbers; build the module in a "
+                    "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
+                )
         claim(named, self)
+        check_same_on_all_ranks(named, self.comm)
         self._shapes = {name: p.shape for name, p in named}
         del named
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
@@ -135,10 +141,12 @@ class ZeRO3(WholeState, nn.Module):
         for member in unit.members:
             member.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
             member.register_forward_hook(partial(self._after_forward, unit))
-        inside = {place.module: place for flat in unit.flats for x in flat.places for place in x}
-        for module, place in inside.items():
+        inside: dict[nn.Module, str] = {}
+        for place in (place for flat in unit.flats for places in flat.places for place in places):
+            inside.setdefault(place.module, place.name)
+        for module, name in inside.items():
             if module not in unit.members:
-                module.register_forward_pre_hook(partial(self._check_gathered, unit, place.name))
+                module.register_forward_pre_hook(partial(self._check_gathered, unit, name))
         for flat in unit.trainable:
             for index, parameter in enumerate(flat.gathered):
                 self._flat_of[parameter] = unit, flat, index
@@ -151,6 +159,12 @@ class ZeRO3(WholeState, nn.Module):
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard
+
+    def _apply(self, *_: Any, **__: Any) -> "ZeRO3":
+        raise ValueError(
+            "ZeRO3: the shards stay what and where they are; move or convert the module first, "
+            "then wrap it"
+        )
 
     # --- forward ---
 

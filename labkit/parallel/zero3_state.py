@@ -93,14 +93,42 @@ class WholeState:
         """The pieces were written to. What is gathered is gathered anew at its next use."""
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """Gradients of which every element of the model is on exactly one rank, and the ranks:
-        what a norm over all needs. (Those kept whole are rank 0's.)"""
+        """This rank's gradients, of which every element is on one rank, and the ranks.
+
+        Raises ValueError where some are kept whole, so on all: see `clip_grad_norm_`.
+        """
+        if any(flat.keep_whole for unit in self.units for flat in unit.flats):
+            raise ValueError(
+                "ZeRO3: with persist_below some gradients are whole on every rank, and no pieces; "
+                "clip with model.clip_grad_norm_(max_norm)"
+            )
+        return self._gradients_once(), self.comm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that the norm of all ranks' together is at most `max_norm`;
+        returns what it was. Sums of p-th powers add up, so one number travels."""
+        mine = [gradient.double() for gradient in self._gradients_once()]
+        norm = nn.utils.get_total_norm(mine, norm_type).to(torch.float64)
+        if norm_type == float("inf"):
+            self.comm.all_reduce(norm, "max")
+        else:
+            norm = norm**norm_type
+            self.comm.all_reduce(norm)
+            norm = norm ** (1 / norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for _, shard in self._named:
+            if shard.grad is not None:
+                shard.grad.mul_(scale)
+        return norm
+
+    def _gradients_once(self) -> list[torch.Tensor]:
+        """Over all ranks, every element once: those kept whole are rank 0's."""
         found = [
             flat.shards[piece.index].grad
             for unit in self.units for flat in unit.flats for piece in flat.pieces
             if not flat.keep_whole or self.comm.rank == 0
         ]  # fmt: skip
-        return [gradient for gradient in found if gradient is not None], self.comm
+        return [gradient for gradient in found if gradient is not None]
 
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:
         """Key, value and, of a parameter, its flat memory and number there."""

@@ -16,7 +16,7 @@ from torch import nn
 from labkit.comm import Comm, Handle
 from labkit.parallel.flat import FlatPartition
 from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
-from labkit.precision.stand_ins import LOW, fp32_of
+from labkit.precision.stand_ins import LOW, fp32_of, take_what_was_written
 
 MB = 2**20
 
@@ -92,7 +92,8 @@ class ZeroBucket:
 
     def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
         if self.gradients is None:
-            self.gradients = torch.zeros_like(self.flat)
+            self.gradients = torch.empty_like(self.flat)
+            self.gradients[self.layout.numel :].zero_()
             self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
         if p.grad is None or p.grad is self.view[p]:
             return
@@ -194,9 +195,7 @@ class ZeroBucket:
         """What was written to a parameter since the last look, its master takes."""
         versions = [p._version for p in self.parameters]
         if self.low and versions != self._versions:
-            for one, x in zip(self.pieces, self.stand_ins, strict=True):
-                if versions[one.index] != self._versions[one.index]:
-                    x.copy_(self.share[one.at : one.at + one.numel])
+            take_what_was_written(self.stepped, self.share)
         self._versions = versions
 
 

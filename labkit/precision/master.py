@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from labkit.precision.pieces import OwnedPiece
-from labkit.precision.stand_ins import LOW, StandIns, fp32_of, value_of
+from labkit.precision.stand_ins import LOW, StandIns, fp32_of, take_what_was_written, value_of
 
 CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
 
@@ -88,7 +88,7 @@ class MasterWeights(StandIns):
     def _take_what_was_written(self) -> None:
         for p in self._low:
             if p._version != self._versions[p]:
-                self._master[p].copy_(p)
+                take_what_was_written(self._master[p], p)
 
     @torch.no_grad()
     def after_load(self) -> None:

@@ -21,6 +21,11 @@ def fp32_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
+def take_what_was_written(master: torch.Tensor, x: torch.Tensor) -> None:
+    """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
+    master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
+
+
 class StandIns(torch.optim.Optimizer):
     """`param_groups` are the model's, `state` is that of `inner`, which steps on the stand-ins."""
 

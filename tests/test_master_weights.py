@@ -1,0 +1,122 @@
+"""Master weights: a model in 16 bits learns what is lost without them, and its optimizer holds 12
+bytes for each parameter."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import DDP, GPT, MasterWeights, dry_run
+from labkit.parallel.footprint import held
+from labkit.trace import CATEGORIES, Trace
+
+PARAMETERS, GRADIENTS, OPTIMIZER = range(3)
+both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@both
+def test_small_updates_add_up(dtype: torch.dtype) -> None:
+    """An update of 1/4096 is lost beside 1.0 in bf16 and fp16; 4096 of them are 1."""
+    ends = []
+    for make in (torch.optim.SGD, lambda params, lr: MasterWeights(params, torch.optim.SGD, lr=lr)):
+        p = nn.Parameter(torch.ones(3, dtype=dtype))
+        optimizer = make([p], lr=2.0**-12)
+        for _ in range(4096):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends.append(p.tolist())
+    assert ends == [[1.0] * 3, [0.0] * 3]
+
+
+def test_the_masters_are_those_of_fp32_training_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    low = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).requires_grad_(False)).bfloat16()
+    exact = copy.deepcopy(low).float()
+    ours = MasterWeights(low.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    torchs = torch.optim.AdamW(exact.parameters(), lr=0.1, weight_decay=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (ours, torchs)]
+    for _ in range(4):
+        for p, q in zip(low[0].parameters(), exact[0].parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.float()
+        ours.step(), torchs.step()
+        for one in schedules:
+            one.step()
+    for (name, q), piece in zip(exact.named_parameters(), ours.owned(low), strict=True):
+        assert piece.name == name and torch.equal(piece.tensor.float(), q)
+        assert torch.equal(low.get_parameter(name), q.to(torch.bfloat16))
+        assert (piece.optimizer is None) == (not q.requires_grad)
+
+
+def test_a_model_in_fp32_is_stepped_on_itself() -> None:
+    models = [nn.Linear(3, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        MasterWeights(models[0].parameters(), torch.optim.Adam, lr=0.1),
+        torch.optim.Adam(models[1].parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert held(models[0], optimizers[0]) == held(models[1], optimizers[1])
+
+
+def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact() -> None:
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([p], torch.optim.SGD, lr=2.0**-12)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p[1] = 3.0
+    optimizer.step()
+    (master,) = optimizer.state
+    assert master.tolist() == [1 - 2 * 2.0**-12, 3 - 2.0**-12]
+
+
+def test_its_state_is_loaded_into_another_run() -> None:
+    def start(seed: int) -> tuple[nn.Module, MasterWeights]:
+        torch.manual_seed(seed)
+        module = nn.Linear(5, 5).half()
+        return module, MasterWeights(module.parameters(), torch.optim.Adam, lr=0.1)
+
+    def train(module: nn.Module, optimizer: MasterWeights) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(2, 5).half()).square().sum().backward()
+            optimizer.step()
+
+    module, optimizer = start(0)
+    train(module, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(module, optimizer)
+    other, resumed = start(1)
+    resumed.load_state_dict(saved)
+    train(other, resumed)
+    assert torch.equal(module.weight, other.weight)
+    with pytest.raises(ValueError, match="added later"):
+        resumed.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
+    def train() -> None:
+        model = GPT.preset("1M").bfloat16()
+        wrapped = DDP(model)
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW)
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapped(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+            optimizer.step()
+
+    _check_held(dry_run(train, ranks=4), lambda numbers: (2, 2, 12))
+
+
+def _check_held(trace: Trace, expected: Callable[[int], tuple[float, ...]]) -> None:
+    numbers = GPT.preset("1M").parameter_count
+    last = trace.ranks[0].memory[-1].held_bytes
+    for category, per_number in zip((PARAMETERS, GRADIENTS, OPTIMIZER), expected(numbers)):
+        assert last[category] == pytest.approx(per_number * numbers, rel=0.02), CATEGORIES[category]

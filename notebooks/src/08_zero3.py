@@ -43,15 +43,17 @@ def train(make, steps=3, rows=4, length=64, sizes=None, dtype=torch.float32):
         value.backward()
         optimizer.step()
         losses.append(value.detach())
-    return losses, facts_of(parallel, optimizer)
+    return losses, parallel, optimizer
 
 
-def facts_of(parallel, optimizer):
-    """Bytes that this rank holds after a step, and gathered parameters at most."""
+def measured(make, **options):
+    """The losses; bytes held after a step: parameters, the rest; gathered parameters at most."""
+    losses, parallel, optimizer = train(make, **options)
     its = held(parallel, optimizer)
     counts_bytes = 4 * len(optimizer.state)  # Adam counts steps, 4 bytes a tensor: left out
     rest_bytes = int(its.gradient_bytes + its.optimizer_bytes) - counts_bytes
-    return int(its.parameter_bytes), rest_bytes, getattr(parallel, "peak_gathered_bytes", 0)
+    gathered_bytes = getattr(parallel, "peak_gathered_bytes", 0)
+    return losses, int(its.parameter_bytes), rest_bytes, gathered_bytes
 
 
 # %%
@@ -73,10 +75,10 @@ def replicas(model, strategy=DDP):
 
 # %%
 worlds = {n: World(n, backend="gloo") for n in (1, 2, 4)}
-found = {n: world.run(train, zero2, steps=1, rows=1)[0][1] for n, world in worlds.items()}
+found = {n: world.run(measured, zero2, steps=1, rows=1)[0] for n, world in worlds.items()}
 
 # %% tags=["nbval-check-output"]
-for n, (parameter_bytes, rest_bytes, _) in found.items():
+for n, (_, parameter_bytes, rest_bytes, _) in found.items():
     print(f"{n} ranks: {parameter_bytes:,} bytes of parameters, {rest_bytes:>10,} of the rest")
 
 # %% [markdown]
@@ -222,7 +224,7 @@ show("parallel/zero3.py:ZeRO3._gradient_is_there")
 
 # %%
 with record(detail_step=1) as saw:
-    _, facts = worlds[4].run(train, zero3, steps=2, rows=1, length=32)[0]
+    found = worlds[4].run(measured, zero3, steps=2, rows=1, length=32)[0]
 
 
 # %% tags=["nbval-check-output"]
@@ -230,7 +232,7 @@ def sent_in_step(trace, step=1):
     return sum(event.bus_bytes for event in trace.ranks[0].comms if event.step == step)
 
 
-parameter_bytes, rest_bytes, gathered_bytes = facts
+_, parameter_bytes, rest_bytes, gathered_bytes = found
 guess.beside(
     held_bytes=parameter_bytes + rest_bytes,
     sent_bytes=sent_in_step(saw),
@@ -243,12 +245,13 @@ guess.beside(
 # %%
 from labkit import Single
 
-alone = worlds[1].run(train, partial(replicas, strategy=Single), dtype=torch.float64, rows=4)
-shares = worlds[4].run(train, zero3, dtype=torch.float64, rows=1)
+one = partial(replicas, strategy=Single)
+alone = worlds[1].run(measured, one, dtype=torch.float64, steps=2, rows=4)
+shares = worlds[4].run(measured, zero3, dtype=torch.float64, steps=2, rows=1)
 
 # %% tags=["nbval-check-output"]
 single = torch.stack(alone[0][0])
-ranks = torch.stack([torch.stack(losses) for losses, _ in shares]).mean(dim=0)
+ranks = torch.stack([torch.stack(losses) for losses, *_ in shares]).mean(dim=0)
 print("equal losses:", torch.allclose(single, ranks, rtol=1e-10))
 
 # %% [markdown]
@@ -268,7 +271,7 @@ plot.memory(saw, ranks=[0], predicted=ZeRO3.predict(model, size=4))
 
 # %%
 with record(detail_step=1) as one_unit:
-    worlds[4].run(train, partial(zero3, units=GPT), steps=2, rows=1, length=32)
+    worlds[4].run(measured, partial(zero3, units=GPT), steps=2, rows=1, length=32)
 plot.memory(one_unit, ranks=[0])
 
 # %% [markdown]
@@ -291,7 +294,7 @@ ways = {
 runs = {}
 for name, make in ways.items():
     with record() as runs[name]:
-        paced.run(train, make, rows=8)
+        paced.run(measured, make, rows=8)
 
 # %%
 plot.timeline(runs["ZeRO-3, prefetch 0"])
@@ -315,7 +318,7 @@ plot.compare(runs)
 # %% tags=["nbval-check-output"]
 half = partial(zero3, compute_dtype=torch.bfloat16)
 with record() as in_half:
-    worlds[2].run(train, half, steps=2, rows=1)
+    worlds[2].run(measured, half, steps=2, rows=1, length=16)
 
 formulas.table(
     formula=dict(ddp_bytes=4 * P, zero3_bytes=6 * P, zero3_bf16_bytes=3 * P),
@@ -333,7 +336,7 @@ formulas.table(
 # %%
 from labkit import cluster, dry_run, replay, split_of
 
-LARGE = dict(vocab=8192, width=2048, depth=6, heads=16, context=1024)
+LARGE = dict(vocab=8192, width=2048, depth=4, heads=16, context=1024)
 BF16 = partial(zero3, compute_dtype=torch.bfloat16)
 dry = {
     ahead: dry_run(train, partial(BF16, prefetch=ahead), 2, 4, 1024, LARGE, ranks=64)
@@ -355,31 +358,28 @@ plot.timeline(replay(dry[1], cluster("selene")))
 # %% [markdown]
 # ### A model that is never whole
 #
-# `GPT(...)` itself holds the whole model, on every rank, before anything is sharded. In this block
-# each parameter is shared as soon as it is made:
+# `GPT(...)` by itself holds the whole model, on every rank, before `ZeRO3` can shard it. In the block
+# below each parameter is cut into shares as soon as the next one is made:
 
 # %%
+from contextlib import nullcontext
+
 from labkit.check.peak import PeakMemory
 
 
 def build(sharded):
     me = attach()
-    with PeakMemory() as memory:
-        if sharded:
-            with ZeRO3.init(me.comm):
-                model = GPT(**SIZES)
-        else:
-            model = GPT(**SIZES)
-        ZeRO3(model, me.comm)
+    with PeakMemory() as memory, ZeRO3.init(me.comm) if sharded else nullcontext():
+        model = GPT(**SIZES)
+    ZeRO3(model, me.comm)  # one unit after the other
     return memory.peak_bytes
 
 
 # %% tags=["nbval-check-output"]
 for sharded in (False, True):
     peak_bytes = worlds[4].run(build, sharded)[0]
-    print(
-        f"{'ZeRO3.init' if sharded else 'GPT, then ZeRO3':<16} {peak_bytes / (4 * P):4.0%} of the model at most"
-    )
+    name = "in ZeRO3.init:" if sharded else "as usual:"
+    print(f"{name:<15} {peak_bytes:>9,} bytes at most while it is built")
 
 # %% [markdown]
 # ## 6. Break it
@@ -545,11 +545,9 @@ wasteful = {
 rows = {}
 for name, make in wasteful.items():
     with record() as trace:
-        losses, (parameter_bytes, rest_bytes, most) = worlds[2].run(train, make, rows=1, length=16)[
-            0
-        ]
-    messages = sum(event.step == 2 for event in trace.ranks[0].comms)
-    rows[name] = losses[-1].item(), parameter_bytes + rest_bytes, most, messages
+        losses, *held_bytes, most = worlds[2].run(measured, make, steps=2, rows=1, length=16)[0]
+    messages = sum(event.step == 1 for event in trace.ranks[0].comms)
+    rows[name] = losses[-1].item(), sum(held_bytes), most, messages
 
 # %% tags=["nbval-check-output"]
 print("       loss   held, MB   gathered, MB   messages")
@@ -758,8 +756,8 @@ def accelerated(model):
     import os
 
     me = attach()
-    ranks = dict(RANK=me.rank, WORLD_SIZE=me.size, LOCAL_RANK=me.rank, OMP_NUM_THREADS=1)
-    os.environ.update({name: str(value) for name, value in ranks.items()})
+    for name, value in dict(RANK=me.rank, WORLD_SIZE=me.size).items():
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 

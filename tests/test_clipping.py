@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, World
-from labkit.parallel.clipping import clip_grad_norm
+from labkit.parallel.parts.clipping import clip_grad_norm
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
 

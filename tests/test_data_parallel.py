@@ -17,8 +17,8 @@ from torch import nn
 
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
-from labkit.parallel.buckets import buckets_of
 from labkit.parallel.footprint import held
+from labkit.parallel.parts.buckets import buckets_of
 
 
 def small_buckets(module: nn.Module) -> DDP:

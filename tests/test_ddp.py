@@ -10,7 +10,7 @@ from ddp_checks import Branching
 from torch import nn
 
 from labkit import DDP, Comm, NaiveDDP, World
-from labkit.parallel.comm_hooks import (
+from labkit.parallel.parts.comm_hooks import (
     Hook,
     UnderWay,
     bf16_compress_hook,

@@ -10,8 +10,8 @@ from torch import nn
 
 from labkit import DDP, Comm, RankError, World
 from labkit.parallel import arrivals
-from labkit.parallel.comm_hooks import UnderWay, bf16_compress_hook
-from labkit.parallel.joining import RollCall
+from labkit.parallel.parts.comm_hooks import UnderWay, bf16_compress_hook
+from labkit.parallel.parts.joining import RollCall
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from labkit.comm import listen
 from labkit.parallel import DDP
-from labkit.parallel.buckets import MB
+from labkit.parallel.parts.buckets import MB
 
 Student = Callable[..., Any]
 Gradients = dict[str, Tensor | None]

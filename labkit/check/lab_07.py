@@ -33,7 +33,7 @@ from labkit.check.lab_07_ranks import (
     two_steps,
 )
 from labkit.check.ranks import Ran, alone, run, warm
-from labkit.parallel.flat import FlatPartition
+from labkit.parallel.parts.flat import FlatPartition
 
 # ---- pieces(numels, ranks, rank)
 

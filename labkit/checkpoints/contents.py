@@ -6,7 +6,7 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank has `Owned`
-pieces of parameters (labkit/parallel/pieces.py); several may have the same one, then one writes it.
+pieces of parameters (precision/pieces.py); several may have the same one, then one writes it.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.agreement import check_same_on_all_ranks
-from labkit.parallel.pieces import OwnedPiece
+from labkit.parallel.parts.agreement import check_same_on_all_ranks
+from labkit.precision.pieces import OwnedPiece
 from labkit.world.attach import attach
 
 Path = tuple[str | int, ...]

@@ -25,7 +25,7 @@ from labkit.checkpoints.match import (
 )
 from labkit.checkpoints.stored import Fill, Stored, is_thing
 from labkit.checkpoints.together import together
-from labkit.parallel.pieces import OwnedPiece
+from labkit.precision.pieces import OwnedPiece
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The strategies. One concept, one file."""
+"""The strategies. One concept, one file; what several of them need is in `parts`."""
 
 from labkit.parallel.async_parameter_server import AsyncParameterServer
 from labkit.parallel.ddp import DDP

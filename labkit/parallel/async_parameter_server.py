@@ -33,9 +33,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.parameter_server import SERVER
-from labkit.parallel.replicas import check_dense, copy_from_rank_0, trainable
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.replicas import check_dense, copy_from_rank_0, trainable
 
 DONE = -1  # in place of the version: this worker pushes no more
 POLL_S = 0.0002

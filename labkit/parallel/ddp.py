@@ -30,13 +30,13 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
-from labkit.parallel.arrivals import STATIC, agreed_order, agreed_used
-from labkit.parallel.buckets import MB, Bucket, buckets_of
-from labkit.parallel.comm_hooks import Hook, all_reduced
-from labkit.parallel.joining import Doing, RollCall
 from labkit.parallel.naive_ddp import NaiveDDP
-from labkit.parallel.replicas import (
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.arrivals import STATIC, agreed_order, agreed_used
+from labkit.parallel.parts.buckets import MB, Bucket, buckets_of
+from labkit.parallel.parts.comm_hooks import Hook, all_reduced
+from labkit.parallel.parts.joining import Doing, RollCall
+from labkit.parallel.parts.replicas import (
     at_end_of_backward,
     copy_from,
     copy_from_rank_0,

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.replicas import (
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.replicas import (
     UNUSED,
     at_end_of_backward,
     check_dense,

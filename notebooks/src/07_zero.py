@@ -23,7 +23,7 @@ from labkit import predict as formulas
 from labkit.check import lab_07 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.flat import FlatPartition
+from labkit.parallel.parts.flat import FlatPartition
 from labkit.recording import record
 from labkit.replaying import dry_run
 from labkit.trace import CATEGORIES

@@ -391,7 +391,7 @@ for sharded in (False, True):
 
 
 # %%
-from labkit.parallel.flat import FlatPartition
+from labkit.parallel.parts.flat import FlatPartition
 
 
 def unit_by_hand(comm, module):

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.flat import FlatPartition
-from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 
 HALF = (torch.float16, torch.bfloat16)
 

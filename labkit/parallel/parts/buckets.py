@@ -10,15 +10,17 @@ Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2 and 4
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.comm_hooks import Hook, UnderWay, all_reduced
-from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.comm_hooks import Hook, UnderWay, all_reduced
+from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 
 MB = 2**20
+P = TypeVar("P", bound=torch.Tensor)
 
 
 class Bucket:
@@ -78,15 +80,20 @@ class Bucket:
                 parameter.grad = view.copy_(parameter.grad)
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[Bucket]:
-    """Cut the parameters, last first, into buckets of one dtype and device and at most
-    `bucket_bytes`; a larger parameter has a bucket to itself."""
-    buckets: list[Bucket] = []
-    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
+    """The parameters, last first, in lists of one dtype and device and at most `bucket_bytes`; a
+    larger parameter is alone in its own."""
+    full: list[list[P]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):
-        filling = open_ones.setdefault((parameter.dtype, parameter.device), [])
-        if filling and sum(p.nbytes for p in filling) + parameter.nbytes > bucket_bytes:
-            buckets.append(Bucket(filling))
-            filling.clear()
-        filling.append(parameter)
-    return buckets + [Bucket(rest) for rest in open_ones.values()]
+        some = filling.setdefault((parameter.dtype, parameter.device), [])
+        if some and sum(p.nbytes for p in some) + parameter.nbytes > bucket_bytes:
+            full.append(some.copy())
+            some.clear()
+        some.append(parameter)
+    return full + [rest for rest in filling.values() if rest]
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[Bucket]:
+    """The parameters, last first, in buckets of at most `bucket_bytes`."""
+    return [Bucket(some) for some in cut(parameters, bucket_bytes)]

@@ -142,13 +142,13 @@ def test_ranks_that_share_memory_agree_too() -> None:
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_bound_is_never_exceeded(world: World, bound: int) -> None:
     """Worker 3 is slow: without a bound the others would be done before its first step."""
-    check_bound(world, AsyncParameterServer, bound)
+    check_bound(world, AsyncParameterServer, bound, pauses_s=(0, 0, 0, 0.1))
 
 
-def check_bound(world: World, server: Callable[..., AsyncParameterServer], bound: int) -> None:
-    updates = check_stale_training(
-        world, server, "SGD", max_staleness=bound, pauses_s=(0, 0, 0, 0.1)
-    )
+def check_bound(
+    world: World, server: Callable[..., AsyncParameterServer], bound: int, **asked: Any
+) -> None:
+    updates = check_stale_training(world, server, "SGD", max_staleness=bound, **asked)
     steps = dict.fromkeys((1, 2, 3), 0)
     for update in updates:
         ahead = steps[update.worker] - min(steps.values())

@@ -173,7 +173,7 @@ def test_a_faulty_asynchronous_server_turns_the_contract_red(
 
 def test_a_bound_that_is_ignored_turns_red(four: World) -> None:
     with pytest.raises(AssertionError):
-        check_bound(four, IgnoresTheBound, 0)
+        check_bound(four, IgnoresTheBound, 0, order=[1] * 4)
 
 
 def test_the_contracts_are_green_on_the_real_ones(pair: World, four: World) -> None:

@@ -17,7 +17,7 @@ Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Ser
 section 3; `torch.nn.DataParallel` does the same with threads of one process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -164,7 +164,9 @@ class ParameterServer(nn.Module):
         return Footprint(parameter_bytes(module), grads / size, state / size, bus_bytes)
 
 
-def _when_gradient_is_made(parameter: nn.Parameter, method: Any) -> None:
+def _when_gradient_is_made(
+    parameter: nn.Parameter, method: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Have autograd replace each new gradient of `parameter` by `method(gradient)`, before it adds
     it to `.grad`, as long as the method's object lives."""
     weak = WeakMethod(method)

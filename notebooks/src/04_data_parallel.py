@@ -345,8 +345,8 @@ panels[0].legend(frameon=False)
 fig.tight_layout()
 
 # %% [markdown]
-# On the left the fast ones run away, and the slow one's few gradients are old when they come; in
-# the end it trains alone. On the right (`max_staleness=1`: *stale synchronous parallel*) the fast
+# On the left the fast ones run away, and the slow one's gradients are old when they come; in the end
+# it trains alone. On the right (`max_staleness=1`: *stale synchronous parallel*) the fast
 # ones wait, but not for each step. In a fixed order nothing depends on speed:
 
 # %% tags=["nbval-check-output"]
@@ -408,7 +408,7 @@ fig.tight_layout()
 # %% [markdown]
 # ## 6. Break it
 #
-# ### Three servers with a bug
+# ### Three averages, each with a bug
 #
 # Three ways to get it wrong. Read them, say what is wrong, and only then run the next cells. `optimizer` is there on all ranks.
 
@@ -470,8 +470,9 @@ for name, make in OPTIMIZERS.items():
 # %% [markdown] tags=["answer"]
 # - **a** averages the *weights* instead of the gradients. With SGD that is the same, also with
 #   momentum: all is linear. Adam divides by the size of its own rank's gradient, and the mean of
-#   quotients is not the quotient of means. (picotron's first teaching version of data parallelism,
-#   `DataParallelNaive`, averages parameters where it means gradients.)
+#   quotients is not the quotient of means. One way into it: `register_hook` hands a function the
+#   gradient, `register_post_accumulate_grad_hook` the *parameter*. Who swaps one for the other, and
+#   leaves the function as it was, all-reduces weights.
 # - **b** divides twice: by hand, and in `op="mean"`. SGD takes steps of 1/n; Adam does not notice,
 #   since it divides each gradient by its own size.
 # - **c** sends the weights before the step. The others train with weights that are one step old:

@@ -37,10 +37,13 @@ from labkit.trace import CATEGORIES
 
 
 # %%
+SIZES = dict(vocab=256, width=192, depth=2, heads=6, context=64)
+
+
 def train(build, steps=2, rows=2, dtype=torch.bfloat16, look=None):
     me = attach()
     torch.manual_seed(0)
-    model = GPT.preset("1M", vocab=256).to(me.device, dtype)
+    model = GPT(**SIZES).to(me.device, dtype)
     parallel, optimizer = build(model)
     text, losses = Text(), []
     for step in range(steps):
@@ -78,7 +81,7 @@ with record(detail_step=1) as ddp:
     fingerprints = world.run(train, with_ddp, look=kept)
 
 # %% tags=["nbval-check-output"]
-P = formulas.parameters(vocab=256, width=132, depth=4, heads=12, context=64)
+P = formulas.parameters(**SIZES)
 nbytes = sum(size for size, _ in fingerprints[0])
 same = sum(every[0][0] for every in zip(*fingerprints) if len(set(every)) == 1)
 print(f"{P:,} parameters, {nbytes:,} bytes on rank 0: {nbytes / P:g} for each parameter.")
@@ -293,7 +296,7 @@ sent.beside(ddp_bytes=sums[0], stage_1_bytes=sums[1], stage_2_bytes=sums[2])
 # each tensor that it is given, here for each piece. With these, on every rank:
 
 # %% tags=["nbval-check-output"]
-model = GPT.preset("1M", vocab=256).to(torch.bfloat16)
+model = GPT(**SIZES).to(torch.bfloat16)
 for stage in (1, 2):
     for rank in range(4):
         its = ZeroOptimizer.predict(model, 4, stage, bucket_mb=0.25, rank=rank)

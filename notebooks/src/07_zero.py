@@ -334,13 +334,14 @@ rank_0_of(runs, [16 * P, 7 * P, 5.5 * P, 5.5 * P])
 LINK = Link(gbps=0.25, latency_us=500)
 paced = World(2, backend="gloo", link=LINK)
 with record() as on_wire:
-    paced.run(train, ways["ZeRO-2"], steps=3, rows=8)
+    paced.run(train, ways["ZeRO-2"], steps=3, rows=16)
 plot.timeline(on_wire)
 
 # %% [markdown]
-# The reduce-scatters hide behind backward, as DDP's all-reduces do. What is new is the all-gather
-# at the end: the step has made the weights, and nothing is left to compute. Unless one begins the
-# **next forward** meanwhile: its first layer needs the first bucket only.
+# The reduce-scatters hide behind backward, as DDP's all-reduces do; where a third bucket would be
+# under way, backward waits for the first. What is new is the all-gather at the end: the step has
+# made the weights, and nothing is left to compute. Unless one begins the **next forward** meanwhile:
+# its first layer needs the first bucket only.
 
 
 # %%
@@ -349,7 +350,7 @@ def early(model):
 
 
 with record() as early_gather:
-    paced.run(train, early, steps=3, rows=8)
+    paced.run(train, early, steps=3, rows=16)
 
 # %% [markdown]
 # What waits for the all-gathers, the step or the next forward?

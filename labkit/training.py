@@ -97,8 +97,9 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
         sent_bytes += sum(event.bus_bytes for event in events)
     weights: dict[str, Any] = {}
     if keep_weights:
-        weights = {name: x.detach().cpu() for name, x in model.state_dict().items()}
+        whole = getattr(wrapped, "full_state_dict", model.state_dict)  # a sharder puts it together
+        weights = {name: x.detach().cpu() for name, x in whole().items()}
     return Report(
         strategy, comm.rank, comm.size, losses, median(seconds), predicted,
-        held(model, optimizer, sent_bytes / task.steps), weights,
+        held(wrapped, optimizer, sent_bytes / task.steps), weights,
     )  # fmt: skip

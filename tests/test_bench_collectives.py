@@ -672,7 +672,7 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     for one, name in zip(command.bench.registered_commands, names):
         monkeypatch.setattr(one, "callback", lambda name=name: ran.append(name))
     assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == names
-    assert {"world", "door", "ddp", "recording", "plot", "replay", "collectives"} <= {*ran}
+    assert {"world", "door", "data_parallel", "recording", "plot", "replay"} <= {*ran}
     monkeypatch.undo()
     done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
     assert done.exit_code == 2 and ran == names

@@ -10,7 +10,7 @@ from data_parallel_contract import Strategy, check_equal_to_single, torchs_own
 from test_zero import zero
 
 from labkit import DDP, World, ZeroOptimizer
-from labkit.parallel.zero_buckets import FreeingBucket, ZeroBucket
+from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         "bench_collectives": "labkit.bench.collectives",
-        "bench_ddp": "labkit.bench.ddp",
+        "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_door": "labkit.bench.door",
         "bench_plot": "labkit.bench.plot",
         "bench_world": "labkit.bench.world",

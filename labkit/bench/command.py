@@ -1,6 +1,7 @@
 """`labkit bench`: each bench is a command with options of its own; without one, all run."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
-    epilog="Examples:  labkit bench  ·  labkit bench ddp --turns 40  ·  "
+    epilog="Examples:  labkit bench  ·  labkit bench data-parallel --only ddp  ·  "
     "labkit bench collectives --ops all_reduce --ranks 4",
     invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
@@ -52,12 +53,21 @@ def door() -> None:
     _shown("door", lambda: module.table(module.bench_door()))
 
 
-@bench.command()
-def ddp(turns: Turns = 40, transport: Carrier = None) -> None:
-    """A step of labkit's DDP against torch's."""
-    from labkit.bench import ddp as module
+@bench.command("data-parallel")
+def data_parallel(
+    turns: Turns = 20,
+    only: Annotated[
+        str | None, typer.Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
+    ] = None,
+    transport: Carrier = None,
+) -> None:
+    """A step of DDP, ZeRO-1, 2 and 3 against torch's."""
+    from labkit.bench import data_parallel as module
 
-    _shown("ddp", lambda: module.table(module.bench_ddp(turns=turns, transport=transport)))
+    names = _words(only or "")
+    module.contests(names)
+    measure = partial(module.bench_data_parallel, names, turns=turns, transport=transport)
+    _shown("data-parallel", lambda: module.table(measure()))
 
 
 @bench.command()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from labkit.bench.ddp import LENGTH, ROWS, stepper
+from labkit.bench.data_parallel import LENGTH, ROWS, stepper
 from labkit.parallel import DDP
 from labkit.recording import record
 from labkit.training import DTYPES, Task

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from labkit.bench.ddp import stepper
+from labkit.bench.data_parallel import stepper
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Link
 from labkit.events import CommEvent

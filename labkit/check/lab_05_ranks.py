@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from labkit.comm import listen
 from labkit.parallel import DDP
-from labkit.parallel.ddp import MB
+from labkit.parallel.parts.buckets import MB
 
 Student = Callable[..., Any]
 Gradients = dict[str, Tensor | None]
@@ -110,7 +110,8 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
     )
     with listen() as events:
         student(ddp, list(zip(x, y)))
-    return gradients_now(model), sum(event.bus_bytes for event in events)
+    reduced = [event for event in events if event.op == "all_reduce"]
+    return gradients_now(model), sum(event.bus_bytes for event in reduced)
 
 
 def sent_in_buckets(

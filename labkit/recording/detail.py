@@ -5,7 +5,7 @@ and the bytes that it reads and writes, adds them up by span, and enters each ne
 storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
 freed.
 
-    parameters              those of the modules that ran
+    parameters              those of modules, also those that a strategy holds beside a module's
     gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
                             says are its `gradient_pieces()`
     optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
@@ -23,9 +23,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.recording.operations import operation_of, tensors_in
@@ -72,14 +74,15 @@ class Ledger:
                 self._sums[category] -= nbytes
                 self._changed(tuple(self._sums))
 
-    def measure_again(self) -> None:
-        """Some strategies free memory by resizing a storage, which no operation tells."""
+    def measure_again(self, only: Any = None) -> None:
+        """Some strategies free memory by resizing a storage, `only` this one or any."""
         with self._lock:
-            for key, (ref, category, nbytes) in list(self._held.items()):
+            keys = list(self._held) if only is None else [id(only)]
+            for ref, category, nbytes in (self._held[key] for key in keys if key in self._held):
                 storage = ref()
                 now_bytes = storage.nbytes() if storage is not None else nbytes
-                if now_bytes != nbytes:
-                    self._held[key] = (ref, category, now_bytes)
+                if now_bytes != nbytes and (only is None or only is storage):
+                    self._held[id(storage)] = (ref, category, now_bytes)
                     self._sums[category] += now_bytes - nbytes
             self._changed(tuple(self._sums))
 
@@ -97,6 +100,8 @@ class Detail:
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._known: set[int] = set()  # parameters with a hook, which keeps them alive
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing())
         self._in_door = threading.local()
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
@@ -110,14 +115,20 @@ class Detail:
             self.enter_state(optimizer)
         gc.collect()  # what an earlier run has left in cycles is garbage, and not held
         for thing in gc.get_objects():
-            if type(thing) in (torch.Tensor, nn.Parameter):  # (isinstance wakes lazy objects up)
+            if type(thing) not in (torch.Tensor, nn.Parameter, FakeTensor):
+                continue  # (isinstance wakes lazy objects up)
+            if not isinstance(thing, nn.Parameter):
                 self._enter(thing, OTHER)
+            elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
+                self._know(thing)
+        self._resizes.start()
         self._counting = True
         self._ledger.measure_again()
         self._mode.__enter__()
 
     def end(self) -> None:
         self._counting = False
+        self._resizes.stop()
         self._mode.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
@@ -128,12 +139,16 @@ class Detail:
             return
         self._modules.append(root)
         for parameter in root.parameters():
-            self._enter(parameter, PARAMETERS, move=True)
-            if parameter.grad is not None:
-                self._enter(parameter.grad, GRADIENTS, move=True)
-            if parameter.requires_grad and parameter.is_leaf:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-                self._hooks.append(hook)
+            self._know(parameter)
+
+    def _know(self, parameter: torch.Tensor) -> None:
+        self._enter(parameter, PARAMETERS, move=True)
+        if parameter.grad is not None:
+            self._enter(parameter.grad, GRADIENTS, move=True)
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
+            self._known.add(id(parameter))
+            hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            self._hooks.append(hook)
 
     def enter_state(self, optimizer: Any) -> None:
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
@@ -147,6 +162,17 @@ class Detail:
             for x in optimizer.gradient_pieces()[0]:
                 self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()
+
+    def _resizing(self) -> Callable[[Any, int], Any]:
+        """`resize_` of a storage, of which no operation tells, and the ledger hears of it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: Any, size: int) -> Any:
+            found = resize(storage, size)
+            self._ledger.measure_again(only=storage)
+            return found
+
+        return resize_and_tell
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

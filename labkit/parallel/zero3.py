@@ -1,0 +1,288 @@
+"""ZeRO stage 3: parameters, gradients and optimizer state are sharded; a layer's parameters are
+whole only while it computes.
+
+    each rank holds   16 P/n bytes in mixed precision with Adam (master 4, gradient 4, moments 8),
+                      and the working set: the unit that computes and the one that comes next
+    travels           (2c + g) P (n-1)/n bytes from each rank and step: two all-gathers in the
+                      compute dtype (c bytes an element), one reduce-scatter of gradients (g bytes,
+                      the compute dtype, too). P with the padding of each unit to n equal shares.
+
+The module is cut into units, each block of a list being one. On every rank, with prefetch=1:
+
+    compute    |  unit 0  |  unit 1  |  unit 2  | bwd 2 (last gradient) | bwd 1 | ...
+    gather     0 |   1    |    2     |          | 2 |      1            |   0
+    free                  0          1          2                       2       1
+    reduce                                                              |  2  |  1
+
+In forward a unit is gathered by a hook before it, and freed by one behind it. In backward a hook on
+the gradient of its output gathers it again; when the gradients of all its parameters are there,
+they leave in one reduce-scatter, and parameters and gradients are freed at once. The order of the
+units is noted in every pass, so that in the next one a gather can leave `prefetch` units early.
+
+A unit with several members, as a head that is tied to the embedding, stays from the first member's
+forward to the last one's: it too is gathered once, but stands in memory beside the two others.
+
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-
+Infinity", arXiv 2104.07857, section 6.2; units and hooks: Zhao et al., "PyTorch FSDP", arXiv
+2304.11277, section 3.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.replicas import (
+    at_end_of_backward,
+    copy_from_rank_0,
+    trainable,
+    when_gradient_is_there,
+)
+from labkit.parallel.parts.sharded_init import sharded_init
+from labkit.parallel.parts.zero3_flat import Flat, Unit
+from labkit.parallel.parts.zero3_passes import Order, cast, running_backward, tensors_in
+from labkit.parallel.parts.zero3_state import WholeState
+from labkit.parallel.parts.zero3_units import Choice, predict, units_of
+
+REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
+
+
+class ZeRO3(WholeState, nn.Module):
+    """`module` with its parameters sharded over the ranks, gathered where and while they are used.
+
+    Args:
+        module: any module; all ranks start with rank 0's weights.
+        comm: the ranks that share it; all by default.
+        units: what is gathered together: a class or classes of modules, or a function module ->
+            bool. By default the entries of the outermost ModuleLists and Sequentials. A module
+            outside of them that has parameters itself is a unit, too.
+        persist_below: parameters with fewer elements stay whole on every rank; their gradients are
+            all-reduced at the end of backward.
+        prefetch: so many units are gathered ahead; 0: each one when it is needed.
+        compute_dtype: of the gathered parameters and travelling gradients; what the optimizer has
+            stays float32 then. By default that of the module.
+
+    `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
+    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do.
+    All ranks use the same units in the same order.
+    """
+
+    init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm | None = None,
+        units: Choice | None = None,
+        persist_below: int = 0,
+        prefetch: int = 1,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if prefetch < 0 or persist_below < 0:
+            raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
+        trainable(module)
+        self.module, self.comm, self.prefetch = module, comm or Comm(), prefetch
+        self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
+        named = list(module.named_parameters())
+        for name, parameter in named:
+            if parameter.is_meta and not hasattr(parameter, "whole"):
+                raise ValueError(
+                    f"{name} is on the meta device, where it has no numbers; build the module in a "
+                    "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
+                )
+        claim(named, self)
+        check_same_on_all_ranks(named, self.comm)
+        self._shapes = {name: p.shape for name, p in named}
+        del named
+        self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
+        claim(module.named_parameters(), self)  # the shards, which now stand there
+        copy_from_rank_0(module.buffers(), self.comm)
+        self._unchanged = Unchanged(module)
+        self._named = list(module.named_parameters())
+        self._flat_of: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+        self._orders = {False: Order(), True: Order()}  # of forward, of backward
+        self._pending: dict[int, dict[Flat, Unit]] = {}  # backward -> whose gradients have not left
+        self._leaving: deque[Flat] = deque()
+        self._in_forward = False
+        for unit in self.units:
+            self._hook(unit)
+
+    def _hook(self, unit: Unit) -> None:
+        for member in unit.members:
+            member.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
+            member.register_forward_hook(partial(self._after_forward, unit))
+        inside: dict[nn.Module, str] = {}
+        for place in (place for flat in unit.flats for places in flat.places for place in places):
+            inside.setdefault(place.module, place.name)
+        for module, name in inside.items():
+            if module not in unit.members:
+                module.register_forward_pre_hook(partial(self._check_gathered, unit, name))
+        for flat in unit.trainable:
+            for index, parameter in enumerate(flat.gathered):
+                self._flat_of[parameter] = unit, flat, index
+                when_gradient_is_there(parameter, self._gradient_is_there)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces, under the names that their parameters have in the module."""
+        for name, shard in self._named:
+            if shard.numel():
+                yield (f"{prefix}.{name}" if prefix else name), shard
+
+    def _apply(self, *_: Any, **__: Any) -> "ZeRO3":
+        raise ValueError(
+            "ZeRO3: the shards stay what and where they are; move or convert the module first, "
+            "then wrap it"
+        )
+
+    # --- forward ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if running_backward() is not None:  # activations are computed again
+            return self.module(*args, **kwargs)
+        self._clean_up()
+        self._unchanged.check()
+        if self.training and torch.is_grad_enabled():
+            copy_from_rank_0(self.module.buffers(), self.comm)
+        if self.compute_dtype is not None:
+            args, kwargs = cast((args, kwargs), self.compute_dtype)
+        self._orders[False].begin_pass()
+        self._in_forward = True
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            self._in_forward = False
+        self._free_all()
+        return output
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        self._use(unit)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if running_backward() is not None:
+            return  # backward is about to use it
+        if torch.is_grad_enabled():
+            self._watch(unit, output)
+        unit.has_run.add(module)
+        if not self._in_forward or len(unit.has_run) == len(unit.members):
+            unit.free()
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        """Have the unit gathered again before the backward of what it has put out."""
+        found = list(tensors_in(output))
+        if not found and output is not None:
+            raise ValueError(
+                f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
+                "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
+            )
+        for x in found:
+            if x.requires_grad:
+                x.register_hook(partial(self._before_backward, unit))
+
+    def _check_gathered(self, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
+        if unit.is_gathered:
+            return
+        if running_backward() is None:
+            raise ValueError(
+                f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
+                f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
+                "make it a unit of its own (`units=`)"
+            )
+        self._use(unit)
+
+    # --- what both passes do ---
+
+    def _use(self, unit: Unit) -> None:
+        """Have the unit here, and those that come next on their way."""
+        task = running_backward()
+        if task is not None:
+            self._note_backward(task, unit)
+        if unit.is_gathered:
+            return
+        unit.start_gather(meanwhile=False)
+        unit.finish_gather()
+        order = self._orders[task is not None]
+        order.note(unit)
+        for coming in order.coming(self.prefetch):
+            coming.start_gather(meanwhile=True)
+        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of gathered parameters, now; `peak_gathered_bytes`: the most there ever was."""
+        return sum(flat.full.held_bytes for unit in self.units for flat in unit.flats)
+
+    # --- backward ---
+
+    def _note_backward(self, task: int, unit: Unit) -> None:
+        """`unit` takes part in the backward that now runs."""
+        if task not in self._pending:
+            self._pending[task] = {}
+            at_end_of_backward(partial(self._finish_backward, task))
+        if not unit.awaited and not unit.is_gathered:
+            unit.awaited = set(unit.trainable)
+            self._pending[task].update(dict.fromkeys(unit.trainable, unit))
+
+    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self._use(unit)
+
+    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when it has finished the gradient of a gathered parameter."""
+        unit, flat, index = self._flat_of[parameter]  # type: ignore[index]
+        flat.take_gradient(index)
+        if flat.missing:
+            return
+        if not flat.keep_whole:
+            self._reduce(flat, meanwhile=True)
+        unit.awaited.discard(flat)
+        if not unit.awaited:
+            unit.free()
+
+    def _reduce(self, flat: Flat, meanwhile: bool) -> None:
+        for pending in self._pending.values():
+            pending.pop(flat, None)
+        while len(self._leaving) >= REDUCES_IN_FLIGHT:
+            self._leaving.popleft().receive_gradients()
+        flat.send_gradients(meanwhile)
+        self._leaving.append(flat)
+
+    def _finish_backward(self, task: int) -> None:
+        """Backward is over: send the gradients of units that miss some, and wait for all."""
+        for flat in list(self._pending[task]):
+            self._reduce(flat, meanwhile=False)
+        while self._leaving:
+            self._leaving.popleft().receive_gradients()
+        del self._pending[task]
+        if not self._pending:
+            self._free_all()
+            self._orders[True].begin_pass()
+
+    def _free_all(self) -> None:
+        for unit in self.units:
+            unit.free()
+            unit.awaited.clear()
+
+    def _clean_up(self) -> None:
+        """What an error has left of the last pass."""
+        self._free_all()
+        if self._pending:
+            for flat in (flat for unit in self.units for flat in unit.flats):
+                flat.reset()
+            self._pending.clear()
+            self._leaving.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops that accumulate: every backward adds to the shards' gradients, as in one
+        process. Nothing is held back, since that would need the memory of whole gradients."""
+        yield
+
+    predict = staticmethod(predict)

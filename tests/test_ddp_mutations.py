@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, RankError, World
-from labkit.parallel import arrivals
+from labkit.parallel.parts import arrivals
 from labkit.parallel.parts.comm_hooks import UnderWay, bf16_compress_hook
 from labkit.parallel.parts.joining import RollCall
 

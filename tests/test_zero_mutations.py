@@ -171,7 +171,7 @@ def test_stage_1_that_leaves_the_other_shares_dirty_adds_them_twice(pair: World)
             pass
 
     def patch(on: bool) -> None:
-        from labkit.parallel import zero_buckets
+        from labkit.parallel.parts import zero_buckets
 
         kind = zero_buckets.ZeroBucket
         if on:

@@ -436,7 +436,7 @@ for stage, trace in enumerate(on_paper):
 
 # %%
 class Tied(nn.Module):
-    """The table of tokens is the head's weight, too, as in most language models."""
+    """The table of tokens is the head's weight, too, as in many language models."""
 
     def __init__(self):
         super().__init__()
@@ -642,8 +642,8 @@ check.ToOwners(ToOwners)
 #
 # `flat` has all weights in bf16, the same on all ranks, and n divides it. Make an AdamW for the
 # share of this rank, with an fp32 master copy. `step(gradient)` gets the averaged gradient of the
-# share, in bf16; afterwards `flat` has the new weights on all ranks. Of this size, a rank may hold
-# 12/n bytes for each parameter and nothing more.
+# share, in bf16; afterwards `flat` has the new weights on all ranks. Beside `flat`, a rank
+# may hold 12/n bytes for each parameter and nothing more.
 #
 # Useful: `flat.chunk(n)[r]` is a view, `x.copy_(y.detach())` rounds, `comm.all_gather_into_tensor`.
 

@@ -966,3 +966,18 @@ def test_a_rank_keeps_the_memory_that_a_step_has_freed(world2: World) -> None:
     first, *_, last = [world2.run(pages_of_a_step) for _ in range(4)]
     assert all(page_count > 10_000 for page_count in first)
     assert all(page_count < 1000 for page_count in last)
+
+
+def test_later_ranks_have_what_an_optimizer_imports() -> None:
+    """The server imports it when it has nothing else to do, so that no rank has to."""
+
+    def has_it() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with World(1) as world:
+            if world.run(has_it) == [True]:
+                return
+        time.sleep(0.6)
+    pytest.fail("no rank ever had it")

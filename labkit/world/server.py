@@ -1,9 +1,10 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank has nothing left to import and shares the server's memory: it lives within tens of
-milliseconds at a fifth of the memory. The server never touches CUDA, which does not survive a
-fork. It lives as long as the driver: when the driver's end of the socket closes, however that
-came about, the server kills its ranks, removes their folders and ends.
+milliseconds at a fifth of the memory. What only some ranks need, and takes long to import, the
+server imports in its first quiet moment, for all ranks that come later. It never touches CUDA,
+which does not survive a fork. It lives as long as the driver: when the driver's end of the socket
+closes, however that came about, the server kills its ranks, removes their folders and ends.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 
 from labkit.world import rank
@@ -21,6 +23,7 @@ from labkit.world.launch import kill_group
 from labkit.world.rank import Spec
 
 PR_SET_PDEATHSIG = 1
+QUIET_S = 0.5
 
 
 def main(fd: int) -> None:
@@ -37,9 +40,12 @@ def main(fd: int) -> None:
     driver.send(("warm", os.getpid()))
     children: set[int] = set()
     folders: set[str] = set()
+    more, is_used = threading.Thread(target=_warm_up_more), False
     try:
         while True:
-            talking = ready([driver, wake_up], None)
+            talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
+            if not talking:
+                more.start()
             if wake_up in talking:
                 with suppress(BlockingIOError):
                     wake_up.recv(4096)
@@ -49,6 +55,9 @@ def main(fd: int) -> None:
                 if kind == "answer for":
                     folders.add(body)
                 elif kind == "fork":
+                    if more.ident is not None:
+                        more.join()  # a fork has one thread, and what the others held stays locked
+                    is_used = True
                     pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
                     children.update(pids)
                     driver.send(("forked", (pids, refusal)))
@@ -68,6 +77,13 @@ def _warm_up() -> None:
     import torch.optim  # noqa: F401
 
     import labkit.world.cells  # noqa: F401
+
+
+def _warm_up_more() -> None:
+    """What the first optimizer of a process imports takes longer than all the rest."""
+    import torch._dynamo  # noqa: F401
+
+    gc.freeze()
 
 
 def _fork_all(specs: list[Spec], inherited: list[socket.socket]) -> tuple[list[int], str]:

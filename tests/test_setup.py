@@ -199,8 +199,8 @@ def test_the_python_range_is_the_same_everywhere():
 def test_conda_installs_the_same_packages():
     conda, pip = environment(read("environment.yml"))
     assert pip == ["-c constraints.txt", "-e .[lab,dev,wild]"], (
-        "environment.yml must install labkit[lab,dev,wild] under constraints.txt, and nothing else, "
-        "so that the conda way gives the packages of `make setup`"
+        "environment.yml must install labkit[lab,dev,wild] under constraints.txt, and nothing "
+        "else, so that the conda way gives the packages of `make setup`"
     )
     names = [re.split(r"[=<> ]", entry)[0] for entry in conda]
     assert names == ["python", "pip"], (

@@ -294,7 +294,7 @@ ways = {
 runs = {}
 for name, make in ways.items():
     with record() as runs[name]:
-        paced.run(measured, make, rows=8)
+        paced.run(measured, make, steps=2, rows=8)
 
 # %%
 plot.timeline(runs["ZeRO-3, prefetch 0"])
@@ -331,7 +331,7 @@ formulas.table(
 
 # %% [markdown]
 # Then a cluster. A GPT with layers of 50 million parameters on 64 GPUs, recorded without data and
-# replayed, as in lab 06. The left number is the prefetch:
+# replayed, as in lab 06:
 
 # %%
 from labkit import cluster, dry_run, replay, split_of
@@ -340,20 +340,20 @@ LARGE = dict(vocab=8192, width=2048, depth=4, heads=16, context=1024)
 BF16 = partial(zero3, compute_dtype=torch.bfloat16)
 dry = {
     ahead: dry_run(train, partial(BF16, prefetch=ahead), 2, 4, 1024, LARGE, ranks=64)
-    for ahead in (0, 1, 2)
+    for ahead in (0, 1)
 }
 
 # %% tags=["nbval-check-output"]
 for name in ("selene", "dgx-h100"):
     for ahead, trace in dry.items():
-        print(f"{name:<9} {ahead}  {split_of(replay(trace, cluster(name)))}")
+        print(f"{name:<8} prefetch {ahead}: {split_of(replay(trace, cluster(name)))}")
 
 # %%
 plot.timeline(replay(dry[1], cluster("selene")))
 
 # %% [markdown]
-# One unit ahead hides most; two ahead a little more, and hold three units. Why not all? The first
-# gather has nothing before it, and the last reduce-scatter nothing behind it.
+# One unit ahead hides most of it. Why not all? The first gather has nothing before it, and the last
+# reduce-scatter nothing behind it. (And two ahead? Exercise 4.)
 
 # %% [markdown]
 # ### A model that is never whole
@@ -442,18 +442,21 @@ def with_recompute(make_unit, run_block):
 
 
 # %% tags=["nbval-check-output"]
-kept = lambda block, x: block(x)  # noqa: E731
+def kept(block, x):
+    return block(x)
+
+
 reentrant, other = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
-short = World(2, device="cpu", backend="gloo", timeout_s=5)
-print("activations kept:  ", short.run(with_recompute, unit_by_hand, kept)[0])
-print("use_reentrant=True:", short.run(with_recompute, unit_by_hand, reentrant)[0])
+cpu = World(2, device="cpu", backend="gloo")
+print("activations kept:  ", cpu.run(with_recompute, unit_by_hand, kept)[0])
+print("use_reentrant=True:", cpu.run(with_recompute, unit_by_hand, reentrant)[0])
 
 # %% [markdown]
 # Three blocks, gathered for forward and for backward: 6 gathers. With recompute 9, and every number is
 # right: half as many bytes again, which no loss shows. And the other way:
 
 # %% tags=["raises-exception"]
-short.run(with_recompute, unit_by_hand, other)
+cpu.run(with_recompute, unit_by_hand, other)
 
 # %% [markdown]
 # `storage of size 0`. One mistake with two faces: what is freed when? In backward,
@@ -476,7 +479,7 @@ def mended(comm, module):
 
 ### END SOLUTION
 for way in (reentrant, other):
-    print(short.run(with_recompute, mended, way)[0])
+    print(cpu.run(with_recompute, mended, way)[0])
 
 # %% [markdown] tags=["answer"]
 # Recompute runs the block's *forward* in the middle of its *backward*, and the hook behind forward
@@ -507,7 +510,7 @@ def by_names(names):
 
 # %% tags=["nbval-check-output"]
 NAMES = ("norm1", "q", "k", "v", "norm2", "up", "down")
-same_loss, left_bytes = worlds[4].run(by_names, NAMES)[0]
+same_loss, left_bytes = cpu.run(by_names, NAMES)[0]
 print(
     f"the same loss: {same_loss}; whole in the layers, while nothing computes: {left_bytes:,} bytes"
 )
@@ -731,8 +734,8 @@ report("08")
 # What they add. **DeepSpeed** notes the order of modules in the first step, as `Order` does, prefetches
 # by elements and not by units, keeps what is used again soon (`stage3_max_reuse_distance`), and moves
 # shares to CPU or NVMe. **FSDP2** shards each parameter by its first dim, as a `DTensor`, so that it has
-# a meaning of its own; copies all of a unit into one buffer; keeps the last unit from forward to
-# backward (`reshard_after_forward`). **Accelerate** configures either of them.
+# a meaning of its own; copies all of a unit into one buffer; keeps what belongs to no layer whole from
+# forward to backward (`reshard_after_forward`). **Accelerate** configures either of them.
 #
 # Side by side, on the same data. (Accelerate shards on accelerators only; the two lines with `state`
 # tell it that a CPU will do.)
@@ -793,7 +796,6 @@ def losses_of(make):
 
 
 # %%
-cpu = World(2, device="cpu", backend="gloo", timeout_s=60)
 curves = {name: cpu.run(losses_of, make)[0] for name, make in peers.items()}
 for name, values in curves.items():
     print(f"{name:<18}", "  ".join(f"{value:.5f}" for value in values))

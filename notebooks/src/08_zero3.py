@@ -71,10 +71,11 @@ def replicas(model, strategy=DDP):
 
 
 # %% [markdown]
-# What does a rank hold after a step with ZeRO-2, measured?
+# What does a rank hold after a step with ZeRO-2, measured? (On the CPU, where the peers of section 8
+# run, too.)
 
 # %%
-worlds = {n: World(n, backend="gloo") for n in (1, 2, 4)}
+worlds = {n: World(n, device="cpu", backend="gloo") for n in (2, 4)}
 found = {n: world.run(measured, zero2, steps=1, rows=1)[0] for n, world in worlds.items()}
 
 # %% tags=["nbval-check-output"]
@@ -246,7 +247,9 @@ guess.beside(
 from labkit import Single
 
 one = partial(replicas, strategy=Single)
-alone = worlds[1].run(measured, one, dtype=torch.float64, steps=2, rows=4)
+alone = World(1, device="cpu", backend="gloo").run(
+    measured, one, dtype=torch.float64, steps=2, rows=4
+)
 shares = worlds[4].run(measured, zero3, dtype=torch.float64, steps=2, rows=1)
 
 # %% tags=["nbval-check-output"]
@@ -336,7 +339,7 @@ formulas.table(
 # %%
 from labkit import cluster, dry_run, replay, split_of
 
-LARGE = dict(vocab=8192, width=2048, depth=4, heads=16, context=1024)
+LARGE = dict(vocab=8192, width=2048, depth=3, heads=16, context=1024)
 BF16 = partial(zero3, compute_dtype=torch.bfloat16)
 dry = {
     ahead: dry_run(train, partial(BF16, prefetch=ahead), 2, 4, 1024, LARGE, ranks=64)
@@ -447,16 +450,16 @@ def kept(block, x):
 
 
 reentrant, other = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
-cpu = World(2, device="cpu", backend="gloo")
-print("activations kept:  ", cpu.run(with_recompute, unit_by_hand, kept)[0])
-print("use_reentrant=True:", cpu.run(with_recompute, unit_by_hand, reentrant)[0])
+short = World(2, device="cpu", backend="gloo", timeout_s=5)
+print("activations kept:  ", short.run(with_recompute, unit_by_hand, kept)[0])
+print("use_reentrant=True:", short.run(with_recompute, unit_by_hand, reentrant)[0])
 
 # %% [markdown]
 # Three blocks, gathered for forward and for backward: 6 gathers. With recompute 9, and every number is
 # right: half as many bytes again, which no loss shows. And the other way:
 
 # %% tags=["raises-exception"]
-cpu.run(with_recompute, unit_by_hand, other)
+short.run(with_recompute, unit_by_hand, other)
 
 # %% [markdown]
 # `storage of size 0`. One mistake with two faces: what is freed when? In backward,
@@ -479,7 +482,7 @@ def mended(comm, module):
 
 ### END SOLUTION
 for way in (reentrant, other):
-    print(cpu.run(with_recompute, mended, way)[0])
+    print(short.run(with_recompute, mended, way)[0])
 
 # %% [markdown] tags=["answer"]
 # Recompute runs the block's *forward* in the middle of its *backward*, and the hook behind forward
@@ -510,7 +513,7 @@ def by_names(names):
 
 # %% tags=["nbval-check-output"]
 NAMES = ("norm1", "q", "k", "v", "norm2", "up", "down")
-same_loss, left_bytes = cpu.run(by_names, NAMES)[0]
+same_loss, left_bytes = short.run(by_names, NAMES)[0]
 print(
     f"the same loss: {same_loss}; whole in the layers, while nothing computes: {left_bytes:,} bytes"
 )
@@ -796,7 +799,7 @@ def losses_of(make):
 
 
 # %%
-curves = {name: cpu.run(losses_of, make)[0] for name, make in peers.items()}
+curves = {name: worlds[2].run(losses_of, make)[0] for name, make in peers.items()}
 for name, values in curves.items():
     print(f"{name:<18}", "  ".join(f"{value:.5f}" for value in values))
 

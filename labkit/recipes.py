@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel import DDP, NaiveDDP, Single, ZeRO3, ZeroOptimizer
+from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
 from labkit.parallel.footprint import Footprint
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
@@ -37,6 +37,11 @@ def _replicated(strategy: type[Single] | type[NaiveDDP] | type[DDP]) -> Build:
     return build
 
 
+def _served(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = ParameterServer(module, comm)
+    return model, model.pull_after(torch.optim.AdamW(model.parameters(), lr=lr))
+
+
 def _zero(stage: int) -> Build:
     def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         return module, ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
@@ -55,9 +60,10 @@ RECIPES = {
         Recipe("single", "oracle", _replicated(Single), Single.predict, one_rank=True),
         Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
         Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
+        Recipe("parameter-server", "data parallel", _served, ParameterServer.predict),
         Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
         Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
-        Recipe("zero-3", "data parallel", _zero_3, ZeRO3.predict),
+        Recipe("zero-3", "ZeRO", _zero_3, ZeRO3.predict),
     ]
 }
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from labkit import Comm, World, dry_run
-from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
 
 
 def _compare(kind: str) -> str:
@@ -93,3 +93,19 @@ def test_changes_after_wrapping_are_named() -> None:
     module[0].weight = None
     with pytest.raises(ValueError, match="0.weight was removed"):
         same.check()
+    module[0].weight = nn.Parameter(torch.zeros(2, 2))
+    for change, said in [
+        (lambda: module[1].register_module("more", nn.Linear(1, 1)), "1.more.weight was added"),
+        (lambda: module.pop(1), "1.weight was removed"),
+        (lambda: module[0].requires_grad_(False), "0.weight was frozen"),
+    ]:
+        same = Unchanged(module)
+        change()
+        with pytest.raises(ValueError, match=said):
+            same.check()
+    module = nn.Sequential(nn.Linear(2, 2))
+    same = Unchanged(module)
+    for _ in range(20):  # of which one may come to stand where the first one was in memory
+        module[0] = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="0.weight is another tensor"):
+            same.check()

@@ -8,7 +8,7 @@ from data_parallel_contract import check_equal_to_single
 from torch import nn
 
 from labkit import DDP, Comm, NaiveDDP, World
-from labkit.parallel.ddp import Bucket
+from labkit.parallel.parts.buckets import Bucket
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ def test_a_bucket_that_forgets_what_was_not_used_turns_red(
 
 
 class _ForgetfulBucket(Bucket):
-    def send(self, comm: Comm, meanwhile: bool) -> None:
+    def send(self, comm: Comm, meanwhile: bool, *_: object) -> None:
         self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
 
 

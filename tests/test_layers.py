@@ -20,7 +20,7 @@ LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "trace", "clusters", "nccl_log"},
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
-    4: {"recording", "world"},
+    4: {"recording", "world", "checkpoints"},
     5: {
         "replaying",
         "plot",
@@ -46,12 +46,14 @@ SIBLINGS: dict[str, set[str]] = {
     "trace": {"events"},
     "parallel": {"precision", "memory"},
     "world": {"recording"},
+    "checkpoints": {"world"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
 }
 
 NO_TORCH = LAYERS[1]  # run where torch is not installed, and import in no time
 DISTRIBUTED = {"comm", "world"}  # the door, and what starts ranks
 PEERS = "labkit/bench/peers.py"  # torch's own strategies, to be timed beside ours
+FILE_FORMAT = "torch.distributed.checkpoint"  # moves no byte between ranks if one does not let it
 
 # `labkit/__init__.py` hands out the public names lazily and `labkit/__main__.py` starts the
 # command line: both may import anything, as a face may.
@@ -122,9 +124,9 @@ def broken_rule(unit: str, name: str) -> str | None:
     """Why `unit` may not import `name`; None if it may."""
     if within(name, "torch") and unit in NO_TORCH:
         return f"layer 1 ({', '.join(sorted(NO_TORCH))}) does without torch"
-    if (
-        within(name, "torch.distributed") or within(name, "torch._C._distributed_c10d")
-    ) and unit not in DISTRIBUTED:
+    if (within(name, "torch.distributed") or within(name, "torch._C._distributed_c10d")) and not (
+        unit in DISTRIBUTED or (unit == "checkpoints" and within(name, FILE_FORMAT))
+    ):
         return (
             "only labkit.comm (the door) and labkit.world (which starts ranks) import "
             "torch.distributed; go through labkit.comm"
@@ -199,6 +201,7 @@ GOOD = {
     "precision": "import torch",
     "world__ranks": "import torch.distributed\nfrom labkit import recording\nimport labkit.comm",
     "recording": "from labkit.events import Event",
+    "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
     "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
     "check": "import torch",
     "bench__peers": "from torch.distributed.fsdp import fully_shard",
@@ -258,6 +261,8 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("bench__ddp", "import torch.distributed", "only labkit.comm"),
         ("parallel__peers", "import torch.distributed", "only labkit.comm"),
         ("recording", "from torch._C._distributed_c10d import Store", "only labkit.comm"),
+        ("checkpoints", "from torch.distributed import all_reduce", "only labkit.comm"),
+        ("recording", "from torch.distributed.checkpoint import Metadata", "only labkit.comm"),
         # nowhere
         ("helpers", "", "labkit.helpers is in no layer: add 'helpers' to LAYERS"),
         ("utils__tools", "", "labkit.utils is in no layer: add 'utils' to LAYERS"),

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
-from labkit.parallel.sharded_init import sharded_init
-from labkit.parallel.sharded_parameter import Construction, Elements, ShardedParameter
+from labkit.parallel.parts.sharded_init import sharded_init
+from labkit.parallel.parts.sharded_parameter import Construction, Elements, ShardedParameter
 from labkit.trace.measures import peak_memory
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from zero3_contract import check_zero3
 
 from labkit import RankError, World, ZeRO3
-from labkit.parallel import zero3, zero3_flat, zero3_units
-from labkit.parallel.zero3_flat import ComesAndGoes, Flat
+from labkit.parallel import zero3
+from labkit.parallel.parts import zero3_flat, zero3_units
+from labkit.parallel.parts.zero3_flat import ComesAndGoes, Flat
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from labkit.check.lab_05_ranks import (
     two_steps,
 )
 from labkit.check.ranks import run
-from labkit.parallel.ddp import buckets_of
+from labkit.parallel.parts.buckets import buckets_of
 
 
 @exercise(points=2)

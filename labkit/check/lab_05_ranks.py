@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from labkit.comm import listen
 from labkit.parallel import DDP
-from labkit.parallel.ddp import MB
+from labkit.parallel.parts.buckets import MB
 
 Student = Callable[..., Any]
 Gradients = dict[str, Tensor | None]
@@ -60,7 +60,7 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
     return gradients_now(model), [p.detach() for p in model.parameters()]
 
 
-class _Passing(torch.autograd.Function):
+class Passing(torch.autograd.Function):
     """Hands on its input; tells when backward comes by."""
 
     @staticmethod
@@ -90,7 +90,7 @@ def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gr
                 blocking = sum(e.blocking for e in events)
                 seen.append((len(events), blocking, sum(e.wait_ended_s > 0 for e in events)))
 
-            out = model[1:](_Passing.apply(model[0](x[mine]), look))
+            out = model[1:](Passing.apply(model[0](x[mine]), look))
             F.mse_loss(out, y[mine]).backward()
             overlapped.finish()
             never = sum(not event.wait_ended_s for event in events)
@@ -110,7 +110,8 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
     )
     with listen() as events:
         student(ddp, list(zip(x, y)))
-    return gradients_now(model), sum(event.bus_bytes for event in events)
+    reduced = [event for event in events if event.op == "all_reduce"]
+    return gradients_now(model), sum(event.bus_bytes for event in reduced)
 
 
 def sent_in_buckets(

@@ -82,6 +82,12 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     return Ran(list(values), list(events), list(peaks))
 
 
+def warm(size: int, play: Callable[[], Any]) -> None:
+    """Call `play()` on the ranks, with no limit: what takes long only once, and is nobody's answer,
+    happens there before others wait for it."""
+    _world(size).run(play)
+
+
 def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
     name = f"i{event.op}" if event.op in ("send", "recv") else f"{event.op}(..., async_op=True)"
     return CheckFailed(

@@ -1,9 +1,19 @@
-"""The strategies. One concept, one file."""
+"""The strategies. One concept, one file; what several of them need is in `parts`."""
 
+from labkit.parallel.async_parameter_server import AsyncParameterServer
 from labkit.parallel.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
+from labkit.parallel.parameter_server import ParameterServer
 from labkit.parallel.single import Single
 from labkit.parallel.zero import ZeroOptimizer
 from labkit.parallel.zero3 import ZeRO3
 
-__all__ = ["DDP", "NaiveDDP", "Single", "ZeRO3", "ZeroOptimizer"]
+__all__ = [
+    "DDP",
+    "AsyncParameterServer",
+    "NaiveDDP",
+    "ParameterServer",
+    "Single",
+    "ZeRO3",
+    "ZeroOptimizer",
+]

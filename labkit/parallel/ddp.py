@@ -15,95 +15,36 @@ A bucket is one flat tensor, and after backward the gradients *are* views of it:
 back, and a rank then holds P of gradients, not 2P. (During backward, the gradients of the bucket
 that is filling are there beside it.)
 
+    buckets.py      a bucket                        comm_hooks.py   how it travels: compressed, ...
+    arrivals.py     what the first backward tells   joining.py      ranks whose data ends early
+
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv 2006.15704, sections 3.2 and 4.2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from labkit.comm import Comm, Handle
+from labkit.comm import Comm
 from labkit.parallel.naive_ddp import NaiveDDP
-from labkit.parallel.replicas import (
-    UNUSED,
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.arrivals import STATIC, agreed_order, agreed_used
+from labkit.parallel.parts.buckets import MB, Bucket, buckets_of
+from labkit.parallel.parts.comm_hooks import Hook, all_reduced
+from labkit.parallel.parts.joining import Doing, RollCall
+from labkit.parallel.parts.replicas import (
     at_end_of_backward,
-    check_dense,
+    copy_from,
     copy_from_rank_0,
-    nobody_used,
     trainable,
     when_gradient_is_there,
 )
 
-MB = 2**20
-
-
-class Bucket:
-    """The gradients of some parameters, one after the other in one flat tensor."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        sizes = [p.numel() for p in parameters]
-        self.flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        parts = self.flat.split(sizes)
-        self.view = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
-        self.missing = set(parameters)  # whose gradient has not come in this backward
-        self.handle: Handle | None = None
-        self._unused: list[nn.Parameter] = []
-        starts = [part.storage_offset() for part in parts if part.numel()]
-        self._starts = torch.tensor(starts, device=self.flat.device)
-        self._zeros = self.flat.new_zeros(len(starts))
-
-    def gradient_is_there(self, parameter: nn.Parameter) -> None:
-        """Take note of it; raises RuntimeError when it comes a second time in one backward."""
-        if parameter not in self.missing:
-            raise RuntimeError(
-                "the gradient of a parameter came twice in one backward, which reentrant "
-                "checkpointing does; use torch.utils.checkpoint(..., use_reentrant=False)"
-            )
-        self.missing.remove(parameter)
-
-    def send(self, comm: Comm, meanwhile: bool) -> None:
-        """Move all gradients, divided, to their places here and sum them, `meanwhile` or at once.
-        What this rank has not used it says (see `replicas.UNUSED`)."""
-        self._unused = [p for p in self.view if p.grad is None]
-        for parameter, view in self.view.items():
-            if parameter.grad is not None:
-                check_dense([parameter.grad])
-                torch.div(parameter.grad.detach(), comm.size, out=view)  # maybe in place already
-                parameter.grad = view
-        self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
-        for parameter in self._unused:
-            self.view[parameter].fill_(UNUSED)
-        self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
-
-    def receive(self) -> None:
-        """Wait for the averages, and be ready for the next backward."""
-        if self.handle is not None:
-            self.handle.wait()
-        for parameter in self._unused:
-            if not nobody_used(self.view[parameter].view(-1)):
-                parameter.grad = self.view[parameter]
-        self.reset()
-
-    def reset(self) -> None:
-        self.missing, self.handle = set(self.view), None
-
-
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[Bucket]:
-    """Cut the parameters, last first, into buckets of one dtype and device and at most
-    `bucket_bytes`; a larger parameter has a bucket to itself."""
-    buckets: list[Bucket] = []
-    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in reversed(parameters):
-        filling = open_ones.setdefault((parameter.dtype, parameter.device), [])
-        if filling and sum(p.nbytes for p in filling) + parameter.nbytes > bucket_bytes:
-            buckets.append(Bucket(filling))
-            filling.clear()
-        filling.append(parameter)
-    return buckets + [Bucket(rest) for rest in open_ones.values()]
+Part = TypeVar("Part")
 
 
 class DDP(nn.Module):
@@ -114,9 +55,18 @@ class DDP(nn.Module):
         comm: the ranks that hold replicas; all by default.
         bucket_mb: gradients travel in pieces of about this many MiB.
         overlap: send a bucket as soon as it is full; False: when backward is over, to compare.
+        static_graph: every step uses the parameters that the first one used, on all ranks. The
+            others are not sent at all; ValueError where it turns out otherwise.
+        hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
+        find_unused_parameters: torch has it, and here it changes nothing: what a rank did not use
+            is found in any case, and costs no search (see `replicas.UNUSED`).
 
     When `backward()` returns, the gradients are the averages; they stay valid until the next
-    backward. Use `.module` for the wrapped module.
+    backward. Use `.module` for the wrapped module. After the first backward, buckets are filled
+    anew in the order in which gradients came.
+
+    Raises ValueError, on every rank, where the ranks' modules differ or one is wrapped already; in
+    forward, where parameters were changed since.
     """
 
     def __init__(
@@ -125,58 +75,92 @@ class DDP(nn.Module):
         comm: Comm | None = None,
         bucket_mb: float = 25,
         overlap: bool = True,
+        static_graph: bool = False,
+        hook: Hook = all_reduced,
+        find_unused_parameters: bool = False,
     ):
         super().__init__()
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
         self.module = module
         self.comm = comm or Comm()
-        self.overlap = overlap
+        self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        claim(module.named_parameters(), self)
+        self._unchanged = Unchanged(module)
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        parameters = trainable(module)
-        self._buckets = buckets_of(parameters, bucket_mb * MB)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.view}
+        self._parameters_to_average = trainable(module)
+        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._bucket_bytes = bucket_mb * MB
+        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes))
+        several = len(self._buckets) > 1
+        self._came: list[nn.Parameter] | None = [] if several or static_graph else None
+        self._roll: RollCall | None = None  # inside join()
         self._synchronise = True
         self._in_backward = False
         self._sent = 0  # buckets leave in the same order on all ranks
-        for parameter in parameters:
+        for parameter in self._parameters_to_average:
             when_gradient_is_there(parameter, self._gradient_is_there)
+
+    def _fill(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.view}
+
+    # --- forward and backward -----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:  # the last one was cut short by an error
             self._reset()
         if self.training and torch.is_grad_enabled() and self._synchronise:
-            copy_from_rank_0(self.module.buffers(), self.comm)
+            self._unchanged.check()
+            self._copy_buffers()
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
-        self._synchronise = False
-        try:
-            yield
-        finally:
-            self._synchronise = True
+    def _copy_buffers(self) -> None:
+        buffers = list(self.module.buffers())
+        if buffers and self._roll and self._roll.i_am_active:
+            self._roll.tell(Doing.FORWARD)
+        copy_from(self._roll.first if self._roll else 0, buffers, self.comm)
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `parameter`."""
+        bucket = self._bucket_of.get(parameter)  # type: ignore[call-overload]
+        if bucket is None:
+            self._refuse(parameter, "got a gradient, and had none in the first backward")
         if not self._synchronise:
             return
         if not self._in_backward:
-            self._in_backward = True
-            at_end_of_backward(self._finish)
-        self._bucket_of[parameter].gradient_is_there(parameter)  # type: ignore[index,arg-type]
+            self._begin()
+        if self._came is not None:
+            self._came.append(parameter)  # type: ignore[arg-type]
+        bucket.gradient_is_there(parameter)
         while self.overlap and self._sent < len(self._buckets) - 1 and not self._next.missing:
             self._send_next()
 
+    def _begin(self) -> None:
+        self._in_backward = True
+        at_end_of_backward(self._end)
+        if self._roll:
+            self._roll.tell(Doing.BACKWARD)
+
+    def _end(self) -> None:
+        """Backward is over. Raises ValueError when a static graph used less than before."""
+        if self.static_graph and self._came is None:
+            for parameter, bucket in self._bucket_of.items():
+                if parameter in bucket.missing:
+                    self._refuse(parameter, "got no gradient, and had one in the first backward")
+        self._finish()
+
     def _finish(self) -> None:
-        """Backward is over: send what is left (at least the last bucket, which nothing can hide,
-        and all after one that misses a parameter), and wait."""
+        """Send what is left (at least the last bucket, which nothing can hide, and all after one
+        that misses a parameter), and wait."""
         while self._sent < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
             bucket.receive()
         self._in_backward, self._sent = False, 0
+        if self._came is not None:
+            self._rebuild(self._came)
 
     @property
     def _next(self) -> Bucket:
@@ -184,12 +168,80 @@ class DDP(nn.Module):
 
     def _send_next(self) -> None:
         is_last = self._sent == len(self._buckets) - 1
-        self._next.send(self.comm, meanwhile=self.overlap and not is_last)
+        divisor = self._roll.divisor if self._roll else self.comm.size
+        self._next.send(self.comm, self.overlap and not is_last, divisor, self.hook)
         self._sent += 1
 
     def _reset(self) -> None:
         self._in_backward, self._sent = False, 0
+        self._came = None if self._came is None else []
         for bucket in self._buckets:
             bucket.reset()
+
+    def _refuse(self, parameter: torch.Tensor, what: str) -> None:
+        self._reset()
+        raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
+
+    def _rebuild(self, came: list[nn.Parameter]) -> None:
+        """Once, after the first backward: fill the buckets in the order in which gradients came."""
+        self._came = None
+        order = agreed_order(
+            self._parameters_to_average, came, self.comm, self._roll.first if self._roll else 0
+        )
+        if self.static_graph:
+            unused = {p for bucket in self._buckets for p in bucket.unused}
+            mine = None if self._roll and not self._roll.i_am_active else {*order} - unused
+            used = agreed_used(self._names, mine, self.comm)
+            order = [p for p in order if p in used]
+        buckets = buckets_of(order[::-1], self._bucket_bytes)
+        if [set(b.view) for b in buckets] != [set(b.view) for b in self._buckets]:
+            for bucket in buckets:
+                bucket.take_over()
+            self._fill(buckets)
+
+    # --- several backwards in a step, and ranks whose data ends -------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The micro-batches of one step: `for x, y in ddp.accumulate(parts):`, of which only the
+        last one's backward sends. Gradients add up: each loss is its part of the step's loss, a
+        sum over its rows (or tokens) * ranks / rows of all parts on all ranks."""
+        parts = list(parts)
+        with self.no_sync():
+            yield from parts[:-1]
+        yield from parts[-1:]
+
+    @contextmanager
+    def join(self, divide_by_active: bool = False) -> Iterator[None]:
+        """Around a loop whose number of steps may differ between the ranks; see `joining`.
+
+        A rank that leaves the block keeps the others company, with no gradient of its own, until
+        all leave it; then all have the weights of a rank that was active last. Gradients are
+        divided by the number of ranks, or with `divide_by_active` of those still active. The state
+        of an optimizer (momentum, Adam) is each rank's own: make a new one to train on.
+        """
+        device = self._parameters_to_average[0].device
+        self._roll = roll = RollCall(self.comm, device, divide_by_active)
+        try:
+            yield
+            while doing := roll.tell(Doing.ENDED):
+                if doing == Doing.FORWARD:
+                    self._copy_buffers()
+                else:
+                    self.zero_grad()
+                    self._finish()
+            if len(roll.active) < self.comm.size:
+                tensors = [*self.module.parameters(), *self.module.buffers()]
+                copy_from(roll.first, tensors, self.comm)
+        finally:
+            self._roll = None
 
     predict = NaiveDDP.predict  # the same bytes, in fewer messages

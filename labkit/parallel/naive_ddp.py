@@ -22,7 +22,8 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.replicas import (
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.replicas import (
     UNUSED,
     at_end_of_backward,
     check_dense,
@@ -46,6 +47,9 @@ class NaiveDDP(nn.Module):
         super().__init__()
         self.module = module
         self.comm = comm or Comm()
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        claim(module.named_parameters(), self)
+        self._unchanged = Unchanged(module)
         self._parameters_to_average = trainable(module)
         self._synchronise = True
         self._scheduled = False
@@ -56,17 +60,18 @@ class NaiveDDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronise:
             self._scheduled = False
+            self._unchanged.check()
             copy_from_rank_0(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this block add to the local gradients only; the next one outside sends."""
-        self._synchronise = False
+        before, self._synchronise = self._synchronise, False
         try:
             yield
         finally:
-            self._synchronise = True
+            self._synchronise = before
 
     def _schedule(self, parameter: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: average once it is over."""

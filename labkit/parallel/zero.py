@@ -16,7 +16,7 @@ between, and what is gathered is not gradients, but new parameters:
     travels      (n-1)/n (G + P) from each rank and step, as with DDP: G bytes of gradients, then P
                  of parameters, of the same dtype and size; each bucket is padded to n equal shares
 
-A bucket is one flat buffer, cut into n equal shares wherever that falls (labkit/parallel/flat.py);
+A bucket is one flat buffer, cut into n equal shares wherever that falls (parts/flat.py);
 the parameters are views of it, so nothing is copied to be sent or gathered. In stage 2 a bucket's
 gradients are freed as soon as they have left.
 
@@ -33,14 +33,19 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.agreement import check_same_on_all_ranks, claim
-from labkit.parallel.clipping import clip_grad_norm
-from labkit.parallel.elementwise import check_elementwise
-from labkit.parallel.pieces import OwnedPiece
-from labkit.parallel.replicas import at_end_of_backward, copy_from_rank_0, when_gradient_is_there
-from labkit.parallel.zero_buckets import MB, FreeingBucket, ZeroBucket, cut
-from labkit.parallel.zero_footprint import predict_zero
-from labkit.parallel.zero_gather import WaitInForward
+from labkit.parallel.parts.agreement import check_same_on_all_ranks, claim
+from labkit.parallel.parts.buckets import MB, cut
+from labkit.parallel.parts.clipping import clip_grad_norm
+from labkit.parallel.parts.elementwise import check_elementwise
+from labkit.parallel.parts.replicas import (
+    at_end_of_backward,
+    copy_from_rank_0,
+    when_gradient_is_there,
+)
+from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
+from labkit.parallel.parts.zero_footprint import predict_zero
+from labkit.parallel.parts.zero_gather import WaitInForward
+from labkit.precision.pieces import OwnedPiece
 from labkit.precision.stand_ins import StandIns, value_of
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
@@ -213,7 +218,7 @@ class ZeroOptimizer(StandIns):
     # --- what is whose ---
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """What this rank owns of `model` (see labkit/parallel/pieces.py)."""
+        """What this rank owns of `model` (see labkit/precision/pieces.py)."""
         self.wait()
         found = []
         for name, p in model.named_parameters():

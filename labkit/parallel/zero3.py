@@ -28,9 +28,8 @@ Infinity", arXiv 2104.07857, section 6.2; units and hooks: Zhao et al., "PyTorch
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -38,42 +37,20 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.agreement import Unchanged, check_same_on_all_ranks, claim
-from labkit.parallel.replicas import (
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.parts.replicas import (
     at_end_of_backward,
     copy_from_rank_0,
     trainable,
     when_gradient_is_there,
 )
-from labkit.parallel.sharded_init import sharded_init
-from labkit.parallel.zero3_flat import Flat, Unit
-from labkit.parallel.zero3_state import WholeState
-from labkit.parallel.zero3_units import Choice, predict, units_of
+from labkit.parallel.parts.sharded_init import sharded_init
+from labkit.parallel.parts.zero3_flat import Flat, Unit
+from labkit.parallel.parts.zero3_passes import Order, cast, running_backward, tensors_in
+from labkit.parallel.parts.zero3_state import WholeState
+from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
 REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
-
-
-class Order:
-    """In which order the units were used in the last pass, and how far this one has followed it."""
-
-    def __init__(self) -> None:
-        self._before: list[Unit] = []
-        self._now: list[Unit] = []
-
-    def begin_pass(self) -> None:
-        self._before, self._now = self._now, []
-        self._follows = True
-
-    def note(self, unit: Unit) -> None:
-        at = len(self._now)
-        self._follows = self._follows and at < len(self._before) and self._before[at] is unit
-        self._now.append(unit)
-
-    def coming(self, number: int) -> list[Unit]:
-        at = len(self._now)
-        return self._before[at : at + number] if self._follows else []
-
-    _follows = True
 
 
 class ZeRO3(WholeState, nn.Module):
@@ -169,14 +146,14 @@ class ZeRO3(WholeState, nn.Module):
     # --- forward ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if _backward() is not None:  # activations are computed again
+        if running_backward() is not None:  # activations are computed again
             return self.module(*args, **kwargs)
         self._clean_up()
         self._unchanged.check()
         if self.training and torch.is_grad_enabled():
             copy_from_rank_0(self.module.buffers(), self.comm)
         if self.compute_dtype is not None:
-            args, kwargs = _cast((args, kwargs), self.compute_dtype)
+            args, kwargs = cast((args, kwargs), self.compute_dtype)
         self._orders[False].begin_pass()
         self._in_forward = True
         try:
@@ -190,7 +167,7 @@ class ZeRO3(WholeState, nn.Module):
         self._use(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if _backward() is not None:
+        if running_backward() is not None:
             return  # backward is about to use it
         if torch.is_grad_enabled():
             self._watch(unit, output)
@@ -200,7 +177,7 @@ class ZeRO3(WholeState, nn.Module):
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Have the unit gathered again before the backward of what it has put out."""
-        found = list(_tensors_in(output))
+        found = list(tensors_in(output))
         if not found and output is not None:
             raise ValueError(
                 f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
@@ -213,7 +190,7 @@ class ZeRO3(WholeState, nn.Module):
     def _check_gathered(self, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
         if unit.is_gathered:
             return
-        if _backward() is None:
+        if running_backward() is None:
             raise ValueError(
                 f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
                 f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
@@ -225,7 +202,7 @@ class ZeRO3(WholeState, nn.Module):
 
     def _use(self, unit: Unit) -> None:
         """Have the unit here, and those that come next on their way."""
-        task = _backward()
+        task = running_backward()
         if task is not None:
             self._note_backward(task, unit)
         if unit.is_gathered:
@@ -309,33 +286,3 @@ class ZeRO3(WholeState, nn.Module):
         yield
 
     predict = staticmethod(predict)
-
-
-def _backward() -> int | None:
-    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
-def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (tuple, list)):
-        for one in thing:
-            yield from _tensors_in(one)
-    elif isinstance(thing, Mapping):
-        yield from _tensors_in(list(thing.values()))
-    elif is_dataclass(thing):
-        yield from _tensors_in([getattr(thing, field.name) for field in fields(thing)])
-
-
-def _cast(thing: Any, dtype: torch.dtype) -> Any:
-    """The same arguments, with tensors of real numbers in `dtype`."""
-    if isinstance(thing, torch.Tensor):
-        return thing.to(dtype) if thing.is_floating_point() else thing
-    if type(thing) in (tuple, list):
-        return type(thing)(_cast(one, dtype) for one in thing)
-    if type(thing) is dict:
-        return {key: _cast(one, dtype) for key, one in thing.items()}
-    return thing

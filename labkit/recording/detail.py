@@ -117,10 +117,10 @@ class Detail:
         for thing in gc.get_objects():
             if type(thing) not in (torch.Tensor, nn.Parameter, FakeTensor):
                 continue  # (isinstance wakes lazy objects up)
-            if isinstance(thing, nn.Parameter):
-                self._know(thing)
-            else:
+            if not isinstance(thing, nn.Parameter):
                 self._enter(thing, OTHER)
+            elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
+                self._know(thing)
         self._resizes.start()
         self._counting = True
         self._ledger.measure_again()

@@ -190,19 +190,26 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 # gradients:
 
 # %%
-show("parallel/ddp.py:buckets_of")
+show("parallel/buckets.py:buckets_of")
 
 # %% [markdown]
 # A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` moves them
-# there, divided, and starts one all-reduce. With `async_op=True` it returns a **handle** at once;
-# the tensor belongs to the wire until `handle.wait()` returns.
+# there, divided, and starts one all-reduce: that is the `hook`, unless you give another.
 
 # %%
-show("parallel/ddp.py:Bucket.send", since="for parameter, view")
+show("parallel/buckets.py:Bucket.send", since="for parameter, view")
+
+# %%
+show("parallel/comm_hooks.py:all_reduced")
 
 # %% [markdown]
-# Autograd calls this hook at each finished gradient. Look at the `while`: a bucket that is full
-# waits for its turn, so that all ranks send in the **same order**.
+# With `async_op=True` an all-reduce returns a **handle** at once; the tensor belongs to the wire
+# until `handle.wait()` returns.
+
+# %% [markdown]
+# Autograd calls this function at each finished gradient. Look at the `while`: a bucket that is full
+# waits for its turn, so that all ranks send in the **same order**. (`_came` notes, in the first
+# step, in which order gradients really come; from then on the buckets are filled in that order.)
 
 # %%
 show("parallel/ddp.py:DDP._gradient_is_there")
@@ -675,14 +682,15 @@ report("05")
 # | Accelerate | `accelerator.prepare(model)` | `DistributedDataParallelKwargs(bucket_cap_mb=25)` | `with accelerator.accumulate(model):` |
 # | DeepSpeed | `deepspeed.initialize(...)`, `engine.backward(loss)` | `"reduce_bucket_size"` (numbers, not bytes), `"overlap_comm"` | `"gradient_accumulation_steps"` |
 # | Horovod | `hvd.DistributedOptimizer(optimizer)` | `HOROVOD_FUSION_THRESHOLD` (128 MB) | `backward_passes_per_step=k` |
-# | labkit | `DDP(model)` | `bucket_mb=25` | `with ddp.no_sync():` |
+# | labkit | `DDP(model)` | `bucket_mb=25` | `with ddp.no_sync():`, `for x, y in ddp.accumulate(parts):` |
 
 # %% [markdown]
 # What they add:
 #
-# - **torch**: a first bucket of 1 MiB, so that sending begins early; buckets rearranged after the
-#   first step, in the order in which gradients really came; `static_graph=True`; communication
-#   hooks that send in fp16 or compress (`register_comm_hook`).
+# - **torch**: a first bucket of 1 MiB, so that sending begins early. Much else that it has, labkit's
+#   DDP has, too: buckets rearranged after the first step, in the order in which gradients really
+#   came; `static_graph=True`; hooks that send half the bytes (torch: `register_comm_hook`, here
+#   `DDP(model, hook=compressed(torch.bfloat16))`); `join()` for ranks whose data ends early.
 # - **Horovod**: fuses whatever is ready within a cycle of 1 ms (`HOROVOD_CYCLE_TIME`). Its ranks
 #   first agree on what all have ready, so the order may differ between them.
 # - **DeepSpeed** and **Accelerate**: they count micro-batches for you. How they weigh uneven ones

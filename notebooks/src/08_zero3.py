@@ -188,13 +188,13 @@ guess
 # parameters are views of it, and stay the same objects for autograd:
 
 # %%
-show("parallel/zero3_flat.py:ComesAndGoes", since="def allocate")
+show("parallel/parts/zero3_flat.py:ComesAndGoes", since="def allocate")
 
 # %% [markdown]
 # Gathering is one all-gather, of this rank's share into all of it:
 
 # %%
-show("parallel/zero3_flat.py:Flat.gather")
+show("parallel/parts/zero3_flat.py:Flat.gather")
 
 # %% [markdown]
 # A hook before each unit's forward, and one on the gradient of its output, call `_use`: have this
@@ -204,7 +204,7 @@ show("parallel/zero3_flat.py:Flat.gather")
 show("parallel/zero3.py:ZeRO3._use")
 
 # %%
-show("parallel/zero3.py:Order.coming")
+show("parallel/parts/zero3_passes.py:Order.coming")
 
 # %% [markdown]
 # After forward: free. The first two lines look odd; section 6 shows what happens without them.
@@ -392,7 +392,7 @@ print(f"{held_bytes:,} of {4 * P:,} bytes on a rank, and one parameter more whil
 
 
 # %%
-from labkit.parallel.flat import FlatPartition
+from labkit.parallel.parts.flat import FlatPartition
 
 
 def unit_by_hand(comm, module):

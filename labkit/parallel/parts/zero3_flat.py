@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.flat import FlatPartition
-from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -138,7 +138,7 @@ class Flat:
         """Where in the flat memory a piece of some rank begins."""
         cut = self.partition
         begins = [rank * cut.share + x.at for rank in range(cut.ranks) for x in cut.pieces(rank)]
-        return torch.tensor(begins, device=self.share.device)
+        return torch.tensor(begins, dtype=torch.long, device=self.share.device)
 
     def show(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have the modules see these: `gathered` or `shards`."""

@@ -31,13 +31,18 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Comm) -> None:
-    """Make all ranks' tensors equal to those of rank 0: one broadcast for each dtype and device."""
+    """Make all ranks' tensors equal to those of rank 0."""
+    copy_from(0, tensors, comm)
+
+
+def copy_from(src: int, tensors: Iterable[torch.Tensor], comm: Comm) -> None:
+    """Make all ranks' tensors equal to rank `src`'s: a broadcast for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x.detach())
     for group in kinds.values():
         flat = torch.cat([x.reshape(-1) for x in group])
-        comm.broadcast(flat, src=0)
+        comm.broadcast(flat, src)
         for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
             x.copy_(part.view_as(x))
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit.comm import Comm
-from labkit.parallel.sharded_parameter import Construction, ShardedParameter
+from labkit.parallel.parts.sharded_parameter import Construction, ShardedParameter
 
 
 @contextmanager

@@ -14,25 +14,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.flat import FlatPartition
-from labkit.parallel.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 from labkit.precision.stand_ins import LOW, fp32_of, take_what_was_written
-
-MB = 2**20
-
-
-def cut(parameters: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[torch.Tensor]]:
-    """The parameters, last first, in lists of one dtype and device and at most `bucket_bytes`; a
-    larger parameter is alone in its own."""
-    full: list[list[torch.Tensor]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for p in reversed(parameters):
-        some = filling.setdefault((p.dtype, p.device), [])
-        if some and sum(x.nbytes for x in some) + p.nbytes > bucket_bytes:
-            full.append(some.copy())
-            some.clear()
-        some.append(p)
-    return full + [rest for rest in filling.values() if rest]
 
 
 class ZeroBucket:

@@ -11,7 +11,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
-from labkit.parallel.zero_buckets import ZeroBucket
+from labkit.parallel.parts.zero_buckets import ZeroBucket
 
 
 class WaitInForward:

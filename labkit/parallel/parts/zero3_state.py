@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.pieces import OwnedPiece
-from labkit.parallel.zero3_flat import Flat, Unit
+from labkit.parallel.parts.zero3_flat import Flat, Unit
+from labkit.precision.pieces import OwnedPiece
 
 
 class WholeState:

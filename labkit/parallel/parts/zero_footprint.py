@@ -4,9 +4,9 @@ of buckets, the step counts of Adam, and parameters that a cut leaves with no el
 
 from torch import nn
 
-from labkit.parallel.flat import FlatPartition
 from labkit.parallel.footprint import Footprint, parameter_bytes
-from labkit.parallel.zero_buckets import MB, cut
+from labkit.parallel.parts.buckets import MB, cut
+from labkit.parallel.parts.flat import FlatPartition
 from labkit.precision.stand_ins import LOW
 
 STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.flat import FlatPartition
 from labkit.parallel.footprint import Footprint
-from labkit.parallel.zero3_flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
+from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.zero3_flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 

@@ -1,0 +1,13 @@
+"""Checkpoints that any strategy on any number of ranks can load, in torch's own format.
+
+    save_checkpoint("runs/gpt", model, optimizer, step=100)      # on every rank
+    step = load_checkpoint("runs/gpt", model, optimizer).step
+
+`boxes.py` cuts what a rank owns into what the format can hold, `contents.py` names it, `saving.py`
+and `loading.py` do the two calls, `folders.py` sees that a killed save harms nothing.
+"""
+
+from labkit.checkpoints.loading import Loaded, load_checkpoint
+from labkit.checkpoints.saving import save_checkpoint
+
+__all__ = ["Loaded", "load_checkpoint", "save_checkpoint"]

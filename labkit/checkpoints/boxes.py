@@ -1,0 +1,78 @@
+"""A flat range of a tensor as boxes: a checkpoint's format knows only boxes, ZeRO owns flat ranges.
+
+    elements 2 to 13 of a [4, 4]      . . a a     a   the rest of the first row
+                                      b b b b     b   the full rows, one box
+                                      b b b b
+                                      c c . .     c   the beginning of the last row
+
+In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
+one after the other as the elements lie.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor; each lies behind the
+    one before, so a box too is a flat range."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
+    """Elements `start` to `start + numel` of a tensor of this shape, in order."""
+    if numel == 0:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = start // row, (start + numel - 1) // row
+    head = min(-start % row, numel)  # what is left of a row that begins before `start`
+    tail = (start + numel) % row if first < last or not head else 0
+    if head:
+        yield from _in_row(first, shape, start % row, head)
+    if full := (numel - head - tail) // row:
+        begin = first + bool(head)
+        yield Box((begin, *(0 for _ in shape[1:])), (full, *shape[1:]))
+    if tail:
+        yield from _in_row(last, shape, 0, tail)
+
+
+def _in_row(index: int, shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
+    for box in boxes_of(shape[1:], start, numel):
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
+    """As `boxes_of`, in boxes of about `most` elements: of as many full rows as that allows, so
+    that one row alone may be larger. A tensor without elements is one box."""
+    if prod(shape) == 0:
+        yield Box((0,) * len(shape), tuple(shape))
+        return
+    row = prod(shape[1:])
+    step = max(most // row, 1) * row
+    for begin in range(start - start % step, start + numel, step):
+        first, end = max(begin, start), min(begin + step, start + numel)
+        yield from boxes_of(shape, first, end - first)
+
+
+def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
+    """What lies in `box` of a whole tensor of `shape`; `tensor` is it, or, flat, its elements from
+    `start` on."""
+    if tensor.shape == shape:
+        slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
+        return tensor[tuple(slices)]
+    strides = torch.empty(shape, device="meta").stride()
+    at = sum(offset * stride for offset, stride in zip(box.offsets, strides)) - start
+    return tensor[at : at + box.numel].view(box.sizes)

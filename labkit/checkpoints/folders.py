@@ -1,0 +1,140 @@
+"""Where checkpoints lie, and how one takes the place of another in a single moment.
+
+    FOLDER/step_00000100          a checkpoint: a file of each rank, and `.metadata`
+    FOLDER/step_00000200
+    FOLDER/latest                 the name of the one to load
+    FOLDER/step_00000300.tmp      a save that is under way, or died: nobody reads it
+
+A save writes into the folder `.tmp`, has every byte on the disk, renames the folder, and then
+replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
+checkpoint that is whole. Old ones go only when the new one stands.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+METADATA = ".metadata"
+LATEST = "latest"
+UNFINISHED = ".tmp"
+NAME = re.compile(r"step_\d{8,}(\.\d+)?")
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of `step` into; what dead saves left is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.iterdir():
+        if left.name.endswith(UNFINISHED) and NAME.fullmatch(left.name.removesuffix(UNFINISHED)):
+            shutil.rmtree(left)
+    name = plain = f"step_{step:08d}"
+    again = 1
+    while (folder / name).exists():  # saved before: it stays until the new one stands
+        again += 1
+        name = f"{plain}.{again}"
+    unfinished = folder / (name + UNFINISHED)
+    unfinished.mkdir()
+    return unfinished
+
+
+def publish(unfinished: Path) -> Path:
+    """Make what was written to `unfinished`, whose files are on the disk, the latest checkpoint."""
+    final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+    flush_folder(unfinished)
+    unfinished.rename(final)
+    try:
+        flush_folder(final.parent)
+        point_at(final)
+    except OSError:  # the disk was full of the checkpoint itself: no name for half a success
+        final.rename(unfinished)
+        raise
+    return final
+
+
+def point_at(final: Path) -> None:
+    """Replace the pointer `latest` in one moment."""
+    new = final.parent / (LATEST + UNFINISHED)
+    with naming(new), new.open("w") as file:
+        file.write(final.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(final.parent / LATEST)
+    flush_folder(final.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError in this block says which file it was about; one of `write` does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Have the names in it on the disk, too."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def discard(unfinished: Path) -> None:
+    """Give the space of a failed save back."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_old(latest: Path, keep: int) -> None:
+    """Remove all but `latest` and the `keep - 1` written last before it, and those that `latest`
+    was saved again in place of."""
+    same = latest.name.partition(".")[0]
+    others = [path for path in standing(latest.parent) if path != latest]
+    kept = [path for path in others if path.name.partition(".")[0] != same][: keep - 1]
+    for path in others:
+        if path not in kept:
+            dying = path.with_name(path.name + UNFINISHED)
+            path.rename(dying)  # never half a checkpoint under a good name
+            discard(dying)
+
+
+def standing(folder: Path) -> list[Path]:
+    """The finished checkpoints in a folder, the one written last first."""
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and finished(path)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
+def finished(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
+def find(folder: Path) -> Path:
+    """The checkpoint to load: `folder` itself if it is one, else the one that `latest` names.
+    Raises ValueError where there is none, saying what is there."""
+    if finished(folder):
+        return folder
+    if not folder.is_dir():
+        raise ValueError(f"no checkpoint at {folder}: there is no such folder")
+    if folder.name.endswith(UNFINISHED):
+        raise ValueError(
+            f"{folder} is a save that was not finished; load {folder.parent}, which has the last "
+            "finished one"
+        )
+    pointer = folder / LATEST
+    if not pointer.is_file():
+        there = ", ".join(path.name for path in standing(folder))
+        instead = f"; load one of its checkpoints: {there}" if there else ""
+        raise ValueError(
+            f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is no "
+            f"checkpoint and no save into it was finished{instead}"
+        )
+    name = pointer.read_text().strip()
+    if not NAME.fullmatch(name) or not finished(folder / name):
+        there = ", ".join(path.name for path in standing(folder)) or "none"
+        raise ValueError(
+            f"{pointer} names {name!r}, which is no finished checkpoint; load one of those that "
+            f"are there: {there}"
+        )
+    return folder / name

@@ -1,0 +1,125 @@
+"""Load a checkpoint: every rank reads what it owns now, whoever wrote it.
+
+    written by 2 ranks      | a a a a a a a a | a a a a b b b b |
+    read by 3               | a a a a a a | a a a a a a | b b b b |
+
+each rank holds   one box of the file beside its model
+travels           names and shapes; tensors come from the files, each rank reads its own pieces
+"""
+
+import os
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.checkpoints import folders
+from labkit.checkpoints.contents import Contents, comm_of, lies_like, state_of
+from labkit.checkpoints.match import (
+    check_format,
+    check_model,
+    check_optimizer,
+    new_hyperparameters,
+)
+from labkit.checkpoints.stored import Fill, Stored, is_thing
+from labkit.checkpoints.together import together
+from labkit.precision.pieces import OwnedPiece
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Which checkpoint it was, and the `step` and `extra` it was saved with; None where torch's
+    own `save` made it."""
+
+    path: pathlib.Path
+    step: int | None
+    extra: Any
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None
+) -> Loaded:
+    """Load the latest checkpoint in `folder`, or the one that `folder` is, into a model and its
+    optimizer, of any strategy and on any number of ranks; every rank calls it.
+
+    Numbers take the dtypes that the model has here. Without `optimizer` the weights alone are
+    loaded. As with torch.load, load only what you trust: a checkpoint may hold code.
+
+    Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
+    when it is damaged, of a newer format, or of another model or optimizer (it names the first
+    parameters that differ).
+    """
+    comm = comm_of(model, optimizer)
+    folder = pathlib.Path(folder).absolute()
+    failed = "nothing was loaded"
+    path = together(comm, lambda: folders.find(folder) if comm.rank == 0 else None, failed)[0]
+    assert path is not None
+    contents = Contents(model, optimizer, comm)
+    kept: list[tuple[Stored, dict[str, Any], list[dict[str, Any]]]] = []
+
+    def look() -> None:
+        stored = Stored(path)
+        record = check_format(stored)
+        check_model(stored, contents)
+        groups = []
+        if optimizer is not None:
+            check_optimizer(stored, contents)
+            groups = new_hyperparameters(stored, contents)
+        kept.append((stored, record, groups))
+
+    together(comm, look, failed)
+    stored, record, groups = kept[0]
+
+    def read() -> None:
+        states = [_new_state(stored, piece) for piece in contents.pieces]
+        stored.read([*_weights(contents), *(fill for _, fills in states for fill in fills)])
+        for piece, (state, _) in zip(contents.pieces, states):
+            if piece.optimizer is not None:
+                piece.optimizer.state[piece.tensor] = state
+        for group, new in zip(getattr(optimizer, "param_groups", []), groups):
+            group.update(new)
+
+    together(comm, read, f"{path} was loaded in part only; load another checkpoint")
+    contents.after_load()
+    return Loaded(path, record["step"], record["extra"])
+
+
+def _weights(contents: Contents) -> list[Fill]:
+    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor) for p in contents.pieces]
+    buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
+    return [fill for fill in pieces + buffers if fill.tensor.numel()]
+
+
+def _new_state(stored: Stored, piece: OwnedPiece) -> tuple[dict[str, Any], list[Fill]]:
+    """The state that a piece is to have, and what of it is still to be read."""
+    state: dict[str, Any] = {}
+    fills: list[Fill] = []
+    if piece.optimizer is None:
+        return state, fills
+    now = state_of(piece)
+    for key, entry in stored.under("optimizer", "state", piece.name).items():
+        path = ("optimizer", "state", piece.name, key)
+        if is_thing(entry):
+            state[key] = stored.value(path)
+            continue
+        if lies_like(key, entry.size, piece.shape):
+            old = now.get(key)
+            fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
+            state[key] = old if fits else torch.empty_like(piece.tensor, requires_grad=False)
+            fills.append(Fill(path, piece.shape, piece.start, state[key]))
+        else:
+            state[key] = torch.empty(
+                entry.size, dtype=entry.properties.dtype, device=_device_of_numbers(piece)
+            )
+            fills.append(Fill(path, entry.size, 0, state[key]))
+    return state, fills
+
+
+def _device_of_numbers(piece: OwnedPiece) -> torch.device:
+    """Where an optimizer has its `step`: on the CPU, but for those that run in one kernel."""
+    assert piece.optimizer is not None
+    group = piece.optimizer.param_groups[0]
+    on_device = group.get("fused") or group.get("capturable")
+    return piece.tensor.device if on_device else torch.device("cpu")

@@ -1,0 +1,120 @@
+"""Whether a checkpoint is one of this model and this optimizer; if not, what differs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from labkit.checkpoints.contents import FORMAT, Contents
+from labkit.checkpoints.stored import Stored
+
+SHOWN = 3
+
+
+def check_format(stored: Stored) -> dict[str, Any]:
+    """The record that `save_checkpoint` left: its step and `extra`. None of a plain checkpoint of
+    torch. Raises ValueError for a newer format."""
+    if ("labkit",) not in stored.entries:
+        return {"step": None, "extra": None}
+    record: dict[str, Any] = stored.value(("labkit",))
+    if record["format"] > FORMAT:
+        raise ValueError(
+            f"{stored.folder} has format {record['format']}, this labkit reads up to {FORMAT}; "
+            "load it with the labkit that wrote it, or a newer one"
+        )
+    return record
+
+
+def check_model(stored: Stored, contents: Contents) -> None:
+    """Raises ValueError when the checkpoint has not the model's names and shapes."""
+    there = {name: entry.size for name, entry in stored.under("model").items() if _is_tensor(entry)}
+    if not there:
+        raise ValueError(
+            f"{stored.folder} has no `model`; it was saved under other names. Save "
+            '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
+        )
+    here = contents.shapes | {name: x.shape for name, x in contents.buffers.items()}
+    missing = [name for name, shape in here.items() if name not in there and shape.numel()]
+    unexpected = [
+        name
+        for name, size in there.items()
+        if name not in here and name not in contents.also and size.numel()
+    ]
+    other = [
+        f"{name} is {list(there[name])} there and {list(shape)} here"
+        for name, shape in here.items()
+        if name in there and there[name] != shape
+    ]
+    _raise(stored, "model", missing, unexpected, other)
+
+
+def check_optimizer(stored: Stored, contents: Contents) -> None:
+    """Raises ValueError when the checkpoint has no optimizer, or state for what has none here."""
+    if not any(path[0] == "optimizer" for path in stored.entries):
+        raise ValueError(
+            f"{stored.folder} has a model and no optimizer; load it with optimizer=None"
+        )
+    names = {
+        str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")
+    } - contents.stateful
+    empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
+    unexpected = sorted(names - empty)
+    _raise(stored, "optimizer", [], unexpected, [])
+
+
+def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
+    """For each parameter group, the hyperparameters that its parameters had. Raises ValueError
+    when they had none or various, or those of another kind of optimizer."""
+    paths = [path for path in stored.entries if path[:2] == ("optimizer", "param_groups")]
+    groups: dict[Any, dict[Any, Any]] = {}
+    for path in paths:
+        groups.setdefault(path[2], {})[path[3]] = stored.value(path)
+    group_of = {name: k for k, group in groups.items() for name in group.pop("params")}
+    found = []
+    for names, now in zip(contents.groups, contents.optimizer.param_groups):
+        names = [name for name in names if contents.has_elements(name)]
+        missing = [name for name in names if name not in group_of]
+        _raise(stored, "optimizer", missing, [], [])
+        first = {group_of[name]: name for name in names}
+        if len(first) > 1:
+            raise ValueError(
+                f"{stored.folder}: {_few(first.values())} are in one parameter group here and were "
+                "in several; make the groups of the optimizer as they were"
+            )
+        before = groups[next(iter(first))] if first else {}
+        before.pop("param_names", None)
+        gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
+        if first and gone and new - {"initial_lr"}:
+            raise ValueError(
+                f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "
+                f"and not {_few(sorted(gone))}; load it with optimizer=None"
+            )
+        found.append(before)
+    return found
+
+
+def _is_tensor(entry: Any) -> bool:
+    return hasattr(entry, "size")
+
+
+def _raise(
+    stored: Stored, what: str, missing: list[str], unexpected: list[str], other: list[str]
+) -> None:
+    found = [
+        f"{words} {_few(names)}"
+        for words, names in [
+            ("it lacks", missing),
+            (f"this {what} has no", unexpected),
+            ("of other shape:", other),
+        ]
+        if names
+    ]
+    if found:
+        raise ValueError(
+            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(found)}; build the "
+            f"{what} as it was when it was saved"
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

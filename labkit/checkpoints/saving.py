@@ -1,0 +1,231 @@
+"""Save a checkpoint: every rank writes what it alone owns, one box at a time.
+
+    rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
+    rank 1     | plan | write pieces        | wait                          |
+
+each rank holds   one box (at most 64 MiB, or one row) beside its model
+travels           plans and where the boxes lie: some hundred bytes for each; no tensor
+
+The format is that of torch.distributed.checkpoint, written with its own plans and metadata, so its
+`load` reads what is saved here. Communication goes through the door, not through its `save`.
+"""
+
+import io
+import os
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from labkit.checkpoints import folders
+from labkit.checkpoints.boxes import small_boxes, view_of
+from labkit.checkpoints.contents import FORMAT, Contents, Path, comm_of, lies_like, state_of
+from labkit.checkpoints.progress import SlowBar
+from labkit.checkpoints.together import together
+
+BOX_BYTES = 64 * 2**20
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    step: int = 0,
+    extra: Any = None,
+    keep: int = 2,
+) -> pathlib.Path:
+    """Write a checkpoint into `folder`; every rank calls it. Returns the checkpoint's own folder.
+
+    Args:
+        folder: where the checkpoints of a run lie; all ranks must see it.
+        model: a module, or the strategy around it.
+        optimizer: its optimizer, or the strategy around that; None: the weights alone.
+        step, extra: `load_checkpoint` gives them back; of `extra`, what rank 0 has.
+        keep: how many checkpoints stay, this one included.
+
+    Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
+    ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
+    both on every rank, and nothing is left of the attempt.
+    """
+    if keep < 1 or step < 0:
+        raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
+    comm = comm_of(model, optimizer)
+    folder = pathlib.Path(folder).absolute()
+    failed = f"step {step} was not saved; checkpoints made before are as they were"
+    contents = Contents(model, optimizer, comm)
+    planner = PiecePlanner(contents, {"format": FORMAT, "step": step, "extra": extra}, comm.rank)
+    plans = together(comm, planner.create_local_plan, failed)
+    plans, metadata = _whole_plan(planner, plans, contents)  # the same on every rank
+
+    began = together(comm, lambda: folders.begin(folder, step) if comm.rank == 0 else None, failed)
+    unfinished = began[0]
+    assert unfinished is not None
+    try:
+        writer = StreamingWriter(unfinished)
+        plan = writer.prepare_global_plan(plans)[comm.rank]
+        results = together(comm, lambda: writer.write_items(plan, planner), failed)
+
+        def finish() -> pathlib.Path | None:
+            if comm.rank:
+                return None
+            with folders.naming(unfinished / folders.METADATA):
+                writer.finish(_with_further_names(metadata, results, contents), results)
+            return folders.publish(unfinished)
+
+        final = together(comm, finish, failed)[0]
+        assert final is not None
+    except (OSError, ValueError):
+        if comm.rank == 0:
+            folders.discard(unfinished)
+        raise
+    failed = f"{final} is saved, but an older checkpoint could not be removed"
+    together(comm, lambda: folders.remove_old(final, keep) if comm.rank == 0 else None, failed)
+    return final
+
+
+def _whole_plan(
+    planner: "PiecePlanner", plans: list[SavePlan], contents: Contents
+) -> tuple[list[SavePlan], Metadata]:
+    """Torch's global plan. Raises ValueError when the ranks' pieces do not make up the model."""
+    try:
+        plans, metadata = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise ValueError(
+            f"the pieces that the ranks own do not make up the model: {error}"
+        ) from error
+    for name, shape in contents.shapes.items():
+        entry = metadata.state_dict_metadata.get(f"model.{name}")
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
+            raise ValueError(f"the ranks' pieces do not make up all of {name}")
+    return plans, metadata
+
+
+class PiecePlanner(DefaultSavePlanner):
+    """Plans what this rank owns. Of what several ranks own, torch's global plan lets one write, so
+    that all write about as many bytes. What is no tensor, and the buffers, are rank 0's."""
+
+    def __init__(self, contents: Contents, record: dict[str, Any], rank: int):
+        super().__init__()
+        self._contents, self._record, self._rank = contents, record, rank
+        self._items: list[WriteItem] = []
+        self._data: dict[MetadataIndex, Any] = {}
+        self._paths: dict[str, Path] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        for piece in self._contents.pieces:
+            self._pieces(("model", piece.name), piece.shape, piece.start, piece.tensor)
+            for key, value in state_of(piece).items():
+                path: Path = ("optimizer", "state", piece.name, key)
+                if not isinstance(value, torch.Tensor):
+                    self._thing(path, value)
+                elif lies_like(key, value.shape, piece.tensor.shape):
+                    self._pieces(path, piece.shape, piece.start, value)
+                elif piece.start == 0:
+                    self._pieces(path, value.shape, 0, value)
+        if self._rank == 0:
+            for name, buffer in self._contents.buffers.items():
+                self._pieces(("model", name), buffer.shape, 0, buffer)
+            for path, value in self._contents.hyperparameters():
+                self._thing(path, value)
+            self._thing(("labkit",), self._record)
+        return SavePlan(self._items, planner_data=self._paths)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """What is to be written: a tensor, or any thing."""
+        data = self._data[write_item.index]
+        return _alone(data) if isinstance(data, torch.Tensor) else data
+
+    def _thing(self, path: Path, value: Any) -> None:
+        key = self._key(path)
+        self._data[index := MetadataIndex(key)] = value
+        self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
+
+    def _pieces(self, path: Path, shape: torch.Size, start: int, tensor: torch.Tensor) -> None:
+        """`tensor` is elements `start` to `start + tensor.numel()` of what has `shape`."""
+        key, tensor = self._key(path), tensor.detach()
+        properties = TensorProperties(dtype=tensor.dtype)
+        most = BOX_BYTES // tensor.element_size()
+        for box in small_boxes(shape, start, tensor.numel(), most):
+            sizes = torch.Size(box.sizes)
+            index = MetadataIndex(key, box.offsets)
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), sizes)
+            self._data[index] = view_of(tensor, shape, start, box)
+            self._items.append(
+                WriteItem(
+                    index,
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, properties, shape),
+                )
+            )
+
+    def _key(self, path: Path) -> str:
+        key = ".".join(map(str, path))
+        self._paths[key] = path
+        return key
+
+
+class StreamingWriter(FileSystemWriter):
+    """Writes one item after the other; torch's own keeps a copy of each until the last."""
+
+    def write_items(self, plan: SavePlan, planner: PiecePlanner) -> list[WriteResult]:
+        """This rank's file, on the disk when it returns. An OSError names it."""
+        if not plan.items:
+            return []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        path = pathlib.Path(self.path) / name
+        bar = SlowBar("saving", len(plan.items))
+        results = []
+        with folders.naming(path), path.open("wb") as file:
+            for item in plan.items:
+                begin_bytes = file.tell()
+                file.write(_serialised(planner.resolve_data(item)))
+                nbytes = file.tell() - begin_bytes
+                where = _StorageInfo(name, begin_bytes, nbytes)
+                results.append(WriteResult(item.index, nbytes, where))
+                bar.tick()
+            file.flush()
+            os.fsync(file.fileno())
+        bar.close()
+        return results
+
+
+def _serialised(thing: Any) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getbuffer()
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, without the storage around it."""
+    return tensor.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _with_further_names(
+    metadata: Metadata, results: list[list[WriteResult]], contents: Contents
+) -> Metadata:
+    """Enter tied parameters under all their names: the bytes are there once."""
+    for name, first in contents.also.items():
+        key, known = f"model.{name}", f"model.{first}"
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[known]
+        metadata.planner_data[key] = ("model", name)
+        results.append(
+            [
+                WriteResult(MetadataIndex(key, r.index.offset), 0, r.storage_data)
+                for of_rank in list(results)
+                for r in of_rank
+                if r.index.fqn == known
+            ]
+        )
+    return metadata

@@ -1,0 +1,167 @@
+"""A checkpoint on the disk: what it has, and reading pieces of it."""
+
+import pathlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from labkit.checkpoints.boxes import small_boxes, view_of
+from labkit.checkpoints.contents import Path
+from labkit.checkpoints.progress import SlowBar
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`tensor` is to become elements `start` to `start + tensor.numel()` of what lies at `path`
+    and has `shape`."""
+
+    path: Path
+    shape: torch.Size
+    start: int
+    tensor: torch.Tensor
+
+
+class Stored:
+    """The checkpoint in a folder.
+
+    path, entries: path of names -> what torch's metadata has of it
+
+    Raises ValueError when the folder's metadata cannot be understood, or a file is cut short.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self._reader = FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+            keys: dict[str, Path] = metadata.planner_data
+            self._keys = {tuple(path): key for key, path in keys.items()}
+            self.entries = {
+                path: metadata.state_dict_metadata[key] for path, key in self._keys.items()
+            }
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{folder / '.metadata'} cannot be read by torch {torch.__version__} ({error}); it "
+                "is damaged, or was written by a newer version"
+            ) from error
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """All bytes that are promised are there: found out before anything is written over."""
+        ends: Counter[str] = Counter()
+        for where in self._reader.storage_data.values():
+            ends[where.relative_path] = max(ends[where.relative_path], where.offset + where.length)
+        for name, nbytes in ends.items():
+            file = self.folder / name
+            there = file.stat().st_size if file.exists() else 0
+            if there < nbytes:
+                raise ValueError(
+                    f"{file} has {there} of its {nbytes} bytes; this checkpoint is damaged, load "
+                    "another one beside it"
+                )
+
+    def under(self, *prefix: str | int) -> dict[Any, Any]:
+        """Name -> entry of all that lies one below `prefix`, as in `under("model")`."""
+        n = len(prefix)
+        return {
+            path[n]: entry
+            for path, entry in self.entries.items()
+            if path[:n] == prefix and len(path) == n + 1
+        }
+
+    def value(self, path: Path) -> Any:
+        """What lies at a path, whole."""
+        entry = self.entries[path]
+        if isinstance(entry, TensorStorageMetadata):
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.read([Fill(path, entry.size, 0, whole)])
+            return whole
+        index = MetadataIndex(self._keys[path])
+        nothing = torch.Size([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        return self._read(item, Landing({}))
+
+    def read(self, fills: Iterable[Fill], label: str = "loading") -> None:
+        """Fill tensors, box by box in the order of the files; the tensors' dtypes stay."""
+        items: list[ReadItem] = []
+        landing = Landing({})
+        for number, fill in enumerate(fills):
+            items += self._items(number, fill, landing)
+        items.sort(key=lambda item: self._place(item.storage_index))
+        bar = SlowBar(label, len(items))
+        for item in items:
+            self._read(item, landing)
+            bar.tick()
+        bar.close()
+
+    def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
+        """Where the boxes of a tensor lie in the files."""
+        key, entry = self._keys[fill.path], self.entries[fill.path]
+        assert isinstance(entry, TensorStorageMetadata)
+        found = []
+        for box in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            parts = create_read_items_for_chunk_list(key, entry, [chunk])
+            if sum(prod(part.lengths) for part in parts) != box.numel:
+                raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
+            index = MetadataIndex(f"{number} {key}", box.offsets)
+            landing.views[index] = view_of(fill.tensor.detach(), fill.shape, fill.start, box)
+            found += [replace(part, dest_index=index) for part in parts]
+        return found
+
+    def _place(self, index: MetadataIndex) -> tuple[str, int]:
+        where = self._reader.storage_data[index]
+        return where.relative_path, where.offset
+
+    def _read(self, item: ReadItem, landing: "Landing") -> Any:
+        try:
+            self._reader.read_data(LoadPlan([item]), landing).wait()
+        except Exception as error:
+            file = self.folder / self._place(item.storage_index)[0]
+            raise ValueError(
+                f"{item.storage_index.fqn} cannot be read from {file}: {error}"
+            ) from error
+        return landing.thing
+
+
+class Landing(DefaultLoadPlanner):
+    """Tells torch's reader where each box that it reads is to go."""
+
+    def __init__(self, views: dict[MetadataIndex, torch.Tensor]):
+        super().__init__()
+        self.views = views
+        self.thing: Any = None
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self.views[read_item.dest_index]
+        for dim, (at, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            view = view.narrow(dim, at, size)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It is in its place."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self.thing = torch.load(value, weights_only=False)
+
+
+def is_thing(entry: Any) -> bool:
+    """Whether it is no tensor."""
+    return isinstance(entry, BytesStorageMetadata)

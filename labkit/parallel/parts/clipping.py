@@ -1,0 +1,78 @@
+"""Gradient clipping by global norm: the length of all gradients together is at most max_norm.
+
+    ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
+    g <- g * min(1, max_norm / ||g||)
+
+Under data parallelism every rank has all (averaged) gradients, and clips as a single process does.
+Under ZeRO each rank has a part: sums of p-th powers add up, so one number travels.
+
+        rank 0   |g g g g|        sum |g|^2 = 3 \\
+        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
+
+A rank that clipped its own part by that part's norm would take other steps than the rest.
+
+Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+arXiv 1211.5063, section 3.2.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+
+
+@runtime_checkable
+class OwnsGradientPieces(Protocol):
+    """A strategy whose ranks own parts of the gradients.
+
+    `gradient_pieces()` gives this rank's, of any shape, to be scaled in place, and the ranks over
+    which each element is in exactly one piece.
+    """
+
+    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]: ...
+
+
+def clip_grad_norm(
+    trained: nn.Module | torch.optim.Optimizer | OwnsGradientPieces,
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
+    all ranks. Call it on every rank, after backward, with a wrapped module or an optimizer.
+
+    Raises ValueError for a norm that is no power sum, where gradients are in pieces.
+    """
+    if not isinstance(trained, OwnsGradientPieces):
+        return nn.utils.clip_grad_norm_(_parameters_of(trained), max_norm, norm_type)
+    pieces, comm = trained.gradient_pieces()
+    norm = norm_of_pieces(pieces, comm, norm_type)
+    if pieces:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        torch._foreach_mul_(pieces, scale)
+    return norm
+
+
+def norm_of_pieces(pieces: list[torch.Tensor], comm: Comm, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of what all ranks' pieces are together; 0 where there are none."""
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
+    some = [piece for piece in pieces if piece.numel()]
+    like = pieces[0] if pieces else torch.empty(0)
+    mine = nn.utils.get_total_norm(some, p).to(like.device, torch.float64)  # no power overflows
+    if p == float("inf"):
+        comm.all_reduce(mine, "max")
+        total = mine
+    else:
+        mine = mine**p
+        comm.all_reduce(mine)
+        total = mine ** (1 / p)
+    return total.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _parameters_of(trained: nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+    if isinstance(trained, nn.Module):
+        return list(trained.parameters())
+    return [p for group in trained.param_groups for p in group["params"]]

@@ -1,0 +1,383 @@
+"""What goes wrong with checkpoints, provoked for real: each ends in one error on every rank that
+names what it was about, and the checkpoint before can still be loaded."""
+
+import os
+import pathlib
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import (
+    Comm,
+    MasterWeights,
+    RankError,
+    World,
+    ZeRO3,
+    load_checkpoint,
+    save_checkpoint,
+)
+from labkit.checkpoints import contents, folders, saving
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2) as world:
+        yield world
+
+
+class Net(nn.Module):
+    def __init__(self, wide: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, wide)
+        self.second = nn.Linear(wide, 2)
+
+
+def save(folder: pathlib.Path, step: int, value: float | None = None) -> None:
+    model = Net()
+    nn.init.constant_(model.first.weight, step if value is None else value)
+    save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()), step=step)
+
+
+def load(folder: pathlib.Path) -> tuple[int | None, float]:
+    model = Net()
+    loaded = load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+    assert (model.first.weight == model.first.weight[0, 0]).all()
+    return loaded.step, model.first.weight[0, 0].item()
+
+
+def refused(world: World, function: Callable[..., Any], *args: Any) -> str:
+    """The message with which `function` fails, the same on every rank."""
+
+    def run() -> tuple[str, str]:
+        try:
+            function(*args)
+        except (OSError, ValueError) as error:
+            return type(error).__name__, str(error)
+        return "nothing", "nothing was raised"
+
+    first, *others = world.run(run)
+    assert all(other == first for other in others)
+    assert first[0] != "nothing", first[1]
+    return first[1]
+
+
+# ---- death at every moment of a save
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_write() -> None:
+    if Comm().rank == 1:
+        saving.StreamingWriter.write_items = die  # type: ignore[assignment,method-assign]
+
+
+def amid_write() -> None:
+    if Comm().rank == 1:
+        before, left = saving._serialised, iter(range(2))
+        saving._serialised = lambda x: before(x) if next(left, None) is not None else die()
+
+
+def before_metadata() -> None:
+    saving.StreamingWriter.finish = die  # type: ignore[assignment,method-assign]
+
+
+def amid_metadata() -> None:
+    """The file is there, half of it is not, and it does not have its name yet."""
+
+    def half(self: Any, metadata: Any, results: Any) -> None:
+        (pathlib.Path(self.path) / ".metadata.tmp").write_bytes(pickle.dumps(metadata)[:50])
+        die()
+
+    saving.StreamingWriter.finish = half  # type: ignore[assignment,method-assign]
+
+
+def before_rename() -> None:
+    folders.publish = die  # type: ignore[assignment]
+
+
+def before_pointer() -> None:
+    folders.point_at = die  # type: ignore[assignment]
+
+
+def amid_pointer() -> None:
+    def half(final: pathlib.Path) -> None:
+        (final.parent / "latest.tmp").write_text(final.name[:4])
+        die()
+
+    folders.point_at = half
+
+
+def amid_removal() -> None:
+    def half(path: pathlib.Path) -> None:
+        next(path.glob("*.distcp")).unlink()
+        die()
+
+    folders.discard = half
+
+
+MOMENTS = [before_write, amid_write, before_metadata, amid_metadata, before_rename, before_pointer,
+           amid_pointer, amid_removal]  # fmt: skip
+
+
+def killed(world: World, folder: pathlib.Path, moment: Callable[[], None], step: int) -> None:
+    def run() -> None:
+        moment()
+        save(folder, step)
+        Comm().barrier()
+
+    with pytest.raises(RankError, match="SIGKILL"):
+        world.run(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_killed_at_any_moment_leaves_the_one_before(
+    pair: World, tmp_path: pathlib.Path, moment: Callable[[], None]
+) -> None:
+    pair.run(save, tmp_path, 1)
+    pair.run(save, tmp_path, 2)
+    killed(pair, tmp_path, moment, 3)
+    stands = 3 if moment is amid_removal else 2
+    assert pair.run(load, tmp_path) == [(stands, float(stands))] * 2
+    pair.run(save, tmp_path, 4)
+    assert pair.run(load, tmp_path) == [(4, 4.0)] * 2
+    there = os.listdir(tmp_path)
+    assert not [name for name in there if name.endswith(".tmp")], "the dead save's folder"
+    assert len(there) == 3, "two checkpoints and the pointer"
+
+
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(
+    pair: World, tmp_path: pathlib.Path
+) -> None:
+    killed(pair, tmp_path, amid_write, 1)
+    assert "no save into it was finished" in refused(pair, load, tmp_path)
+    (unfinished,) = tmp_path.iterdir()
+    assert "was not finished" in refused(pair, load, unfinished)
+
+
+# ---- a full disk
+
+
+def limited(folder: pathlib.Path, step: int) -> None:
+    """Rank 1 may write no file larger than 1000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if Comm().rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        save(folder, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_lost(
+    pair: World, tmp_path: pathlib.Path
+) -> None:
+    pair.run(save, tmp_path, 1)
+    text = refused(pair, limited, tmp_path, 2)
+    assert "step 2 was not saved" in text and "rank 1" in text
+    assert "File too large" in text and "__1_0.distcp" in text
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+    assert pair.run(load, tmp_path) == [(1, 1.0)] * 2
+    pair.run(save, tmp_path, 2)
+
+
+def test_no_room_for_the_pointer_takes_the_checkpoint_back(
+    pair: World, tmp_path: pathlib.Path
+) -> None:
+    def full(step: int) -> None:
+        before = folders.point_at
+        folders.point_at = lambda final: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+        try:
+            save(tmp_path, step)
+        finally:
+            folders.point_at = before
+
+    pair.run(save, tmp_path, 1)
+    assert "No space left on device" in refused(pair, full, 2)
+    assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step_00000001"]
+    assert pair.run(load, tmp_path) == [(1, 1.0)] * 2
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    if shutil.which("mount") is None or os.geteuid() != 0:
+        pytest.skip("only root makes a small file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_space_given_back(pair: World, tiny_disk: pathlib.Path) -> None:
+    def fill() -> None:
+        save_checkpoint(tiny_disk, nn.Linear(300, 300), step=2)
+
+    pair.run(save, tiny_disk, 1)
+    free_bytes = shutil.disk_usage(tiny_disk).free
+    text = refused(pair, fill)
+    assert "No space left on device" in text and ".distcp" in text
+    assert shutil.disk_usage(tiny_disk).free == free_bytes
+    assert pair.run(load, tiny_disk) == [(1, 1.0)] * 2
+
+
+def test_a_folder_that_cannot_be_made_is_named(pair: World, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert str(tmp_path / "taken") in refused(pair, save, tmp_path / "taken", 1)
+
+
+# ---- another model, another optimizer, no checkpoint
+
+
+def load_into(make: Callable[[], tuple[nn.Module, Any]], folder: pathlib.Path) -> None:
+    """Tries to, and sees to it that nothing is changed when it fails."""
+    model, optimizer = make()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    try:
+        load_checkpoint(folder, model, optimizer)
+    finally:
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+        assert optimizer is None or not optimizer.state
+
+
+def more() -> tuple[nn.Module, Any]:
+    model = Net()
+    model.third = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fewer() -> tuple[nn.Module, Any]:
+    model = Net()
+    del model.second
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def wider() -> tuple[nn.Module, Any]:
+    return Net(wide=7), None
+
+
+def sgd() -> tuple[nn.Module, Any]:
+    model = Net()
+    return model, torch.optim.SGD(model.parameters())
+
+
+def frozen() -> tuple[nn.Module, Any]:
+    model = Net()
+    return model, torch.optim.AdamW(model.first.parameters())
+
+
+def other_on_rank_1() -> tuple[nn.Module, Any]:
+    return more() if Comm().rank == 1 else wider()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (more, "another model: it lacks third.weight, third.bias;"),
+        (fewer, "this model has no second.weight, second.bias"),
+        (wider, "first.weight is [6, 4] there and [7, 4] here"),
+        (wider, "first.bias is [6] there and [7] here"),
+        (sgd, "another optimizer: it had amsgrad, betas"),
+        (frozen, "this optimizer has no second.bias, second.weight"),
+        (other_on_rank_1, "the ranks have different models: parameter 0 is first.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    pair: World, tmp_path: pathlib.Path, make: Callable[[], tuple[nn.Module, Any]], words: str
+) -> None:
+    def stepped() -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.second(model.first(torch.ones(1, 4))).sum().backward()
+        optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer)
+
+    pair.run(stepped)
+    assert words in refused(pair, load_into, make, tmp_path)
+
+
+def test_two_that_shard_are_one_too_many(pair: World, tmp_path: pathlib.Path) -> None:
+    def both() -> None:
+        model = ZeRO3(Net())
+        save_checkpoint(tmp_path, model, MasterWeights(model.parameters(), torch.optim.AdamW))
+
+    assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(pair, both)
+
+
+def test_weights_alone_have_no_optimizer_to_load(pair: World, tmp_path: pathlib.Path) -> None:
+    pair.run(lambda: save_checkpoint(tmp_path, Net()))
+    assert "optimizer=None" in refused(pair, load, tmp_path)
+
+
+def test_various_groups_cannot_become_one(pair: World, tmp_path: pathlib.Path) -> None:
+    def two() -> None:
+        model = Net()
+        groups = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
+        save_checkpoint(tmp_path, model, torch.optim.AdamW(groups))
+
+    pair.run(two)
+    text = refused(pair, load, tmp_path)
+    assert "are in one parameter group here and were in several" in text
+
+
+def test_what_is_no_checkpoint_is_told(pair: World, tmp_path: pathlib.Path) -> None:
+    assert "there is no such folder" in refused(pair, load, tmp_path / "nowhere")
+    assert "it is no checkpoint" in refused(pair, load, tmp_path)
+    pair.run(save, tmp_path, 1)
+    (tmp_path / "latest").write_text("step_00000009\n")
+    assert "are there: step_00000001" in refused(pair, load, tmp_path)
+    (tmp_path / "latest").unlink()
+    assert "load one of its checkpoints: step_00000001" in refused(pair, load, tmp_path)
+    assert pair.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2
+
+
+def test_a_newer_format_is_told(pair: World, tmp_path: pathlib.Path) -> None:
+    def newer() -> None:
+        saving.FORMAT = contents.FORMAT + 1
+        try:
+            save(tmp_path, 1)
+        finally:
+            saving.FORMAT = contents.FORMAT
+
+    pair.run(newer)
+    assert "has format 2, this labkit reads up to 1" in refused(pair, load, tmp_path)
+
+
+def test_damage_is_found_before_anything_is_loaded(pair: World, tmp_path: pathlib.Path) -> None:
+    pair.run(save, tmp_path, 1)
+    file = tmp_path / "step_00000001" / "__1_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert f"{file} has {len(whole) - 1} of its {len(whole)} bytes" in refused(pair, load, tmp_path)
+    file.write_bytes(whole)
+    metadata = tmp_path / "step_00000001" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:100])
+    assert f"{metadata} cannot be read" in refused(pair, load, tmp_path)
+
+
+def test_bytes_that_changed_are_found_and_named(pair: World, tmp_path: pathlib.Path) -> None:
+    pair.run(save, tmp_path, 1)
+    for file in (tmp_path / "step_00000001").glob("*.distcp"):
+        file.write_bytes(bytes(len(file.read_bytes())))
+    text = refused(pair, load, tmp_path)
+    assert "cannot be read from" in text and ".distcp" in text
+
+
+def test_arguments_that_cannot_be_are_refused(pair: World, tmp_path: pathlib.Path) -> None:
+    assert "keep=0" in refused(pair, lambda: save_checkpoint(tmp_path, Net(), keep=0))
+    assert "step=-1" in refused(pair, lambda: save_checkpoint(tmp_path, Net(), step=-1))
+    text = refused(pair, lambda: save_checkpoint(tmp_path, Net(), extra=lambda: 0))
+    assert "step 0 was not saved" in text
+    assert not list(tmp_path.glob("step*"))

@@ -1,0 +1,110 @@
+"""Clipping by the norm of all gradients: as a single process, whoever holds them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import DDP, Comm, World
+from labkit.parallel.parts.clipping import clip_grad_norm
+
+NORMS = (2.0, 1.0, 3.0, float("inf"))
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[World]:
+    with World(3, timeout_s=20) as world:
+        yield world
+
+
+def model_and_rows() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return module, torch.randn(9, 3, dtype=torch.float64)
+
+
+def equal(found: torch.Tensor | None, expected: torch.Tensor, rtol: float = 1e-12) -> bool:
+    assert found is not None
+    return torch.allclose(found.double(), expected, rtol=rtol, atol=0)
+
+
+def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The norm and the clipped gradients of torch in a single process."""
+    module, rows = model_and_rows()
+    module(rows).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+    return norm, [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_replicas_clip_as_a_single_process(trio: World, max_norm: float) -> None:
+    def run() -> None:
+        for norm_type in NORMS:
+            module, rows = model_and_rows()
+            model = DDP(module)
+            model(rows.tensor_split(3)[Comm().rank]).square().mean().backward()
+            norm = clip_grad_norm(model, max_norm, norm_type)
+            expected, gradients = right(norm_type, max_norm)
+            assert norm.dtype == expected.dtype and equal(norm, expected)
+            for p, gradient in zip(module.parameters(), gradients):
+                assert equal(p.grad, gradient)
+
+    trio.run(run)
+
+
+def test_an_optimizer_may_be_given_instead() -> None:
+    module, rows = model_and_rows()
+    layers = [{"params": part.parameters()} for part in (module[0], module[2])]  # type: ignore[index]
+    module(rows).square().mean().backward()
+    norm = clip_grad_norm(torch.optim.SGD(layers, lr=1), 0.1)
+    expected, gradients = right(2.0, 0.1)
+    assert torch.equal(norm, expected)
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients))  # type: ignore[arg-type]
+
+
+class Pieces:
+    """All gradients flat, cut unevenly: rank 0 has 5 numbers, rank 1 none, rank 2 the rest."""
+
+    def __init__(self, gradients: list[torch.Tensor]):
+        flat = torch.cat([x.flatten() for x in gradients])
+        mine = [flat[:5], flat[:0], flat[5:]][Comm().rank]
+        self.pieces = [mine[:2], mine[2:]] if mine.numel() else []
+
+    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
+        return self.pieces, Comm()
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_pieces_clip_as_a_single_process(trio: World, max_norm: float) -> None:
+    def run() -> None:
+        module, rows = model_and_rows()
+        module(rows).square().mean().backward()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        for norm_type in NORMS:
+            owner = Pieces(gradients)
+            norm = clip_grad_norm(owner, max_norm, norm_type)
+            expected, clipped = right(norm_type, max_norm)
+            assert equal(norm, expected, 1e-12 if owner.pieces else 1e-6)
+            for piece, whole in zip(owner.pieces, Pieces(clipped).pieces):
+                assert equal(piece, whole)
+        with pytest.raises(ValueError, match="norm_type=0: pieces add up for p > 0"):
+            clip_grad_norm(owner, 1.0, 0)
+
+    trio.run(run)
+
+
+def test_powers_of_fp16_pieces_do_not_overflow(trio: World) -> None:
+    """4096 numbers of 60: the norm is 3840 on each rank, its square beyond fp16's 65504."""
+
+    def run() -> tuple[float, float]:
+        owner = Pieces([torch.zeros(0)])
+        half = torch.full((4096,), 60.0, dtype=torch.float16)
+        owner.pieces = [half, half[:0]]
+        norm = clip_grad_norm(owner, 1.0)
+        clip_grad_norm(owner, 1.0, float("inf"))
+        return norm.item(), half[0].item()
+
+    for norm, element in trio.run(run):
+        assert norm == pytest.approx(3**0.5 * 3840)
+        assert element == pytest.approx(60 / (3**0.5 * 3840), rel=1e-3)

@@ -285,10 +285,10 @@ plot.memory(one_unit, ranks=[0])
 # %% [markdown]
 # ### Who waits?
 #
-# Two ranks, on a modelled wire of 0.5 gigabits per second (**paced**, as in lab 05). Without prefetch:
+# Two ranks, on a modelled wire of 1 gigabit per second (**paced**, as in lab 05). Without prefetch:
 
 # %%
-LINK = Link(gbps=0.5, latency_us=300)
+LINK = Link(gbps=1, latency_us=300)
 paced = World(2, backend="gloo", link=LINK)
 ways = {
     "DDP": replicas,

@@ -451,6 +451,45 @@ def test_outputs_of_any_nesting_recurrent_layers_and_attention(pair: World) -> N
     assert max(pair.run(run)) < 1e-12
 
 
+class KeepsALossAside(nn.Module):
+    """As a router of experts does: what it computed stands on the layer, not in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.aside = (self.layer(torch.tanh(y)) ** 2).mean()
+        return y
+
+
+def _losses_aside(sharded: bool, which: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(KeepsALossAside(), KeepsALossAside())
+    x = torch.randn(3, 4)
+    model = ZeRO3(module) if sharded else module
+    value = model(x).sum()
+    first, second = (layer.aside for layer in module)  # type: ignore[union-attr]
+    {"all": value + first + second, "aside": first}[which].backward()
+    trained = dict(model.named_parameters())
+    gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+    if sharded:
+        wholes = Comm().all_gather_object({n: g.tolist() for n, g in gradients.items()})
+        names = dict.fromkeys(name for one in wholes for name in one)
+        return {n: torch.tensor([x for one in wholes for x in one.get(n, [])]) for n in names}
+    return {n: g.reshape(-1) for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize("which", ["all", "aside"])
+def test_a_loss_that_a_layer_keeps_aside_finds_the_weights(pair: World, which: str) -> None:
+    expected = _losses_aside(False, which)
+    for found in pair.run(_losses_aside, True, which):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, msg=name)
+
+
 def test_ranks_that_use_other_units_are_told() -> None:
     def run() -> None:
         model = ZeRO3(Branching())

@@ -111,6 +111,10 @@ class ZeRO3(WholeState, nn.Module):
         self._pending: dict[int, dict[Flat, Unit]] = {}  # backward -> whose gradients have not left
         self._leaving: deque[Flat] = deque()
         self._in_forward = False
+        self._unit_of_memory = {
+            flat.full.flat.untyped_storage()._cdata: unit
+            for unit in self.units for flat in unit.flats
+        }  # fmt: skip
         for unit in self.units:
             self._hook(unit)
 
@@ -157,7 +161,8 @@ class ZeRO3(WholeState, nn.Module):
         self._orders[False].begin_pass()
         self._in_forward = True
         try:
-            output = self.module(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back):
+                output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False
         self._free_all()
@@ -174,6 +179,21 @@ class ZeRO3(WholeState, nn.Module):
         unit.has_run.add(module)
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
+
+    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
+        """Autograd saves `x` for backward. A parameter's memory is gone by then; of which unit it
+        was is noted, for what reaches it by another way than the unit's output (a loss that a
+        layer keeps aside)."""
+        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
+        return x if unit is None else (unit, x)
+
+    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        unit, x = saved
+        if not unit.is_gathered:
+            self._use(unit)
+        return x
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Have the unit gathered again before the backward of what it has put out."""

@@ -37,10 +37,13 @@ from labkit.trace import CATEGORIES
 
 
 # %%
+SIZES = dict(vocab=256, width=192, depth=2, heads=6, context=64)
+
+
 def train(build, steps=2, rows=2, dtype=torch.bfloat16, look=None):
     me = attach()
     torch.manual_seed(0)
-    model = GPT.preset("1M", vocab=256).to(me.device, dtype)
+    model = GPT(**SIZES).to(me.device, dtype)
     parallel, optimizer = build(model)
     text, losses = Text(), []
     for step in range(steps):
@@ -78,7 +81,7 @@ with record(detail_step=1) as ddp:
     fingerprints = world.run(train, with_ddp, look=kept)
 
 # %% tags=["nbval-check-output"]
-P = formulas.parameters(vocab=256, width=132, depth=4, heads=12, context=64)
+P = formulas.parameters(**SIZES)
 nbytes = sum(size for size, _ in fingerprints[0])
 same = sum(every[0][0] for every in zip(*fingerprints) if len(set(every)) == 1)
 print(f"{P:,} parameters, {nbytes:,} bytes on rank 0: {nbytes / P:g} for each parameter.")
@@ -194,37 +197,40 @@ for dp in (1, 4, 16, 64, 256, 1024):
 # of both ends:
 
 # %%
-show("parallel/flat.py:FlatPartition.pieces")
+show("parallel/parts/flat.py:FlatPartition.pieces")
 
 # %% [markdown]
 # A bucket has one flat buffer for its weights, and the parameters become views of it. So nothing is
 # copied to be gathered. `stepped` is what the optimizer gets: this rank's share in fp32.
 
 # %%
-show("parallel/zero_buckets.py:ZeroBucket.__init__", since="self.layout", until="starts = [")
+show("parallel/parts/zero_buckets.py:ZeroBucket.__init__", since="self.layout", until="starts = [")
 
 # %% [markdown]
 # Autograd calls a hook at each finished gradient, as in lab 05. It is divided on its way to its
 # place. Look at the first lines: **a gradient that comes twice is an error**. Section 6 shows why.
 
 # %%
-show("parallel/zero_buckets.py:ZeroBucket.take")
+show("parallel/parts/zero_buckets.py:ZeroBucket.take")
 
 # %% [markdown]
 # A full bucket leaves. In stage 1 its share is a view of all the gradients, which stay:
 
 # %%
-show("parallel/zero_buckets.py:ZeroBucket._reduce_scatter")
+show("parallel/parts/zero_buckets.py:ZeroBucket._reduce_scatter")
 
 # %% [markdown]
 # In stage 2 the share has memory of its own, and all the others lose their last reference: `p.grad`
 # here, the flat buffer when it has been sent.
 
 # %%
-show("parallel/zero_buckets.py:FreeingBucket._reduce_scatter", since="for p in self.parameters:")
+show(
+    "parallel/parts/zero_buckets.py:FreeingBucket._reduce_scatter",
+    since="for p in self.parameters:",
+)
 
 # %%
-show("parallel/zero_buckets.py:FreeingBucket._averages_are_there")
+show("parallel/parts/zero_buckets.py:FreeingBucket._averages_are_there")
 
 # %% [markdown]
 # The optimizer: no more than two buckets are under way in stage 2, or a slow wire would make them
@@ -293,7 +299,7 @@ sent.beside(ddp_bytes=sums[0], stage_1_bytes=sums[1], stage_2_bytes=sums[2])
 # each tensor that it is given, here for each piece. With these, on every rank:
 
 # %% tags=["nbval-check-output"]
-model = GPT.preset("1M", vocab=256).to(torch.bfloat16)
+model = GPT(**SIZES).to(torch.bfloat16)
 for stage in (1, 2):
     for rank in range(4):
         its = ZeroOptimizer.predict(model, 4, stage, bucket_mb=0.25, rank=rank)
@@ -331,13 +337,14 @@ rank_0_of(runs, [16 * P, 7 * P, 5.5 * P, 5.5 * P])
 LINK = Link(gbps=0.25, latency_us=500)
 paced = World(2, backend="gloo", link=LINK)
 with record() as on_wire:
-    paced.run(train, ways["ZeRO-2"], steps=3, rows=8)
+    paced.run(train, ways["ZeRO-2"], steps=3, rows=16)
 plot.timeline(on_wire)
 
 # %% [markdown]
-# The reduce-scatters hide behind backward, as DDP's all-reduces do. What is new is the all-gather
-# at the end: the step has made the weights, and nothing is left to compute. Unless one begins the
-# **next forward** meanwhile: its first layer needs the first bucket only.
+# The reduce-scatters hide behind backward, as DDP's all-reduces do; where a third bucket would be
+# under way, backward waits for the first. What is new is the all-gather at the end: the step has
+# made the weights, and nothing is left to compute. Unless one begins the **next forward** meanwhile:
+# its first layer needs the first bucket only.
 
 
 # %%
@@ -346,7 +353,7 @@ def early(model):
 
 
 with record() as early_gather:
-    paced.run(train, early, steps=3, rows=8)
+    paced.run(train, early, steps=3, rows=16)
 
 # %% [markdown]
 # What waits for the all-gathers, the step or the next forward?
@@ -429,7 +436,7 @@ for stage, trace in enumerate(on_paper):
 
 # %%
 class Tied(nn.Module):
-    """The table of tokens is the head's weight, too, as in most language models."""
+    """The table of tokens is the head's weight, too, as in many language models."""
 
     def __init__(self):
         super().__init__()
@@ -635,8 +642,8 @@ check.ToOwners(ToOwners)
 #
 # `flat` has all weights in bf16, the same on all ranks, and n divides it. Make an AdamW for the
 # share of this rank, with an fp32 master copy. `step(gradient)` gets the averaged gradient of the
-# share, in bf16; afterwards `flat` has the new weights on all ranks. Of this size, a rank may hold
-# 12/n bytes for each parameter and nothing more.
+# share, in bf16; afterwards `flat` has the new weights on all ranks. Beside `flat`, a rank
+# may hold 12/n bytes for each parameter and nothing more.
 #
 # Useful: `flat.chunk(n)[r]` is a view, `x.copy_(y.detach())` rounds, `comm.all_gather_into_tensor`.
 

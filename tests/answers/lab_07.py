@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from answers import right, wrong
+from labkit.check.lab_07_buckets import equal_counts
 
 # ---- pieces(numels, ranks, rank)
 
@@ -308,7 +309,7 @@ def gathers_everything(comm, shares, max_norm):
 # ---- choose_buckets(backward, messages)
 
 
-@wrong("07.choose_buckets", "of gradients at its peak")
+@wrong("07.choose_buckets", "the peaks are")
 def one_bucket(backward, messages):
     return [len(backward.nbytes)]
 
@@ -323,6 +324,11 @@ def loses_the_rest(backward, messages):
     return [3] * messages
 
 
-@wrong("07.choose_buckets", "of gradients at its peak")
+@wrong("07.choose_buckets", "the peaks are")
 def almost_all_in_the_last(backward, messages):
     return [1] * (messages - 1) + [len(backward.nbytes) - messages + 1]
+
+
+@wrong("07.choose_buckets", "expected: less than 126.1 MB")
+def as_many_in_each(backward, messages):
+    return equal_counts(len(backward.nbytes), messages)

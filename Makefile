@@ -97,5 +97,5 @@ $(STAMP):
 	rm -rf $(VENV); \
 	"$$found" -m venv $(VENV); \
 	PYTHONPATH= $(VENV)/bin/python -m pip install --disable-pip-version-check --no-input $(if $(CI),--quiet) \
-	    -c constraints.txt -e '.[lab,dev]'; \
+	    -c constraints.txt -e '.[lab,dev,wild]'; \
 	touch $(STAMP)

@@ -37,7 +37,7 @@ def project() -> dict:
 
 
 def declared() -> list[Requirement]:
-    """Every requirement of labkit[lab,dev]."""
+    """Every requirement of labkit[lab,dev,wild]."""
     extras = project()["optional-dependencies"].values()
     return [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
 
@@ -198,9 +198,9 @@ def test_the_python_range_is_the_same_everywhere():
 
 def test_conda_installs_the_same_packages():
     conda, pip = environment(read("environment.yml"))
-    assert pip == ["-c constraints.txt", "-e .[lab,dev]"], (
-        "environment.yml must install labkit[lab,dev] under constraints.txt, and nothing else, "
-        "so that the conda way gives the packages of `make setup`"
+    assert pip == ["-c constraints.txt", "-e .[lab,dev,wild]"], (
+        "environment.yml must install labkit[lab,dev,wild] under constraints.txt, and nothing "
+        "else, so that the conda way gives the packages of `make setup`"
     )
     names = [re.split(r"[=<> ]", entry)[0] for entry in conda]
     assert names == ["python", "pip"], (
@@ -231,7 +231,7 @@ variables:
 
 def test_make_installs_what_conda_installs():
     recipe = read("Makefile")
-    assert "-c constraints.txt -e '.[lab,dev]'" in recipe
+    assert "-c constraints.txt -e '.[lab,dev,wild]'" in recipe
 
 
 # ---- version, commands
@@ -356,7 +356,7 @@ def test_setup_is_made_once(workplace: Workplace):
     first = workplace.make("setup")
     assert first.returncode == 0, first.stderr
     assert workplace.asked() == ["venv", "-m"]
-    assert "-c constraints.txt -e .[lab,dev]" in workplace.log.read_text()
+    assert "-c constraints.txt -e .[lab,dev,wild]" in workplace.log.read_text()
 
     second = workplace.make("setup")
     assert second.returncode == 0, second.stderr

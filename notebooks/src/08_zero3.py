@@ -46,6 +46,7 @@ def train(make, steps=3, rows=4, length=64, sizes=None, dtype=torch.float32):
     return losses, parallel, optimizer
 
 
+# %%
 def measured(make, **options):
     """The losses; bytes held after a step: parameters, the rest; gathered parameters at most."""
     losses, parallel, optimizer = train(make, **options)
@@ -71,10 +72,11 @@ def replicas(model, strategy=DDP):
 
 
 # %% [markdown]
-# What does a rank hold after a step with ZeRO-2, measured?
+# What does a rank hold after a step with ZeRO-2, measured? (On the CPU, where the peers of section 8
+# run, too.)
 
 # %%
-worlds = {n: World(n, backend="gloo") for n in (1, 2, 4)}
+worlds = {n: World(n, device="cpu", backend="gloo") for n in (2, 4)}
 found = {n: world.run(measured, zero2, steps=1, rows=1)[0] for n, world in worlds.items()}
 
 # %% tags=["nbval-check-output"]
@@ -147,8 +149,8 @@ for n in (64, 1024, 100_000):
 # ## 3. Predict
 #
 # P elements in float32, n ranks. **Held** by each between steps: parameters 4, gradients 4, Adam's two
-# moments 8 bytes for each element of a share; a share is P/n elements. (In mixed precision it is the
-# same: a float32 master copy 4, gradients 4, moments 8.)
+# moments 8 bytes for each of P/n elements. (In mixed precision, too: a float32 master copy 4, gradients
+# 4, moments 8.)
 #
 # **Sent** by each: an all-gather or a reduce-scatter of S bytes sends (n-1)/n · S from each rank. Each
 # unit is gathered in forward, gathered in backward, reduced once. An all-reduce is a reduce-scatter
@@ -186,13 +188,13 @@ guess
 # parameters are views of it, and stay the same objects for autograd:
 
 # %%
-show("parallel/zero3_flat.py:ComesAndGoes", since="def allocate")
+show("parallel/parts/zero3_flat.py:ComesAndGoes", since="def allocate")
 
 # %% [markdown]
 # Gathering is one all-gather, of this rank's share into all of it:
 
 # %%
-show("parallel/zero3_flat.py:Flat.gather")
+show("parallel/parts/zero3_flat.py:Flat.gather")
 
 # %% [markdown]
 # A hook before each unit's forward, and one on the gradient of its output, call `_use`: have this
@@ -202,7 +204,7 @@ show("parallel/zero3_flat.py:Flat.gather")
 show("parallel/zero3.py:ZeRO3._use")
 
 # %%
-show("parallel/zero3.py:Order.coming")
+show("parallel/parts/zero3_passes.py:Order.coming")
 
 # %% [markdown]
 # After forward: free. The first two lines look odd; section 6 shows what happens without them.
@@ -246,7 +248,9 @@ guess.beside(
 from labkit import Single
 
 one = partial(replicas, strategy=Single)
-alone = worlds[1].run(measured, one, dtype=torch.float64, steps=2, rows=4)
+alone = World(1, device="cpu", backend="gloo").run(
+    measured, one, dtype=torch.float64, steps=2, rows=4
+)
 shares = worlds[4].run(measured, zero3, dtype=torch.float64, steps=2, rows=1)
 
 # %% tags=["nbval-check-output"]
@@ -281,10 +285,10 @@ plot.memory(one_unit, ranks=[0])
 # %% [markdown]
 # ### Who waits?
 #
-# Two ranks, on a modelled wire of 0.5 gigabits per second (**paced**, as in lab 05). Without prefetch:
+# Two ranks, on a modelled wire of 1 gigabit per second (**paced**, as in lab 05). Without prefetch:
 
 # %%
-LINK = Link(gbps=0.5, latency_us=300)
+LINK = Link(gbps=1, latency_us=300)
 paced = World(2, backend="gloo", link=LINK)
 ways = {
     "DDP": replicas,
@@ -294,7 +298,7 @@ ways = {
 runs = {}
 for name, make in ways.items():
     with record() as runs[name]:
-        paced.run(measured, make, rows=8)
+        paced.run(measured, make, steps=2, rows=8)
 
 # %%
 plot.timeline(runs["ZeRO-3, prefetch 0"])
@@ -331,29 +335,29 @@ formulas.table(
 
 # %% [markdown]
 # Then a cluster. A GPT with layers of 50 million parameters on 64 GPUs, recorded without data and
-# replayed, as in lab 06. The left number is the prefetch:
+# replayed, as in lab 06:
 
 # %%
 from labkit import cluster, dry_run, replay, split_of
 
-LARGE = dict(vocab=8192, width=2048, depth=4, heads=16, context=1024)
+LARGE = dict(vocab=8192, width=2048, depth=3, heads=16, context=1024)
 BF16 = partial(zero3, compute_dtype=torch.bfloat16)
 dry = {
     ahead: dry_run(train, partial(BF16, prefetch=ahead), 2, 4, 1024, LARGE, ranks=64)
-    for ahead in (0, 1, 2)
+    for ahead in (0, 1)
 }
 
 # %% tags=["nbval-check-output"]
 for name in ("selene", "dgx-h100"):
     for ahead, trace in dry.items():
-        print(f"{name:<9} {ahead}  {split_of(replay(trace, cluster(name)))}")
+        print(f"{name:<8} prefetch {ahead}: {split_of(replay(trace, cluster(name)))}")
 
 # %%
 plot.timeline(replay(dry[1], cluster("selene")))
 
 # %% [markdown]
-# One unit ahead hides most; two ahead a little more, and hold three units. Why not all? The first
-# gather has nothing before it, and the last reduce-scatter nothing behind it.
+# One unit ahead hides most of it. Why not all? The first gather has nothing before it, and the last
+# reduce-scatter nothing behind it. (And two ahead? Exercise 4.)
 
 # %% [markdown]
 # ### A model that is never whole
@@ -361,25 +365,22 @@ plot.timeline(replay(dry[1], cluster("selene")))
 # `GPT(...)` by itself holds the whole model, on every rank, before `ZeRO3` can shard it. In the block
 # below each parameter is cut into shares as soon as the next one is made:
 
+
 # %%
-from contextlib import nullcontext
-
-from labkit.check.peak import PeakMemory
-
-
-def build(sharded):
+def build():
     me = attach()
-    with PeakMemory() as memory, ZeRO3.init(me.comm) if sharded else nullcontext():
+    with ZeRO3.init(me.comm):
         model = GPT(**SIZES)
-    ZeRO3(model, me.comm)  # one unit after the other
-    return memory.peak_bytes
+    told = repr(model.blocks[0].mlp.up.weight)
+    held_bytes = sum(p.elements.share.nbytes for p in model.parameters())
+    ZeRO3(model, me.comm)
+    return told, held_bytes
 
 
 # %% tags=["nbval-check-output"]
-for sharded in (False, True):
-    peak_bytes = worlds[4].run(build, sharded)[0]
-    name = "in ZeRO3.init:" if sharded else "as usual:"
-    print(f"{name:<15} {peak_bytes:>9,} bytes at most while it is built")
+told, held_bytes = worlds[4].run(build)[0]
+print(told)
+print(f"{held_bytes:,} of {4 * P:,} bytes on a rank, and one parameter more while it is made")
 
 # %% [markdown]
 # ## 6. Break it
@@ -445,7 +446,10 @@ def with_recompute(make_unit, run_block):
 
 
 # %% tags=["nbval-check-output"]
-kept = lambda block, x: block(x)  # noqa: E731
+def kept(block, x):
+    return block(x)
+
+
 reentrant, other = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
 short = World(2, device="cpu", backend="gloo", timeout_s=5)
 print("activations kept:  ", short.run(with_recompute, unit_by_hand, kept)[0])
@@ -455,8 +459,13 @@ print("use_reentrant=True:", short.run(with_recompute, unit_by_hand, reentrant)[
 # Three blocks, gathered for forward and for backward: 6 gathers. With recompute 9, and every number is
 # right: half as many bytes again, which no loss shows. And the other way:
 
-# %% tags=["raises-exception"]
-short.run(with_recompute, unit_by_hand, other)
+# %%
+from labkit import RankError
+
+try:
+    short.run(with_recompute, unit_by_hand, other)
+except RankError as error:
+    print(str(error).splitlines()[0])
 
 # %% [markdown]
 # `storage of size 0`. One mistake with two faces: what is freed when? In backward,
@@ -510,7 +519,7 @@ def by_names(names):
 
 # %% tags=["nbval-check-output"]
 NAMES = ("norm1", "q", "k", "v", "norm2", "up", "down")
-same_loss, left_bytes = worlds[4].run(by_names, NAMES)[0]
+same_loss, left_bytes = short.run(by_names, NAMES)[0]
 print(
     f"the same loss: {same_loss}; whole in the layers, while nothing computes: {left_bytes:,} bytes"
 )
@@ -734,8 +743,8 @@ report("08")
 # What they add. **DeepSpeed** notes the order of modules in the first step, as `Order` does, prefetches
 # by elements and not by units, keeps what is used again soon (`stage3_max_reuse_distance`), and moves
 # shares to CPU or NVMe. **FSDP2** shards each parameter by its first dim, as a `DTensor`, so that it has
-# a meaning of its own; copies all of a unit into one buffer; keeps the last unit from forward to
-# backward (`reshard_after_forward`). **Accelerate** configures either of them.
+# a meaning of its own; copies all of a unit into one buffer; keeps what belongs to no layer whole from
+# forward to backward (`reshard_after_forward`). **Accelerate** configures either of them.
 #
 # Side by side, on the same data. (Accelerate shards on accelerators only; the two lines with `state`
 # tell it that a CPU will do.)
@@ -758,6 +767,7 @@ def accelerated(model):
     me = attach()
     for name, value in dict(RANK=me.rank, WORLD_SIZE=me.size).items():
         os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    os.environ["OMP_NUM_THREADS"] = "1"
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -795,8 +805,7 @@ def losses_of(make):
 
 
 # %%
-cpu = World(2, device="cpu", backend="gloo", timeout_s=60)
-curves = {name: cpu.run(losses_of, make)[0] for name, make in peers.items()}
+curves = {name: worlds[2].run(losses_of, make)[0] for name, make in peers.items()}
 for name, values in curves.items():
     print(f"{name:<18}", "  ".join(f"{value:.5f}" for value in values))
 

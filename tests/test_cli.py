@@ -249,7 +249,7 @@ def test_the_bench_of_data_parallelism_times_every_strategy_in_the_same_turns(
         low, middle, high = steps.ratio(contest)
         assert low <= middle <= high
     assert data_parallel.table([steps]).row_count == len(data_parallel.CONTESTS) == 4
-    twice = data_parallel.Steps(2, "tiny", {"ddp": [1.0, 2, 9], "torch's DDP": [2.0, 1, 3]})
+    twice = data_parallel.Steps(2, "tiny", {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]})
     assert twice.ratio(data_parallel.CONTESTS[0])[1] == 2, "the median of ratios, turn by turn"
     done = CliRunner().invoke(app, ["bench", "data-parallel", "--only", "zero-9"])
     assert done.exit_code == 2 and "ddp, zero-1, zero-2, zero-3" in done.output

@@ -1,6 +1,7 @@
 """DDP to production strength: order of buckets, static graph, hooks, accumulation, bad input."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import ddp_checks
@@ -9,7 +10,7 @@ import torch
 from ddp_checks import Branching
 from torch import nn
 
-from labkit import DDP, Comm, NaiveDDP, World
+from labkit import DDP, Comm, Link, NaiveDDP, World
 from labkit.parallel.parts.comm_hooks import (
     Hook,
     UnderWay,
@@ -211,3 +212,32 @@ def test_parameters_changed_after_wrapping_are_named(
         return str(caught.value)
 
     assert "1.bias is another tensor after the module was wrapped" in pair.run(run)[0]
+
+
+def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:
+    """Its gradients are still on the wire when the next one fills the buckets."""
+
+    def off() -> float:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
+        model = DDP(module, bucket_mb=0.03)
+        x = torch.randn(4, 64, dtype=torch.float64) * (1 + Comm().rank)
+
+        def gradients(fails: bool) -> list[torch.Tensor]:
+            def fail(_: torch.Tensor) -> None:
+                raise KeyError("on purpose")
+
+            hook = module[0].weight.register_hook(fail) if fails else None
+            model.zero_grad()
+            with suppress(KeyError):
+                (model(x).square().sum() * (100 if fails else 1)).backward()
+            if hook:
+                hook.remove()
+            return [p.grad for p in module.parameters() if p.grad is not None]
+
+        expected = [g.clone() for g in gradients(False)]
+        gradients(True)
+        return max(float((a - b).abs().max()) for a, b in zip(gradients(False), expected))
+
+    with World(2, link=Link(gbps=0.05)) as slow:
+        assert max(slow.run(off)) < 1e-12

@@ -89,11 +89,11 @@ class ParameterServer(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards in this block add to the local gradients only; the next one outside sends.
         (Local gradients are divided by the ranks already: they are shares of the mean.)"""
-        self._synchronise = False
+        before, self._synchronise = self._synchronise, False
         try:
             yield
         finally:
-            self._synchronise = True
+            self._synchronise = before
 
     def pull_after(self, optimizer: AnyOptimizer) -> AnyOptimizer:
         """Bring the server's weights to all ranks after each step of `optimizer`; returns it."""

@@ -63,15 +63,22 @@ class Bucket:
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
-        if self.handle is not None:
-            self.handle.wait()
+        self._wait()
         for parameter in self.unused:
             if not nobody_used(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
         self.reset()
 
     def reset(self) -> None:
-        self.missing, self.handle = set(self.view), None
+        """Be ready for the next backward, also where the last was cut short: what is under way
+        would write into the next one's gradients."""
+        self._wait()
+        self.missing = set(self.view)
+
+    def _wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
 
     def take_over(self) -> None:
         """Move gradients here from where they are: from the buckets of before."""

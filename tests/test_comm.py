@@ -269,7 +269,7 @@ def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) ->
 
     for source, line in world2.run(call):
         assert source.startswith("replicas.py:")
-        assert source.endswith(f"copy_from_rank_0, from {FILE}:{line + 1} in call")
+        assert source.endswith(f"copy_from, from {FILE}:{line + 1} in call")
 
 
 def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:

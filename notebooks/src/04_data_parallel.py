@@ -341,7 +341,7 @@ for axes, updates, name in zip(panels, (free, bounded), ("no bound", "at most 1 
     axes.set(title=name, xlabel="update", ylim=(-0.5, None))
     axes.spines[["top", "right"]].set_visible(False)
 panels[0].set(ylabel="staleness")
-panels[0].legend(frameon=False)
+panels[1].legend(frameon=False, loc="upper right")
 fig.tight_layout()
 
 # %% [markdown]
@@ -397,7 +397,7 @@ for axes, lr in zip(panels, (0.3, 1.0)):
     axes.set(title=f"SGD, learning rate {lr}", xlabel="update", ylim=(2.5, 9))
     axes.spines[["top", "right"]].set_visible(False)
 panels[0].set(ylabel="loss")
-panels[0].legend(frameon=False)
+panels[1].legend(frameon=False, loc="upper right")
 fig.tight_layout()
 
 # %% [markdown]

@@ -98,6 +98,8 @@ def test_its_state_is_loaded_into_another_run() -> None:
     resumed.load_state_dict(saved)
     train(other, resumed)
     assert torch.equal(module.weight, other.weight)
+    optimizer.param_groups[0]["lr"] = 0.7  # as a scheduler does after the last step
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.7
     with pytest.raises(ValueError, match="added later"):
         resumed.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 

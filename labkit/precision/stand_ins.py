@@ -77,6 +77,7 @@ class StandIns(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank alone, to be loaded on the same rank of as many, with the same model."""
+        self._hand_down_options()  # a scheduler may have set them since the last step
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class ZeroOptimizer(StandIns):
         super().__init__(params, dict(defaults))
         self.comm, self.stage = comm or Comm(), stage
         self._named = self._names()
-        trainable = [p for p in self._named.values() if p.requires_grad]
+        trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
             raise ValueError(
                 "ZeroOptimizer: no parameter takes gradients, so there is none to step on"
@@ -96,9 +96,10 @@ class ZeroOptimizer(StandIns):
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)
-        check_same_on_all_ranks(list(self._named.items()), self.comm)
-        claim(self._named.items(), self)
-        copy_from_rank_0([p for p in self._named.values() if not p.requires_grad], self.comm)
+        named = [(name, p) for p, name in self._named.items()]
+        check_same_on_all_ranks(named, self.comm)
+        claim(named, self)
+        copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
         kind = ZeroBucket if stage == 1 else FreeingBucket
         self._buckets = [kind(some, self.comm) for some in cut(trainable, bucket_mb * MB)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -255,17 +256,18 @@ class ZeroOptimizer(StandIns):
                 found.setdefault(bucket.parameters[one.index], []).append(x)
         return found
 
-    def _names(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+    def _names(self) -> dict[torch.Tensor, str]:
+        """A name for each parameter, for what is told of it: two models may use the same ones."""
+        found: dict[torch.Tensor, str] = {}
         for group in self.param_groups:
             names = group.get("param_names") or [
                 f"parameter {len(found) + i}" for i in range(len(group["params"]))
             ]
-            found.update(zip(names, group["params"], strict=True))
+            found.update(zip(group["params"], names, strict=True))
         return found
 
     def _check_unchanged(self) -> None:
-        for name, p in self._named.items():
+        for p, name in self._named.items():
             if p in self._bucket_of and not self._bucket_of[p].has(p):
                 raise ValueError(
                     f"ZeroOptimizer: the memory of {name} is another than when the optimizer was "

@@ -158,6 +158,21 @@ def test_a_parameter_is_stepped_on_if_any_rank_used_it(pair: World, stage: int) 
     torch.testing.assert_close(mine["both.bias"], expected)
 
 
+def test_two_models_may_use_the_same_names(pair: World) -> None:
+    def run() -> list[float]:
+        models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+        groups = [{"params": model.named_parameters()} for model in models]
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=1.0)
+        before = [model.weight.detach().clone() for model in models]
+        x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
+        sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        pairs = zip(before, models, strict=True)
+        return [float((was - model.weight).detach().mean()) for was, model in pairs]
+
+    assert pair.run(run) == [pytest.approx([2.0, 2.0])] * 2
+
+
 @stages
 def test_what_is_not_this_ranks_is_not_kept(pair: World, stage: int) -> None:
     def run() -> tuple[list[bool], int, int]:
@@ -242,6 +257,15 @@ class ByNorm(Signs):
             p.data.sub_(0.01 * p.grad / p.grad.norm())
 
 
+class CountsInItsGroup(Signs):
+    """Elementwise, but what it counts is one number for all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step()
+
+
 NO_STATE_OF_ITS_OWN = ("SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "NAdam",
                        "RAdam", "Rprop", "ASGD")  # fmt: skip
 
@@ -272,6 +296,9 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(pair: World) -
         with pytest.raises(ValueError) as caught:
             ZeroOptimizer([model.weight], optimizer_cls)
         return str(caught.value)
+
+    for message in pair.run(refused, CountsInItsGroup):
+        assert message.startswith("CountsInItsGroup cannot be sharded: its step changes the option")
 
     whole = [getattr(torch.optim, n, None) for n in ("Adafactor", "LBFGS", "SparseAdam", "Muon")]
     for optimizer_cls in [*filter(None, whole), ByNorm]:

@@ -41,7 +41,7 @@ class StandIns(torch.optim.Optimizer):
         """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
         groups = [
             {
-                **_options(group),
+                **options_of(group),
                 "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
             }
             for group in self.param_groups
@@ -49,7 +49,7 @@ class StandIns(torch.optim.Optimizer):
         self.inner = optimizer_cls(groups, **defaults)
         self.defaults = self.inner.defaults
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(_options(its))
+            mine.update(options_of(its))
         self.state = self.inner.state
         for p, some in stand_ins.items():
             for x in some:
@@ -59,7 +59,7 @@ class StandIns(torch.optim.Optimizer):
     def _hand_down_options(self) -> None:
         """Schedulers change the learning rate of the outer groups."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            its.update(_options(mine))
+            its.update(options_of(mine))
 
     # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
 
@@ -93,7 +93,7 @@ class StandIns(torch.optim.Optimizer):
         self.inner.load_state_dict(found)
         self.state = self.inner.state
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(_options(its))
+            mine.update(options_of(its))
         with torch.no_grad():
             for x, loaded in zip(own, masters, strict=True):
                 x.copy_(loaded)
@@ -108,7 +108,8 @@ class StandIns(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer has beside its parameters."""
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}
 
 

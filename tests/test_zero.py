@@ -400,6 +400,57 @@ def test_the_state_of_a_rank_is_loaded_into_another_run(
 # --- bad input ---
 
 
+@stages
+def test_loss_scaling_is_refused_on_every_rank(pair: World, stage: int) -> None:
+    """Also where only one rank's gradients are inf, and where `unscale_` was called before."""
+
+    def run(unscaled: bool) -> tuple[str, bool]:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        x = torch.ones(1, 2) if Comm().rank else torch.full((1, 2), torch.inf)
+        scaler.scale(model(x).sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        with pytest.raises(ValueError) as caught:
+            scaler.step(optimizer)
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()  # without it, all is well
+        return str(caught.value), torch.equal(before - 0.1, model.weight)
+
+    for unscaled in (False, True):
+        for message, stepped in pair.run(run, unscaled):
+            assert "GradScaler is not supported" in message and "bf16" in message and stepped
+
+
+@stages
+def test_gradients_of_no_sync_alone_are_no_averages(pair: World, stage: int) -> None:
+    def run() -> list[str]:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
+        told = []
+        with optimizer.no_sync():
+            with optimizer.no_sync():
+                pass
+            model(torch.ones(1, 2)).sum().backward()
+        for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(ValueError) as caught:
+                use()
+            told.append(str(caught.value))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        with optimizer.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        return told
+
+    for told in pair.run(run):
+        assert len(told) == 2 and all("`no_sync`" in message for message in told)
+
+
 def test_bad_arguments_are_refused_on_every_rank(pair: World) -> None:
     def told(make: Any) -> str:
         with pytest.raises((ValueError, TypeError)) as caught:

@@ -70,6 +70,8 @@ class ZeroOptimizer(StandIns):
     until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_`.
     """
 
+    _step_supports_amp_scaling = True  # so GradScaler comes to `step`, which refuses it
+
     def __init__(
         self,
         params: Any,
@@ -105,6 +107,7 @@ class ZeroOptimizer(StandIns):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self._synchronise, self._in_backward = True, False
+        self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
         self._sent = self._received = 0  # buckets leave in the same order on all ranks
         self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
         for p in trainable:
@@ -156,6 +159,7 @@ class ZeroOptimizer(StandIns):
             self._send_next(meanwhile=self._sent < len(self._buckets) - 1)
         while self._received < self._sent:
             self._receive_next()
+        self._not_averaged = not self._synchronise
         self._reset()
 
     def _reset(self) -> None:
@@ -168,19 +172,21 @@ class ZeroOptimizer(StandIns):
     def no_sync(self) -> Iterator[None]:
         """Backwards in this block add to the local gradients only; the next one outside sends. In
         stage 2, too, a rank then holds whole gradients: without this block it does not."""
-        self._synchronise = False
+        before, self._synchronise = self._synchronise, False
         try:
             yield
         finally:
-            self._synchronise = True
+            self._synchronise = before
 
     # --- step: each rank on its share, then all get all ---
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._check_not_scaled()
         value = value_of(closure)
         self.wait()
         self._check_unchanged()
+        self._check_averaged()
         self._hand_down_options()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.take_what_was_written()
@@ -198,6 +204,7 @@ class ZeroOptimizer(StandIns):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._not_averaged = False
         if self._in_backward:  # the last one was cut short by an error
             while self._received < self._sent:
                 self._receive_next()
@@ -208,6 +215,7 @@ class ZeroOptimizer(StandIns):
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
         """The averaged gradients that this rank owns, flat, to be read or scaled in place."""
+        self._check_averaged()
         every = [g for bucket in self._buckets for g in bucket.own_gradients()]
         return [g for g in every if g is not None], self.comm
 
@@ -265,6 +273,24 @@ class ZeroOptimizer(StandIns):
             ]
             found.update(zip(group["params"], names, strict=True))
         return found
+
+    def _check_averaged(self) -> None:
+        if self._not_averaged:
+            raise ValueError(
+                "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
+                "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
+            )
+
+    def _check_not_scaled(self) -> None:
+        """GradScaler sets these two for `step`. It would look for infs in this rank's gradients
+        only: one rank skips its step, and the others wait for it."""
+        if hasattr(self, "found_inf"):
+            del self.found_inf, self.grad_scale
+            raise ValueError(
+                "ZeroOptimizer: torch.amp.GradScaler is not supported: each rank would look for "
+                "infs in its own share of the gradients only. Train in bf16, which needs no loss "
+                "scaling, or use the scaler under DDP"
+            )
 
     def _check_unchanged(self) -> None:
         for p, name in self._named.items():

@@ -89,6 +89,41 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(pair: World) ->
             assert all(torch.equal(x, y) for x, y in zip(mine, other, strict=True))
 
 
+class Reads(nn.Module):
+    """Reads the weights of a child that it does not call, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(300, 300, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.child.weight)
+
+
+def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
+    """And a copy of the model, hooks and all, has nothing to wait for."""
+
+    def run() -> tuple[float, float, bool]:
+        model = nn.Sequential(nn.Linear(300, 300), Reads())
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.SGD, bucket_mb=0.1, gather_in=model, lr=1.0
+        )
+        x = torch.ones(1, 300)
+        part = model[1]
+        before = part(x).detach()
+        model(x).sum().backward()
+        optimizer.step()
+        now = part(x).detach()
+        optimizer.wait()
+        again = part(x).detach()
+        same = torch.equal(copy.deepcopy(model)(x), model(x))
+        return float((now - before).abs().max()), float((now - again).abs().max()), same
+
+    with World(2, link=Link(gbps=0.1)) as world:
+        for moved, off, same in world.run(run):
+            assert moved > 0 and off == 0 and same
+
+
 def test_accumulation_is_the_sum_of_means(pair: World) -> None:
     """Three backwards before a step, held back (`no_sync`) or not, with a second step after."""
 
@@ -523,6 +558,25 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
 
     first, second = pair.run(run, 1), pair.run(run, 2)
     assert all(torch.equal(a, b) for one in (first[1], *second) for a, b in zip(first[0], one))
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
+    pair: World, stage: int, dtype: str
+) -> None:
+    def run() -> str:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, stage, lr=0.1)
+        value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
+        value.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError) as caught:
+            value.backward()
+        return str(caught.value)
+
+    for message in pair.run(run):
+        assert "modified by an inplace operation" in message
 
 
 @stages

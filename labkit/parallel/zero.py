@@ -285,7 +285,7 @@ class ZeroOptimizer(StandIns):
         """GradScaler sets these two for `step`. It would look for infs in this rank's gradients
         only: one rank skips its step, and the others wait for it."""
         if hasattr(self, "found_inf"):
-            del self.found_inf, self.grad_scale
+            vars(self).pop("found_inf"), vars(self).pop("grad_scale")
             raise ValueError(
                 "ZeroOptimizer: torch.amp.GradScaler is not supported: each rank would look for "
                 "infs in its own share of the gradients only. Train in bf16, which needs no loss "

@@ -169,6 +169,9 @@ class ZeroBucket:
             self.share.copy_(self.stepped)
         handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=meanwhile)
         self._gathering = handle
+        # A backward through the forward of before must be an error, as after any torch optimizer.
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [p._version for p in self.parameters]
 
     def wait_for_parameters(self) -> None:
         if self._gathering is not None:

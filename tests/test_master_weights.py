@@ -3,6 +3,7 @@ bytes for each parameter."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,18 @@ def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact()
     optimizer.step()
     (master,) = optimizer.state
     assert master.tolist() == [1 - 2 * 2.0**-12, 3 - 2.0**-12]
+
+
+def test_an_optimizer_that_counts_in_its_group_is_refused() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([p], Counts, lr=0.1)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="Counts cannot .* changes the option 'step'"):
+        optimizer.step()
 
 
 def test_its_state_is_loaded_into_another_run() -> None:

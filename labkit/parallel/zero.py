@@ -62,12 +62,18 @@ class ZeroOptimizer(StandIns):
         comm: the ranks that share; all by default.
         bucket_mb: gradients and parameters travel in pieces of about this many MiB.
         gather_in: the model; then `step` returns at once, and new parameters arrive while the next
-            forward runs: each module waits for its own. `wait()` waits for all.
+            forward runs: each module waits for its own. `wait()` waits for all, before anything
+            else reads them (a norm, `copy.deepcopy`).
         defaults: the arguments of `optimizer_cls`.
 
     After `loss.backward()` each rank has the averages of its share. Stage 1 keeps `.grad`: this
     rank's share is averaged, the rest is zero. In stage 2 `.grad` is None, and the averages stay
-    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_`.
+    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_` of this
+    optimizer: torch's own sees a share (stage 1) or nothing (stage 2), and silently clips wrong.
+
+    What is written to the model from elsewhere (`load_state_dict`) fp32 master copies take, too.
+    Past autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
+    `torch.no_grad()` instead.
     """
 
     _step_supports_amp_scaling = True  # so GradScaler comes to `step`, which refuses it

@@ -237,7 +237,7 @@ show("parallel/parts/zero_buckets.py:FreeingBucket._averages_are_there")
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/zero.py:ZeroOptimizer._send_next")
+show("parallel/parts/zero_reduce.py:SendInBackward._send_next")
 
 # %%
 show("parallel/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")

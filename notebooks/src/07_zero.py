@@ -233,7 +233,7 @@ show(
 show("parallel/parts/zero_buckets.py:FreeingBucket._averages_are_there")
 
 # %% [markdown]
-# The optimizer: no more than two buckets are under way in stage 2, or a slow wire would make them
+# No more than two buckets (`_in_flight`) are under way in stage 2, or a slow wire would make them
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%

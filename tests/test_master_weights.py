@@ -3,6 +3,7 @@ bytes for each parameter."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact()
     assert master.tolist() == [1 - 2 * 2.0**-12, 3 - 2.0**-12]
 
 
+def test_an_optimizer_that_counts_in_its_group_is_refused() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([p], Counts, lr=0.1)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="Counts cannot .* changes the option 'step'"):
+        optimizer.step()
+
+
 def test_its_state_is_loaded_into_another_run() -> None:
     def start(seed: int) -> tuple[nn.Module, MasterWeights]:
         torch.manual_seed(seed)
@@ -98,6 +111,8 @@ def test_its_state_is_loaded_into_another_run() -> None:
     resumed.load_state_dict(saved)
     train(other, resumed)
     assert torch.equal(module.weight, other.weight)
+    optimizer.param_groups[0]["lr"] = 0.7  # as a scheduler does after the last step
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.7
     with pytest.raises(ValueError, match="added later"):
         resumed.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 

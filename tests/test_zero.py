@@ -89,6 +89,41 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(pair: World) ->
             assert all(torch.equal(x, y) for x, y in zip(mine, other, strict=True))
 
 
+class Reads(nn.Module):
+    """Reads the weights of a child that it does not call, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(300, 300, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.child.weight)
+
+
+def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
+    """And a copy of the model, hooks and all, has nothing to wait for."""
+
+    def run() -> tuple[float, float, bool]:
+        model = nn.Sequential(nn.Linear(300, 300), Reads())
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.SGD, bucket_mb=0.1, gather_in=model, lr=1.0
+        )
+        x = torch.ones(1, 300)
+        part = model[1]
+        before = part(x).detach()
+        model(x).sum().backward()
+        optimizer.step()
+        now = part(x).detach()
+        optimizer.wait()
+        again = part(x).detach()
+        same = torch.equal(copy.deepcopy(model)(x), model(x))
+        return float((now - before).abs().max()), float((now - again).abs().max()), same
+
+    with World(2, link=Link(gbps=0.1)) as world:
+        for moved, off, same in world.run(run):
+            assert moved > 0 and off == 0 and same
+
+
 def test_accumulation_is_the_sum_of_means(pair: World) -> None:
     """Three backwards before a step, held back (`no_sync`) or not, with a second step after."""
 
@@ -156,6 +191,21 @@ def test_a_parameter_is_stepped_on_if_any_rank_used_it(pair: World, stage: int) 
         assert torch.equal(x, before[name]) == name.startswith("nobody")
     expected = before["both.bias"] - 0.1 * (torch.ones(3) + 0.1 * before["both.bias"])  # 2 / 2
     torch.testing.assert_close(mine["both.bias"], expected)
+
+
+def test_two_models_may_use_the_same_names(pair: World) -> None:
+    def run() -> list[float]:
+        models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+        groups = [{"params": model.named_parameters()} for model in models]
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=1.0)
+        before = [model.weight.detach().clone() for model in models]
+        x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
+        sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        pairs = zip(before, models, strict=True)
+        return [float((was - model.weight).detach().mean()) for was, model in pairs]
+
+    assert pair.run(run) == [pytest.approx([2.0, 2.0])] * 2
 
 
 @stages
@@ -242,6 +292,15 @@ class ByNorm(Signs):
             p.data.sub_(0.01 * p.grad / p.grad.norm())
 
 
+class CountsInItsGroup(Signs):
+    """Elementwise, but what it counts is one number for all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step()
+
+
 NO_STATE_OF_ITS_OWN = ("SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "NAdam",
                        "RAdam", "Rprop", "ASGD")  # fmt: skip
 
@@ -272,6 +331,9 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(pair: World) -
         with pytest.raises(ValueError) as caught:
             ZeroOptimizer([model.weight], optimizer_cls)
         return str(caught.value)
+
+    for message in pair.run(refused, CountsInItsGroup):
+        assert message.startswith("CountsInItsGroup cannot be sharded: its step changes the option")
 
     whole = [getattr(torch.optim, n, None) for n in ("Adafactor", "LBFGS", "SparseAdam", "Muon")]
     for optimizer_cls in [*filter(None, whole), ByNorm]:
@@ -373,6 +435,57 @@ def test_the_state_of_a_rank_is_loaded_into_another_run(
 # --- bad input ---
 
 
+@stages
+def test_loss_scaling_is_refused_on_every_rank(pair: World, stage: int) -> None:
+    """Also where only one rank's gradients are inf, and where `unscale_` was called before."""
+
+    def run(unscaled: bool) -> tuple[str, bool]:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        x = torch.ones(1, 2) if Comm().rank else torch.full((1, 2), torch.inf)
+        scaler.scale(model(x).sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        with pytest.raises(ValueError) as caught:
+            scaler.step(optimizer)
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()  # without it, all is well
+        return str(caught.value), torch.equal(before - 0.1, model.weight)
+
+    for unscaled in (False, True):
+        for message, stepped in pair.run(run, unscaled):
+            assert "GradScaler is not supported" in message and "bf16" in message and stepped
+
+
+@stages
+def test_gradients_of_no_sync_alone_are_no_averages(pair: World, stage: int) -> None:
+    def run() -> list[str]:
+        model = nn.Linear(2, 2)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
+        told = []
+        with optimizer.no_sync():
+            with optimizer.no_sync():
+                pass
+            model(torch.ones(1, 2)).sum().backward()
+        for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(ValueError) as caught:
+                use()
+            told.append(str(caught.value))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        with optimizer.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        return told
+
+    for told in pair.run(run):
+        assert len(told) == 2 and all("`no_sync`" in message for message in told)
+
+
 def test_bad_arguments_are_refused_on_every_rank(pair: World) -> None:
     def told(make: Any) -> str:
         with pytest.raises((ValueError, TypeError)) as caught:
@@ -445,6 +558,25 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
 
     first, second = pair.run(run, 1), pair.run(run, 2)
     assert all(torch.equal(a, b) for one in (first[1], *second) for a, b in zip(first[0], one))
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
+    pair: World, stage: int, dtype: str
+) -> None:
+    def run() -> str:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, stage, lr=0.1)
+        value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
+        value.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError) as caught:
+            value.backward()
+        return str(caught.value)
+
+    for message in pair.run(run):
+        assert "modified by an inplace operation" in message
 
 
 @stages

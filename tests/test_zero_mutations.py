@@ -35,7 +35,7 @@ class SkipsAReduce(Faulty):
             own = bucket.layout.share_of(gradients, self.comm.rank)
             bucket.averaged.copy_(own) if self.stage == 2 else setattr(bucket, "averaged", own)
             if self.stage == 2:
-                bucket._has.update(p for p in bucket.parameters if p.grad is not None)  # type: ignore[attr-defined]
+                bucket.averaged_for.update(p for p in bucket.parameters if p.grad is not None)  # type: ignore[attr-defined]
 
         bucket._reduce_scatter = stays  # type: ignore[method-assign,assignment]
 
@@ -155,7 +155,7 @@ def test_a_bucket_that_forgets_what_was_not_used_turns_red(
     class Forgetful(Faulty):
         def spoil(self) -> None:
             for bucket in self._buckets:
-                bucket._used_elsewhere = lambda bucket=bucket: [  # type: ignore[method-assign,misc]
+                bucket._used_elsewhere = lambda _, bucket=bucket: [  # type: ignore[method-assign,misc]
                     bucket.parameters[one.index] for one in bucket.pieces
                 ]
 

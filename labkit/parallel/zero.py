@@ -27,7 +27,6 @@ arXiv 1910.02054, sections 5 and 7.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -37,14 +36,11 @@ from labkit.parallel.parts.agreement import check_same_on_all_ranks, claim
 from labkit.parallel.parts.buckets import MB, cut
 from labkit.parallel.parts.clipping import clip_grad_norm
 from labkit.parallel.parts.elementwise import check_elementwise
-from labkit.parallel.parts.replicas import (
-    at_end_of_backward,
-    copy_from_rank_0,
-    when_gradient_is_there,
-)
+from labkit.parallel.parts.replicas import copy_from_rank_0
 from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
 from labkit.parallel.parts.zero_footprint import predict_zero
 from labkit.parallel.parts.zero_gather import WaitInForward
+from labkit.parallel.parts.zero_reduce import SendInBackward
 from labkit.precision.pieces import OwnedPiece
 from labkit.precision.stand_ins import StandIns, value_of
 
@@ -62,13 +58,21 @@ class ZeroOptimizer(StandIns):
         comm: the ranks that share; all by default.
         bucket_mb: gradients and parameters travel in pieces of about this many MiB.
         gather_in: the model; then `step` returns at once, and new parameters arrive while the next
-            forward runs: each module waits for its own. `wait()` waits for all.
+            forward runs: each module waits for its own. `wait()` waits for all, before anything
+            else reads them (a norm, `copy.deepcopy`).
         defaults: the arguments of `optimizer_cls`.
 
     After `loss.backward()` each rank has the averages of its share. Stage 1 keeps `.grad`: this
     rank's share is averaged, the rest is zero. In stage 2 `.grad` is None, and the averages stay
-    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_`.
+    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_` of this
+    optimizer: torch's own sees a share (stage 1) or nothing (stage 2), and silently clips wrong.
+
+    What is written to the model from elsewhere (`load_state_dict`) fp32 master copies take, too.
+    Past autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
+    `torch.no_grad()` instead.
     """
+
+    _step_supports_amp_scaling = True  # so GradScaler comes to `step`, which refuses it
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class ZeroOptimizer(StandIns):
         super().__init__(params, dict(defaults))
         self.comm, self.stage = comm or Comm(), stage
         self._named = self._names()
-        trainable = [p for p in self._named.values() if p.requires_grad]
+        trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
             raise ValueError(
                 "ZeroOptimizer: no parameter takes gradients, so there is none to step on"
@@ -96,90 +100,37 @@ class ZeroOptimizer(StandIns):
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)
-        check_same_on_all_ranks(list(self._named.items()), self.comm)
-        claim(self._named.items(), self)
-        copy_from_rank_0([p for p in self._named.values() if not p.requires_grad], self.comm)
+        named = [(name, p) for p, name in self._named.items()]
+        check_same_on_all_ranks(named, self.comm)
+        claim(named, self)
+        copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
         kind = ZeroBucket if stage == 1 else FreeingBucket
         self._buckets = [kind(some, self.comm) for some in cut(trainable, bucket_mb * MB)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
-        self._synchronise, self._in_backward = True, False
-        self._sent = self._received = 0  # buckets leave in the same order on all ranks
-        self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
-        for p in trainable:
-            self._divide_what_is_added(p)
-            when_gradient_is_there(p, self._gradient_is_there)
+        in_flight = len(self._buckets) if stage == 1 else IN_FLIGHT
+        self._sends = SendInBackward(self._buckets, self._named, self.comm, in_flight)
         self._gathers = None if gather_in is None else WaitInForward(gather_in, self._bucket_of)
-
-    # --- backward: gradients leave as they become ready ---
-
-    def _divide_what_is_added(self, p: torch.Tensor) -> None:
-        """What lies in `.grad` is a mean already, so what autograd adds to it must be divided."""
-        weak, parameter = ref(self), ref(p)
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            me, p = weak(), parameter()
-            if me is None or p is None or p.grad is None:
-                return None
-            me._adds.add(p)
-            return gradient / me.comm.size
-
-        p.register_hook(hook)
-
-    def _gradient_is_there(self, p: torch.Tensor) -> None:
-        """Called by autograd when it has finished the gradient of `p`."""
-        if not self._in_backward:
-            self._check_unchanged()
-            self._in_backward = True
-            at_end_of_backward(self._finish)
-        self._bucket_of[p].take(p, divided=p in self._adds)
-        self._adds.discard(p)
-        last = len(self._buckets) - 1
-        while self._synchronise and self._sent < last and not self._buckets[self._sent].missing:
-            self._send_next(meanwhile=True)
-
-    def _send_next(self, meanwhile: bool) -> None:
-        if self.stage == 2 and self._sent - self._received >= IN_FLIGHT:
-            self._receive_next()
-        self._buckets[self._sent].send(meanwhile)
-        self._sent += 1
-
-    def _receive_next(self) -> None:
-        self._buckets[self._received].receive()
-        self._received += 1
-
-    def _finish(self) -> None:
-        """Backward is over: send what is left (at least the last bucket, which nothing can hide,
-        and all after one that misses a parameter), and wait."""
-        while self._synchronise and self._sent < len(self._buckets):
-            self._send_next(meanwhile=self._sent < len(self._buckets) - 1)
-        while self._received < self._sent:
-            self._receive_next()
-        self._reset()
-
-    def _reset(self) -> None:
-        for bucket in self._buckets:
-            bucket.reset()
-        self._in_backward, self._sent, self._received = False, 0, 0
-        self._adds.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this block add to the local gradients only; the next one outside sends. In
         stage 2, too, a rank then holds whole gradients: without this block it does not."""
-        self._synchronise = False
+        before, self._sends.synchronise = self._sends.synchronise, False
         try:
             yield
         finally:
-            self._synchronise = True
+            self._sends.synchronise = before
 
     # --- step: each rank on its share, then all get all ---
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._check_not_scaled()
         value = value_of(closure)
         self.wait()
-        self._check_unchanged()
+        self._sends.check_unchanged()
+        self._sends.check_averaged()
         self._hand_down_options()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.take_what_was_written()
@@ -190,6 +141,17 @@ class ZeroOptimizer(StandIns):
             self.wait()
         return value
 
+    def _check_not_scaled(self) -> None:
+        """GradScaler sets these two for `step`. It would look for infs in this rank's gradients
+        only: one rank skips its step, and the others wait for it."""
+        if hasattr(self, "found_inf"):
+            vars(self).pop("found_inf"), vars(self).pop("grad_scale")
+            raise ValueError(
+                "ZeroOptimizer: torch.amp.GradScaler is not supported: each rank would look for "
+                "infs in its own share of the gradients only. Train in bf16, which needs no loss "
+                "scaling, or use the scaler under DDP"
+            )
+
     def wait(self) -> None:
         """Return when all new parameters are there."""
         for bucket in reversed(self._buckets):
@@ -197,16 +159,14 @@ class ZeroOptimizer(StandIns):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self._in_backward:  # the last one was cut short by an error
-            while self._received < self._sent:
-                self._receive_next()
-            self._reset()
+        if self._sends.forget():  # a backward was cut short, and its rest has set `.grad` again
             super().zero_grad(set_to_none)
         for bucket in self._buckets:
             bucket.forget_gradients(set_to_none)
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
         """The averaged gradients that this rank owns, flat, to be read or scaled in place."""
+        self._sends.check_averaged()
         every = [g for bucket in self._buckets for g in bucket.own_gradients()]
         return [g for g in every if g is not None], self.comm
 
@@ -255,20 +215,12 @@ class ZeroOptimizer(StandIns):
                 found.setdefault(bucket.parameters[one.index], []).append(x)
         return found
 
-    def _names(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+    def _names(self) -> dict[torch.Tensor, str]:
+        """A name for each parameter, for what is told of it: two models may use the same ones."""
+        found: dict[torch.Tensor, str] = {}
         for group in self.param_groups:
             names = group.get("param_names") or [
                 f"parameter {len(found) + i}" for i in range(len(group["params"]))
             ]
-            found.update(zip(names, group["params"], strict=True))
+            found.update(zip(group["params"], names, strict=True))
         return found
-
-    def _check_unchanged(self) -> None:
-        for name, p in self._named.items():
-            if p in self._bucket_of and not self._bucket_of[p].has(p):
-                raise ValueError(
-                    f"ZeroOptimizer: the memory of {name} is another than when the optimizer was "
-                    "made (p.data = ..., or module.to(...)); change a model first, then make its "
-                    "optimizer"
-                )

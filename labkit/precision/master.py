@@ -33,7 +33,9 @@ class MasterWeights(StandIns):
         params: parameters, groups of them, or named ones, as for any torch optimizer.
         optimizer_cls: any torch optimizer; `defaults` are its arguments.
 
-    What is written to the model from elsewhere (`load_state_dict`) the masters take, too.
+    What is written to the model from elsewhere (`load_state_dict`) the masters take, too. Past
+    autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
+    `torch.no_grad()` instead.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -56,6 +58,7 @@ class MasterWeights(StandIns):
                 assert p.grad is not None
                 self._master[p].grad = p.grad.float() if p.dtype in LOW else p.grad
             self.inner.step()  # on those that have a gradient: this chunk's
+            self._check_options_stayed()
             for p in chunk:
                 self._master[p].grad = None
         self.after_load()

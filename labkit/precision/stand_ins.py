@@ -41,7 +41,7 @@ class StandIns(torch.optim.Optimizer):
         """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
         groups = [
             {
-                **_options(group),
+                **options_of(group),
                 "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
             }
             for group in self.param_groups
@@ -49,7 +49,7 @@ class StandIns(torch.optim.Optimizer):
         self.inner = optimizer_cls(groups, **defaults)
         self.defaults = self.inner.defaults
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(_options(its))
+            mine.update(options_of(its))
         self.state = self.inner.state
         for p, some in stand_ins.items():
             for x in some:
@@ -59,7 +59,19 @@ class StandIns(torch.optim.Optimizer):
     def _hand_down_options(self) -> None:
         """Schedulers change the learning rate of the outer groups."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            its.update(_options(mine))
+            its.update(options_of(mine))
+
+    def _check_options_stayed(self) -> None:
+        """Raises ValueError where `inner` counts in its groups: they are handed down anew in each
+        step, and `inner` steps several times in one."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for key, x in options_of(its).items():
+                if key not in mine or (x is not mine[key] and x != mine[key]):
+                    raise ValueError(
+                        f"{type(self.inner).__name__} cannot step on master weights: its step "
+                        f"changes the option {key!r} of the group; what it counts belongs into "
+                        "the state of each parameter"
+                    )
 
     # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
 
@@ -77,6 +89,7 @@ class StandIns(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank alone, to be loaded on the same rank of as many, with the same model."""
+        self._hand_down_options()  # a scheduler may have set them since the last step
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -92,7 +105,7 @@ class StandIns(torch.optim.Optimizer):
         self.inner.load_state_dict(found)
         self.state = self.inner.state
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(_options(its))
+            mine.update(options_of(its))
         with torch.no_grad():
             for x, loaded in zip(own, masters, strict=True):
                 x.copy_(loaded)
@@ -107,7 +120,8 @@ class StandIns(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer has beside its parameters."""
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}
 
 

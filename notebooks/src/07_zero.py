@@ -233,11 +233,11 @@ show(
 show("parallel/parts/zero_buckets.py:FreeingBucket._averages_are_there")
 
 # %% [markdown]
-# The optimizer: no more than two buckets are under way in stage 2, or a slow wire would make them
+# No more than two buckets (`_in_flight`) are under way in stage 2, or a slow wire would make them
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/zero.py:ZeroOptimizer._send_next")
+show("parallel/parts/zero_reduce.py:SendInBackward._send_next")
 
 # %%
 show("parallel/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")

@@ -4,14 +4,20 @@ SGD and Adam do: a piece of a matrix steps as it would inside the whole matrix. 
 column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. Nobody keeps
 a list here: the optimizer is tried, on a small matrix whole and on the same elements in two flat
 pieces, so that one of the user's own is judged alike.
+
+It must also leave the options of its groups alone: where `step` counts in `group["step"]`, it would
+count each bucket, for ZeRO steps bucket by bucket.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+
+from labkit.precision.stand_ins import options_of
 
 SHAPE, CUT, STEPS = (4, 6), 10, 3  # cut within a row
 
@@ -47,11 +53,19 @@ def _difference(
     try:
         for parameters in ([whole], pieces):
             optimizer = optimizer_cls([{**options, "params": parameters}])
+            before = deepcopy(options_of(optimizer.param_groups[0]))
             for step in range(STEPS):
                 gradient = (start * (step + 2)).cos()
                 for p, part in zip(parameters, gradient.split([p.numel() for p in parameters])):
                     p.grad = part.view(p.shape).clone()
                 optimizer.step()
+            after = options_of(optimizer.param_groups[0])
+            changed = [key for key in after if key not in before or after[key] != before[key]]
+            if changed:
+                return (
+                    f"its step changes the option {changed[0]!r} of the group (what it counts "
+                    "belongs into the state of each parameter)"
+                )
     except Exception as error:  # of any kind: it is somebody's optimizer
         return f"it failed when it was tried on pieces of a matrix ({error})"
     if torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in pieces]), rtol=1e-9):

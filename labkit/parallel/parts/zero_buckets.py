@@ -1,11 +1,17 @@
 """What ZeRO-1 and 2 keep of some parameters on a rank: the flat buffers, and this rank's share.
 
-parameters    | a a a a a | b b | c c c c pad |    one buffer, whole on every rank; each
-              |<- rank 0 ->|<- rank 1 ->| ...      parameter is a view of it
-gradients     | the same layout               |    filled as backward makes them
-averaged         this rank's share of the gradients, when all ranks' have been summed
-stand-ins        this rank's share of the parameters, a piece for each, in fp32 where they
-                 have fewer bits: what the optimizer steps on
+Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
+
+    flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
+    whose        0 0 0 0 1 1 1 1 2 2 2 2
+    share                a a b b            rank 1's, a view of flat
+    stepped              a a b b            what rank 1 steps on: the share itself; of a bf16 share
+                                            an fp32 master copy, which `gather` rounds
+    stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
+                                            optimizer has them for parameters
+
+    gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
+    averaged             a a b b            rank 1's share, summed over the ranks
 """
 
 from collections.abc import Sequence
@@ -120,16 +126,16 @@ class ZeroBucket:
         begin = self.comm.rank * self.layout.share
         self.gradients[:begin].zero_()
         self.gradients[begin + self.layout.share :].zero_()
-        for p in self._used_elsewhere():
+        for p in self._used_elsewhere(self.averaged):
             p.grad = self.view[p]
 
-    def _used_elsewhere(self) -> list[torch.Tensor]:
+    def _used_elsewhere(self, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The parameters with a piece here that another rank used, and this one did not."""
         unused = [one for one in self.pieces if one.index in self._unused]
         return [
             self.parameters[one.index]
             for one in unused
-            if not nobody_used(self.averaged[one.at : one.at + 1])
+            if not nobody_used(arrived[one.at : one.at + 1])
         ]
 
     def has_gradient(self, p: torch.Tensor) -> bool:
@@ -169,6 +175,9 @@ class ZeroBucket:
             self.share.copy_(self.stepped)
         handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=meanwhile)
         self._gathering = handle
+        # A backward through the forward of before must be an error, as after any torch optimizer.
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [p._version for p in self.parameters]
 
     def wait_for_parameters(self) -> None:
         if self._gathering is not None:
@@ -176,52 +185,56 @@ class ZeroBucket:
             self._gathering = None
 
     def take_what_was_written(self) -> None:
-        """What was written to a parameter since the last look, its master takes."""
-        versions = [p._version for p in self.parameters]
-        if self.low and versions != self._versions:
+        """What was written to a parameter since the last gather, its master takes."""
+        if self.low and self._versions != [p._version for p in self.parameters]:
             take_what_was_written(self.stepped, self.share)
-        self._versions = versions
 
 
 class FreeingBucket(ZeroBucket):
-    """Stage 2: of the gradients only this rank's share stays, the others leave and are freed."""
+    """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
+
+    With `.grad` gone, `averaged_for` says which parameters have a gradient. Averages arrive in
+    `averaged` itself where it is free: at first, after `zero_grad`, and after a step. Otherwise
+    (accumulation) they arrive beside it, and are added.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
         super().__init__(parameters, comm)
         self.averaged = torch.zeros_like(self.share)
-        self._has: set[torch.Tensor] = set()  # the parameters with a gradient in `averaged`
-        self.used_up = False  # by a step
-        self._arriving = self.averaged
+        self.averaged_for: set[torch.Tensor] = set()
+        self._stepped_on = False  # the next backward may overwrite what is there
+        self._beside: torch.Tensor | None = None
 
     def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
-        if self.used_up:
+        if self._stepped_on:
             self.forget_gradients(True)
-        self._arriving = torch.empty_like(self.averaged) if self._has else self.averaged
-        self._has.update(p for p in self.parameters if p.grad is not None)
+        self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
+        self.averaged_for.update(p for p in self.parameters if p.grad is not None)
         for p in self.parameters:
             p.grad = None
-        return self.comm.reduce_scatter_tensor(self._arriving, gradients, async_op=meanwhile)
+        arriving = self.averaged if self._beside is None else self._beside
+        return self.comm.reduce_scatter_tensor(arriving, gradients, async_op=meanwhile)
 
     def _averages_are_there(self) -> None:
-        if self._arriving is not self.averaged:
-            self.averaged.add_(self._arriving)
-            self._arriving = self.averaged
-        self.gradients, self.view = None, {}
-        self._has.update(self._used_elsewhere())
+        arrived = self.averaged if self._beside is None else self._beside
+        self.averaged_for.update(self._used_elsewhere(arrived))
+        if self._beside is not None:
+            self.averaged.add_(self._beside)
+        self.gradients, self.view, self._beside = None, {}, None
 
     def has_gradient(self, p: torch.Tensor) -> bool:
-        return p in self._has
+        return p in self.averaged_for
 
     def own_gradients(self) -> list[torch.Tensor | None]:
         return self._own(self.averaged)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         super().step(optimizer)
-        self.used_up = True
+        self._stepped_on = True
 
     def forget_gradients(self, set_to_none: bool) -> None:
-        self.used_up = False
+        self._stepped_on = False
         if set_to_none:
-            self._has.clear()
+            self.averaged_for.clear()
         else:
             self.averaged.zero_()

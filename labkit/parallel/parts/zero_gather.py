@@ -18,36 +18,34 @@ class WaitInForward:
     """Before the forward of each module of `model`, its own parameters have arrived.
 
     A module may use those of a child that it does not call (attention does so with the projection
-    of its outputs). Where a child has not been called so far, the model waits for it as a whole.
+    of its outputs). So it also waits for those below it that have not been called so far.
     """
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[torch.Tensor, ZeroBucket]):
         self._buckets: dict[nn.Module, list[ZeroBucket]] = {}
-        self._called: WeakSet[nn.Module] = WeakSet()
-        hook = _while_alive(self._before)
         for module in model.modules():
-            own = {id(p): bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+            own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
             if own:
-                self._buckets[module] = list({id(one): one for one in own.values()}.values())
-                module.register_forward_pre_hook(hook)
-        model.register_forward_pre_hook(_while_alive(self._before_all))
-        model.register_state_dict_pre_hook(_while_alive(self._wait_for_all))
+                self._buckets[module] = list({id(one): one for one in own}.values())
+        self._below: dict[nn.Module, list[nn.Module]] = {}  # itself too, where it has parameters
+        before, wait = _while_alive(self._before), _while_alive(self._wait)
+        for module in model.modules():
+            self._below[module] = [one for one in module.modules() if one in self._buckets]
+            module.register_forward_pre_hook(before)
+            module.register_state_dict_pre_hook(wait)  # called for each module that is in it
+        self._called: WeakSet[nn.Module] = WeakSet()
 
     def _before(self, module: nn.Module, *_: Any) -> None:
+        if module not in self._below:
+            return  # a copy of `model` has its hooks, and parameters that nobody gathers
         self._called.add(module)
         self._wait(module)
+        for one in self._below[module]:
+            if one not in self._called:
+                self._wait(one)
 
-    def _before_all(self, *_: Any) -> None:
-        for module in self._buckets:
-            if module not in self._called:
-                self._wait(module)
-
-    def _wait_for_all(self, *_: Any) -> None:
-        for module in self._buckets:
-            self._wait(module)
-
-    def _wait(self, module: nn.Module) -> None:
-        for bucket in self._buckets[module]:
+    def _wait(self, module: nn.Module, *_: Any) -> None:
+        for bucket in self._buckets.get(module, ()):
             bucket.wait_for_parameters()
 
 

@@ -497,3 +497,112 @@ def test_ranks_that_use_other_units_are_told() -> None:
 
     with World(2, timeout_s=20) as world, pytest.raises(RankError, match="all_gather"):
         world.run(run)
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen matrix beside two small ones that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class FrozenNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+class FrozenScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x * self.scale))
+
+
+class OneUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(8, 8), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class AllTrained(nn.Module):
+    """Overwrites its input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.mul_(0.5).clone())  # type: ignore[no-any-return]
+
+
+class AllFrozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.requires_grad_(False)
+
+
+class Chain(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    "block", [Adapter, FrozenNorm, FrozenScale, OneUnused, AllTrained, AllFrozen]
+)
+def test_a_unit_is_freed_when_backward_is_through_with_it(
+    pair: World, block: Callable[[], nn.Module], again: bool
+) -> None:
+    """And not before, when the gradients are there but a frozen weight is still needed; nor only at
+    the end, where some parameter gets no gradient."""
+    if block is AllTrained and again:
+        pytest.skip("what is overwritten cannot be computed again")
+
+    def run() -> tuple[float, list[int], int, float, float]:
+        torch.manual_seed(0)
+        module = Chain(block, again).double()
+        reference, predicted = copy.deepcopy(module), ZeRO3.predict(module, 2)
+        model = ZeRO3(module)
+        unit_bytes = max(sum(f.full.nbytes for f in unit.flats) for unit in model.units)
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        peaks, worst = [], 0.0
+        for _ in range(3):
+            model.zero_grad()
+            reference.zero_grad()
+            model.peak_gathered_bytes = 0
+            with listen() as events:
+                model(x[Comm().rank]).square().mean().backward()
+            reference(x.flatten(0, 1)).square().mean().backward()
+            peaks.append(model.peak_gathered_bytes)
+            worst = max(worst, off(model, reference))
+        sent = sum(event.bus_bytes for event in events)
+        return worst, peaks, unit_bytes, sent, predicted.bus_bytes
+
+    for worst, peaks, unit_bytes, sent, predicted in pair.run(run):
+        assert worst < 1e-12
+        assert max(peaks) <= 2 * unit_bytes, [peak / unit_bytes for peak in peaks]
+        assert sent == predicted

@@ -46,7 +46,7 @@ from labkit.parallel.parts.replicas import (
 )
 from labkit.parallel.parts.sharded_init import sharded_init
 from labkit.parallel.parts.zero3_flat import Flat, Unit
-from labkit.parallel.parts.zero3_passes import Order, cast, running_backward, tensors_in
+from labkit.parallel.parts.zero3_passes import Order, cast, mapped, running_backward, tensors_in
 from labkit.parallel.parts.zero3_state import WholeState
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
@@ -109,6 +109,7 @@ class ZeRO3(WholeState, nn.Module):
         self._flat_of: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self._orders = {False: Order(), True: Order()}  # of forward, of backward
         self._pending: dict[int, dict[Flat, Unit]] = {}  # backward -> whose gradients have not left
+        self._noted: dict[int, set[Unit]] = {}  # backward -> units that have taken part
         self._leaving: deque[Flat] = deque()
         self._in_forward = False
         self._unit_of_memory = {
@@ -120,7 +121,9 @@ class ZeRO3(WholeState, nn.Module):
 
     def _hook(self, unit: Unit) -> None:
         for member in unit.members:
-            member.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
+            member.register_forward_pre_hook(
+                partial(self._before_forward, unit), prepend=True, with_kwargs=True
+            )
             member.register_forward_hook(partial(self._after_forward, unit))
         inside: dict[nn.Module, str] = {}
         for place in (place for flat in unit.flats for places in flat.places for place in places):
@@ -168,8 +171,25 @@ class ZeRO3(WholeState, nn.Module):
         self._free_all()
         return output
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit)
+        if running_backward() is not None or not torch.is_grad_enabled():
+            return None
+        if unit.frees_itself:
+            return None
+        inputs: list[torch.Tensor] = []
+        watched = mapped((args, kwargs), partial(self._watch_input, unit, inputs))
+        unit.inputs += max(1, len(inputs))  # a call without any is over with backward only
+        return watched if inputs else None
+
+    def _watch_input(self, unit: Unit, inputs: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """`x` as an input of the unit, to know when backward is through with the unit. A view of
+        it: its gradient is there before that of `x`, for which the unit before is called."""
+        if not x.requires_grad or x.layout != torch.strided:
+            return x
+        inputs.append(x.view_as(x))
+        inputs[-1].register_hook(partial(self._after_backward, unit))
+        return inputs[-1]
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if running_backward() is not None:
@@ -247,7 +267,9 @@ class ZeRO3(WholeState, nn.Module):
         if task not in self._pending:
             self._pending[task] = {}
             at_end_of_backward(partial(self._finish_backward, task))
-        if not unit.awaited and not unit.is_gathered:
+            self._noted[task] = set()
+        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
+            self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._pending[task].update(dict.fromkeys(unit.trainable, unit))
 
@@ -263,7 +285,15 @@ class ZeRO3(WholeState, nn.Module):
         if not flat.keep_whole:
             self._reduce(flat, meanwhile=True)
         unit.awaited.discard(flat)
-        if not unit.awaited:
+        if not unit.awaited and not unit.has_frozen:  # of which backward may yet need some
+            unit.frees_itself = True
+            unit.free()
+
+    def _after_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        """The gradient of an input of the unit is there. With the last one all that the unit did in
+        forward is undone: autograd goes back in the order of forward."""
+        unit.inputs_back += 1
+        if unit.inputs_back >= unit.inputs:
             unit.free()
 
     def _reduce(self, flat: Flat, meanwhile: bool) -> None:
@@ -280,7 +310,7 @@ class ZeRO3(WholeState, nn.Module):
             self._reduce(flat, meanwhile=False)
         while self._leaving:
             self._leaving.popleft().receive_gradients()
-        del self._pending[task]
+        del self._pending[task], self._noted[task]
         if not self._pending:
             self._free_all()
             self._orders[True].begin_pass()
@@ -288,15 +318,21 @@ class ZeRO3(WholeState, nn.Module):
     def _free_all(self) -> None:
         for unit in self.units:
             unit.free()
-            unit.awaited.clear()
+            unit.inputs_back = 0
+            if unit.awaited:  # some parameter was not used
+                unit.frees_itself = False
+                unit.awaited.clear()
 
     def _clean_up(self) -> None:
         """What an error has left of the last pass."""
         self._free_all()
+        for unit in self.units:
+            unit.inputs = 0
         if self._pending:
             for flat in (flat for unit in self.units for flat in unit.flats):
                 flat.reset()
             self._pending.clear()
+            self._noted.clear()
             self._leaving.clear()
 
     @contextmanager

@@ -236,6 +236,9 @@ class Unit:
     def __init__(self, members: list[nn.Module], flats: list[Flat]):
         self.members, self.flats = members, flats
         self.trainable = [flat for flat in flats if flat.trainable]
+        self.has_frozen = len(self.trainable) < len(flats)
+        self.frees_itself = False  # its last gradient was its last moment in the last backward
+        self.inputs = self.inputs_back = 0  # of the last forward; those with their gradients there
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
         self.is_gathered = False  # and shown to the modules

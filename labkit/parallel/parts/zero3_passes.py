@@ -2,7 +2,7 @@
 tensors go in and come out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -53,12 +53,17 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(thing, field.name) for field in fields(thing)])
 
 
+def mapped(thing: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same arguments, with each tensor replaced by what `function` makes of it."""
+    if isinstance(thing, torch.Tensor):
+        return function(thing)
+    if type(thing) in (tuple, list):
+        return type(thing)(mapped(one, function) for one in thing)
+    if type(thing) is dict:
+        return {key: mapped(one, function) for key, one in thing.items()}
+    return thing
+
+
 def cast(thing: Any, dtype: torch.dtype) -> Any:
     """The same arguments, with tensors of real numbers in `dtype`."""
-    if isinstance(thing, torch.Tensor):
-        return thing.to(dtype) if thing.is_floating_point() else thing
-    if type(thing) in (tuple, list):
-        return type(thing)(cast(one, dtype) for one in thing)
-    if type(thing) is dict:
-        return {key: cast(one, dtype) for key, one in thing.items()}
-    return thing
+    return mapped(thing, lambda x: x.to(dtype) if x.is_floating_point() else x)

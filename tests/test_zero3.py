@@ -346,6 +346,7 @@ def test_clipping_is_that_of_the_whole_gradient(pair: World) -> None:
             one(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
         found = model.clip_grad_norm_(0.5, norm_type)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+        assert found.dtype == expected.dtype
         return float(found), float(expected), off(model, reference)
 
     for persist_below in (0, 6):
@@ -399,6 +400,8 @@ def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
         def fail(*_: Any) -> None:
             raise RuntimeError("on purpose")
 
+        with pytest.raises(ValueError, match="create_graph=True asks for a graph of backward"):
+            model(x[Comm().rank]).square().mean().backward(create_graph=True)
         for where in ("forward", "backward"):
             hook = module.blocks[1].down.register_forward_pre_hook(
                 fail if where == "forward" else lambda _, args: args[0].register_hook(fail) and None
@@ -406,6 +409,10 @@ def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
             with pytest.raises(RuntimeError, match="on purpose"):
                 model(x[Comm().rank]).square().mean().backward()
             hook.remove()
+            if where == "forward":
+                state = model.full_state_dict()
+                assert all(torch.equal(state[n], v) for n, v in reference.state_dict().items())
+            model.load_full_state_dict({n: v + 0 for n, v in reference.state_dict().items()})
         model.zero_grad()
         model(x[Comm().rank]).square().mean().backward()
         reference(x.flatten(0, 1)).square().mean().backward()

@@ -274,6 +274,11 @@ class ZeRO3(WholeState, nn.Module):
             self._pending[task].update(dict.fromkeys(unit.trainable, unit))
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
+                "weights that are freed by then; train with second derivatives under DDP"
+            )
         self._use(unit)
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:

@@ -388,6 +388,38 @@ def test_misuse_is_told_by_name_on_every_rank(pair: World) -> None:
             assert words in message
 
 
+class NeedsArguments(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+
+def test_optimizers_that_do_not_fit_shards_are_refused(pair: World) -> None:
+    def step(optimizer: Any, model: ZeRO3, scaler: torch.amp.GradScaler | None = None) -> None:
+        value = model(torch.ones(1, 4)).sum()
+        if scaler is None:
+            value.backward()
+            optimizer.step()
+        else:
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def run() -> None:
+        model = ZeRO3(nn.Linear(4, 4))
+        before = model.full_state_dict()
+        with pytest.raises(ValueError, match="Adafactor cannot be sharded"):
+            step(torch.optim.Adafactor(model.parameters()), model)
+        assert all(torch.equal(x, before[n]) for n, x in model.full_state_dict().items())
+        step(torch.optim.Adafactor(nn.Linear(2, 2).parameters()), model)  # not on its shards
+        step(NeedsArguments(model.parameters(), 0.1), model)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        step(optimizer, model, scaler)
+        with pytest.raises(ValueError, match="GradScaler looks for infs in this rank's shards"):
+            step(optimizer, model, scaler)
+
+    pair.run(run)
+
+
 def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
     def run() -> float:
         torch.manual_seed(0)
@@ -409,10 +441,10 @@ def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
             with pytest.raises(RuntimeError, match="on purpose"):
                 model(x[Comm().rank]).square().mean().backward()
             hook.remove()
-            if where == "forward":
-                state = model.full_state_dict()
-                assert all(torch.equal(state[n], v) for n, v in reference.state_dict().items())
-            model.load_full_state_dict({n: v + 0 for n, v in reference.state_dict().items()})
+            for change in (1.0, 0.0):
+                state = {n: x + change for n, x in reference.state_dict().items()}
+                model.load_full_state_dict(state)
+                assert all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
         model.zero_grad()
         model(x[Comm().rank]).square().mean().backward()
         reference(x.flatten(0, 1)).square().mean().backward()

@@ -46,6 +46,7 @@ from labkit.parallel.parts.replicas import (
 )
 from labkit.parallel.parts.sharded_init import sharded_init
 from labkit.parallel.parts.zero3_flat import Flat, Unit
+from labkit.parallel.parts.zero3_optimizers import check_optimizers
 from labkit.parallel.parts.zero3_passes import Order, cast, mapped, running_backward, tensors_in
 from labkit.parallel.parts.zero3_state import WholeState
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
@@ -69,8 +70,11 @@ class ZeRO3(WholeState, nn.Module):
             stays float32 then. By default that of the module.
 
     `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do.
-    All ranks use the same units in the same order.
+    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do;
+    its first step refuses one that does not. Being flat, all have one dimension: group them by
+    name, not by `p.ndim`, to decay matrices only. Clip with `clip_grad_norm_` of the model. All
+    ranks use the same units in the same order. Not supported: torch.compile, torch.amp.GradScaler
+    (refused at an optimizer's second step at the latest) and second derivatives.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -103,6 +107,7 @@ class ZeRO3(WholeState, nn.Module):
         del named
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         claim(module.named_parameters(), self)  # the shards, which now stand there
+        check_optimizers()
         copy_from_rank_0(module.buffers(), self.comm)
         self._unchanged = Unchanged(module)
         self._named = list(module.named_parameters())

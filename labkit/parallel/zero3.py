@@ -16,8 +16,11 @@ The module is cut into units, each block of a list being one. On every rank, wit
 
 In forward a unit is gathered by a hook before it, and freed by one behind it. In backward a hook on
 the gradient of its output gathers it again; when the gradients of all its parameters are there,
-they leave in one reduce-scatter, and parameters and gradients are freed at once. The order of the
-units is noted in every pass, so that in the next one a gather can leave `prefetch` units early.
+they leave in one reduce-scatter, and parameters and gradients are freed at once. Where some
+parameters are frozen, they may be needed after the last gradient, and where some are not used, a
+last one never comes: such a unit is freed when the gradients of its inputs are there (that of an
+input that needs none: at the end). The order of the units is noted in every pass, so that in the
+next one a gather can leave `prefetch` units early.
 
 A unit with several members, as a head that is tied to the embedding, stays from the first member's
 forward to the last one's: it too is gathered once, but stands in memory beside the two others.
@@ -47,7 +50,14 @@ from labkit.parallel.parts.replicas import (
 from labkit.parallel.parts.sharded_init import sharded_init
 from labkit.parallel.parts.zero3_flat import Flat, Unit
 from labkit.parallel.parts.zero3_optimizers import check_optimizers
-from labkit.parallel.parts.zero3_passes import Order, cast, mapped, running_backward, tensors_in
+from labkit.parallel.parts.zero3_passes import (
+    Order,
+    SavedParameters,
+    cast,
+    running_backward,
+    watch_inputs,
+    watch_outputs,
+)
 from labkit.parallel.parts.zero3_state import WholeState
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
@@ -117,10 +127,7 @@ class ZeRO3(WholeState, nn.Module):
         self._noted: dict[int, set[Unit]] = {}  # backward -> units that have taken part
         self._leaving: deque[Flat] = deque()
         self._in_forward = False
-        self._unit_of_memory = {
-            flat.full.flat.untyped_storage()._cdata: unit
-            for unit in self.units for flat in unit.flats
-        }  # fmt: skip
+        self._saved_parameters = SavedParameters(self.units, self._use)
         for unit in self.units:
             self._hook(unit)
 
@@ -169,7 +176,7 @@ class ZeRO3(WholeState, nn.Module):
         self._orders[False].begin_pass()
         self._in_forward = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back):
+            with self._saved_parameters.come_back():
                 output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False
@@ -178,59 +185,20 @@ class ZeRO3(WholeState, nn.Module):
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit)
-        if running_backward() is not None or not torch.is_grad_enabled():
+        if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
-        if unit.frees_itself:
-            return None
-        inputs: list[torch.Tensor] = []
-        watched = mapped((args, kwargs), partial(self._watch_input, unit, inputs))
-        unit.inputs += max(1, len(inputs))  # a call without any is over with backward only
-        return watched if inputs else None
-
-    def _watch_input(self, unit: Unit, inputs: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """`x` as an input of the unit, to know when backward is through with the unit. A view of
-        it: its gradient is there before that of `x`, for which the unit before is called."""
-        if not x.requires_grad or x.layout != torch.strided:
-            return x
-        inputs.append(x.view_as(x))
-        inputs[-1].register_hook(partial(self._after_backward, unit))
-        return inputs[-1]
+        inputs, watched = watch_inputs((args, kwargs), partial(self._after_backward, unit))
+        unit.inputs += max(1, inputs)  # a call without any is over with backward only
+        return watched
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if running_backward() is not None:
             return  # backward is about to use it
         if torch.is_grad_enabled():
-            self._watch(unit, output)
+            watch_outputs(output, partial(self._before_backward, unit))
         unit.has_run.add(module)
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
-
-    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
-        """Autograd saves `x` for backward. A parameter's memory is gone by then; of which unit it
-        was is noted, for what reaches it by another way than the unit's output (a loss that a
-        layer keeps aside)."""
-        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
-        return x if unit is None else (unit, x)
-
-    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        unit, x = saved
-        if not unit.is_gathered:
-            self._use(unit)
-        return x
-
-    def _watch(self, unit: Unit, output: Any) -> None:
-        """Have the unit gathered again before the backward of what it has put out."""
-        found = list(tensors_in(output))
-        if not found and output is not None:
-            raise ValueError(
-                f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
-                "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
-            )
-        for x in found:
-            if x.requires_grad:
-                x.register_hook(partial(self._before_backward, unit))
 
     def _check_gathered(self, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
         if unit.is_gathered:

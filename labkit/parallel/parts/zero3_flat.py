@@ -190,7 +190,13 @@ class Flat:
 
     def send_gradients(self, meanwhile: bool) -> None:
         """Sum them over the ranks, each share on the rank that owns it. What this rank has not
-        used it says (see `replicas.UNUSED`)."""
+        used it says (see `replicas.UNUSED`). Where the sums arrive, and what then becomes of them:
+
+            shards have      of one dtype     the sums arrive in     and then
+            no gradient      yes              `gradient` itself      are what shards show
+            no gradient      no, kept whole   a place of their own   are copied to `gradient`
+            some             any              a place of their own   are added
+        """
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
         flat = self.unreduced.flat

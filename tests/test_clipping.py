@@ -94,6 +94,19 @@ def test_pieces_clip_as_a_single_process(trio: World, max_norm: float) -> None:
     trio.run(run)
 
 
+def test_norms_of_bf16_pieces_are_not_rounded(trio: World) -> None:
+    """1000 ones on each rank: bf16, with 8 bits, knows 31.625 and 31.75, not 31.6228."""
+
+    def run() -> tuple[float, torch.dtype]:
+        owner = Pieces([torch.zeros(0)])
+        owner.pieces = [torch.ones(1000 if Comm().rank else 0, dtype=torch.bfloat16)]
+        norm = clip_grad_norm(owner, 1.0)
+        return norm.item(), norm.dtype
+
+    for norm, dtype in trio.run(run):
+        assert norm == pytest.approx(2000**0.5, rel=1e-6) and dtype == torch.float32
+
+
 def test_powers_of_fp16_pieces_do_not_overflow(trio: World) -> None:
     """4096 numbers of 60: the norm is 3840 on each rank, its square beyond fp16's 65504."""
 

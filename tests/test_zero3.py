@@ -346,6 +346,7 @@ def test_clipping_is_that_of_the_whole_gradient(pair: World) -> None:
             one(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
         found = model.clip_grad_norm_(0.5, norm_type)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+        assert found.dtype == expected.dtype
         return float(found), float(expected), off(model, reference)
 
     for persist_below in (0, 6):
@@ -387,6 +388,38 @@ def test_misuse_is_told_by_name_on_every_rank(pair: World) -> None:
             assert words in message
 
 
+class NeedsArguments(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+
+def test_optimizers_that_do_not_fit_shards_are_refused(pair: World) -> None:
+    def step(optimizer: Any, model: ZeRO3, scaler: torch.amp.GradScaler | None = None) -> None:
+        value = model(torch.ones(1, 4)).sum()
+        if scaler is None:
+            value.backward()
+            optimizer.step()
+        else:
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def run() -> None:
+        model = ZeRO3(nn.Linear(4, 4))
+        before = model.full_state_dict()
+        with pytest.raises(ValueError, match="Adafactor cannot be sharded"):
+            step(torch.optim.Adafactor(model.parameters()), model)
+        assert all(torch.equal(x, before[n]) for n, x in model.full_state_dict().items())
+        step(torch.optim.Adafactor(nn.Linear(2, 2).parameters()), model)  # not on its shards
+        step(NeedsArguments(model.parameters(), 0.1), model)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        step(optimizer, model, scaler)
+        with pytest.raises(ValueError, match="GradScaler looks for infs in this rank's shards"):
+            step(optimizer, model, scaler)
+
+    pair.run(run)
+
+
 def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
     def run() -> float:
         torch.manual_seed(0)
@@ -399,6 +432,8 @@ def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
         def fail(*_: Any) -> None:
             raise RuntimeError("on purpose")
 
+        with pytest.raises(ValueError, match="create_graph=True asks for a graph of backward"):
+            model(x[Comm().rank]).square().mean().backward(create_graph=True)
         for where in ("forward", "backward"):
             hook = module.blocks[1].down.register_forward_pre_hook(
                 fail if where == "forward" else lambda _, args: args[0].register_hook(fail) and None
@@ -406,6 +441,10 @@ def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
             with pytest.raises(RuntimeError, match="on purpose"):
                 model(x[Comm().rank]).square().mean().backward()
             hook.remove()
+            for change in (1.0, 0.0):
+                state = {n: x + change for n, x in reference.state_dict().items()}
+                model.load_full_state_dict(state)
+                assert all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
         model.zero_grad()
         model(x[Comm().rank]).square().mean().backward()
         reference(x.flatten(0, 1)).square().mean().backward()
@@ -497,3 +536,112 @@ def test_ranks_that_use_other_units_are_told() -> None:
 
     with World(2, timeout_s=20) as world, pytest.raises(RankError, match="all_gather"):
         world.run(run)
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen matrix beside two small ones that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class FrozenNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+class FrozenScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x * self.scale))
+
+
+class OneUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(8, 8), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class AllTrained(nn.Module):
+    """Overwrites its input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.mul_(0.5).clone())  # type: ignore[no-any-return]
+
+
+class AllFrozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.requires_grad_(False)
+
+
+class Chain(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    "block", [Adapter, FrozenNorm, FrozenScale, OneUnused, AllTrained, AllFrozen]
+)
+def test_a_unit_is_freed_when_backward_is_through_with_it(
+    pair: World, block: Callable[[], nn.Module], again: bool
+) -> None:
+    """And not before, when the gradients are there but a frozen weight is still needed; nor only at
+    the end, where some parameter gets no gradient."""
+    if block is AllTrained and again:
+        pytest.skip("what is overwritten cannot be computed again")
+
+    def run() -> tuple[float, list[int], int, float, float]:
+        torch.manual_seed(0)
+        module = Chain(block, again).double()
+        reference, predicted = copy.deepcopy(module), ZeRO3.predict(module, 2)
+        model = ZeRO3(module)
+        unit_bytes = max(sum(f.full.nbytes for f in unit.flats) for unit in model.units)
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        peaks, worst = [], 0.0
+        for _ in range(3):
+            model.zero_grad()
+            reference.zero_grad()
+            model.peak_gathered_bytes = 0
+            with listen() as events:
+                model(x[Comm().rank]).square().mean().backward()
+            reference(x.flatten(0, 1)).square().mean().backward()
+            peaks.append(model.peak_gathered_bytes)
+            worst = max(worst, off(model, reference))
+        sent = sum(event.bus_bytes for event in events)
+        return worst, peaks, unit_bytes, sent, predicted.bus_bytes
+
+    for worst, peaks, unit_bytes, sent, predicted in pair.run(run):
+        assert worst < 1e-12
+        assert max(peaks) <= 2 * unit_bytes, [peak / unit_bytes for peak in peaks]
+        assert sent == predicted

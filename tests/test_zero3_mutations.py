@@ -132,6 +132,40 @@ def test_one_that_prefetches_nothing_turns_red() -> None:
             proofs.test_gathers_leave_ahead_and_gradients_while_backward_runs(world)
 
 
+def frees_with_the_last_gradient() -> None:
+    """Though a frozen weight of the unit is still needed."""
+    make = zero3_flat.Unit.__init__
+
+    def blind(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self.has_frozen = False
+
+    zero3_flat.Unit.__init__ = blind  # type: ignore[method-assign]
+
+
+def frees_only_with_the_last_gradient() -> None:
+    ZeRO3._after_backward = lambda self, unit, gradient: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "block", "again"),
+    [
+        (frees_with_the_last_gradient, proofs.FrozenNorm, True),
+        (frees_with_the_last_gradient, proofs.Adapter, True),
+        (frees_only_with_the_last_gradient, proofs.Adapter, False),
+        (frees_only_with_the_last_gradient, proofs.OneUnused, True),
+        (frees_only_with_the_last_gradient, proofs.AllFrozen, False),
+    ],
+)
+def test_one_that_frees_too_early_or_too_late_turns_red(
+    change: Callable[[], None], block: Callable[[], nn.Module], again: bool
+) -> None:
+    with World(2, timeout_s=20) as world:
+        world.run(change)
+        with pytest.raises((AssertionError, RankError)):
+            proofs.test_a_unit_is_freed_when_backward_is_through_with_it(world, block, again)
+
+
 def test_a_projection_that_is_not_sharded_turns_red(pair: World) -> None:
     """As a parameter does that no unit has: every rank keeps and trains its own."""
 

@@ -16,8 +16,11 @@ The module is cut into units, each block of a list being one. On every rank, wit
 
 In forward a unit is gathered by a hook before it, and freed by one behind it. In backward a hook on
 the gradient of its output gathers it again; when the gradients of all its parameters are there,
-they leave in one reduce-scatter, and parameters and gradients are freed at once. The order of the
-units is noted in every pass, so that in the next one a gather can leave `prefetch` units early.
+they leave in one reduce-scatter, and parameters and gradients are freed at once. Where some
+parameters are frozen, they may be needed after the last gradient, and where some are not used, a
+last one never comes: such a unit is freed when the gradients of its inputs are there (that of an
+input that needs none: at the end). The order of the units is noted in every pass, so that in the
+next one a gather can leave `prefetch` units early.
 
 A unit with several members, as a head that is tied to the embedding, stays from the first member's
 forward to the last one's: it too is gathered once, but stands in memory beside the two others.
@@ -46,7 +49,15 @@ from labkit.parallel.parts.replicas import (
 )
 from labkit.parallel.parts.sharded_init import sharded_init
 from labkit.parallel.parts.zero3_flat import Flat, Unit
-from labkit.parallel.parts.zero3_passes import Order, cast, running_backward, tensors_in
+from labkit.parallel.parts.zero3_optimizers import check_optimizers
+from labkit.parallel.parts.zero3_passes import (
+    Order,
+    SavedParameters,
+    cast,
+    running_backward,
+    watch_inputs,
+    watch_outputs,
+)
 from labkit.parallel.parts.zero3_state import WholeState
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
@@ -69,8 +80,11 @@ class ZeRO3(WholeState, nn.Module):
             stays float32 then. By default that of the module.
 
     `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do.
-    All ranks use the same units in the same order.
+    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do;
+    its first step refuses one that does not. Being flat, all have one dimension: group them by
+    name, not by `p.ndim`, to decay matrices only. Clip with `clip_grad_norm_` of the model. All
+    ranks use the same units in the same order. Not supported: torch.compile, torch.amp.GradScaler
+    (refused at an optimizer's second step at the latest) and second derivatives.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -103,24 +117,25 @@ class ZeRO3(WholeState, nn.Module):
         del named
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         claim(module.named_parameters(), self)  # the shards, which now stand there
+        check_optimizers()
         copy_from_rank_0(module.buffers(), self.comm)
         self._unchanged = Unchanged(module)
         self._named = list(module.named_parameters())
         self._flat_of: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self._orders = {False: Order(), True: Order()}  # of forward, of backward
         self._pending: dict[int, dict[Flat, Unit]] = {}  # backward -> whose gradients have not left
+        self._noted: dict[int, set[Unit]] = {}  # backward -> units that have taken part
         self._leaving: deque[Flat] = deque()
         self._in_forward = False
-        self._unit_of_memory = {
-            flat.full.flat.untyped_storage()._cdata: unit
-            for unit in self.units for flat in unit.flats
-        }  # fmt: skip
+        self._saved_parameters = SavedParameters(self.units, self._use)
         for unit in self.units:
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
         for member in unit.members:
-            member.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True)
+            member.register_forward_pre_hook(
+                partial(self._before_forward, unit), prepend=True, with_kwargs=True
+            )
             member.register_forward_hook(partial(self._after_forward, unit))
         inside: dict[nn.Module, str] = {}
         for place in (place for flat in unit.flats for places in flat.places for place in places):
@@ -161,51 +176,29 @@ class ZeRO3(WholeState, nn.Module):
         self._orders[False].begin_pass()
         self._in_forward = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back):
+            with self._saved_parameters.come_back():
                 output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False
         self._free_all()
         return output
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit)
+        if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
+            return None
+        inputs, watched = watch_inputs((args, kwargs), partial(self._after_backward, unit))
+        unit.inputs += max(1, inputs)  # a call without any is over with backward only
+        return watched
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if running_backward() is not None:
             return  # backward is about to use it
         if torch.is_grad_enabled():
-            self._watch(unit, output)
+            watch_outputs(output, partial(self._before_backward, unit))
         unit.has_run.add(module)
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
-
-    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
-        """Autograd saves `x` for backward. A parameter's memory is gone by then; of which unit it
-        was is noted, for what reaches it by another way than the unit's output (a loss that a
-        layer keeps aside)."""
-        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
-        return x if unit is None else (unit, x)
-
-    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        unit, x = saved
-        if not unit.is_gathered:
-            self._use(unit)
-        return x
-
-    def _watch(self, unit: Unit, output: Any) -> None:
-        """Have the unit gathered again before the backward of what it has put out."""
-        found = list(tensors_in(output))
-        if not found and output is not None:
-            raise ValueError(
-                f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
-                "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
-            )
-        for x in found:
-            if x.requires_grad:
-                x.register_hook(partial(self._before_backward, unit))
 
     def _check_gathered(self, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
         if unit.is_gathered:
@@ -247,11 +240,18 @@ class ZeRO3(WholeState, nn.Module):
         if task not in self._pending:
             self._pending[task] = {}
             at_end_of_backward(partial(self._finish_backward, task))
-        if not unit.awaited and not unit.is_gathered:
+            self._noted[task] = set()
+        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
+            self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._pending[task].update(dict.fromkeys(unit.trainable, unit))
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
+                "weights that are freed by then; train with second derivatives under DDP"
+            )
         self._use(unit)
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
@@ -263,7 +263,15 @@ class ZeRO3(WholeState, nn.Module):
         if not flat.keep_whole:
             self._reduce(flat, meanwhile=True)
         unit.awaited.discard(flat)
-        if not unit.awaited:
+        if not unit.awaited and not unit.has_frozen:  # of which backward may yet need some
+            unit.frees_itself = True
+            unit.free()
+
+    def _after_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        """The gradient of an input of the unit is there. With the last one all that the unit did in
+        forward is undone: autograd goes back in the order of forward."""
+        unit.inputs_back += 1
+        if unit.inputs_back >= unit.inputs:
             unit.free()
 
     def _reduce(self, flat: Flat, meanwhile: bool) -> None:
@@ -280,7 +288,7 @@ class ZeRO3(WholeState, nn.Module):
             self._reduce(flat, meanwhile=False)
         while self._leaving:
             self._leaving.popleft().receive_gradients()
-        del self._pending[task]
+        del self._pending[task], self._noted[task]
         if not self._pending:
             self._free_all()
             self._orders[True].begin_pass()
@@ -288,15 +296,21 @@ class ZeRO3(WholeState, nn.Module):
     def _free_all(self) -> None:
         for unit in self.units:
             unit.free()
-            unit.awaited.clear()
+            unit.inputs_back = 0
+            if unit.awaited:  # some parameter was not used
+                unit.frees_itself = False
+                unit.awaited.clear()
 
     def _clean_up(self) -> None:
         """What an error has left of the last pass."""
         self._free_all()
+        for unit in self.units:
+            unit.inputs = 0
         if self._pending:
             for flat in (flat for unit in self.units for flat in unit.flats):
                 flat.reset()
             self._pending.clear()
+            self._noted.clear()
             self._leaving.clear()
 
     @contextmanager

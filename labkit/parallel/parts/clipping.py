@@ -48,20 +48,35 @@ def clip_grad_norm(
         return nn.utils.clip_grad_norm_(_parameters_of(trained), max_norm, norm_type)
     pieces, comm = trained.gradient_pieces()
     norm = norm_of_pieces(pieces, comm, norm_type)
-    if pieces:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        torch._foreach_mul_(pieces, scale)
+    scale_to(max_norm, norm, pieces)
     return norm
 
 
+def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Scale, in place, what has this norm so that it has at most `max_norm`."""
+    if gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        torch._foreach_mul_(gradients, scale)
+
+
 def norm_of_pieces(pieces: list[torch.Tensor], comm: Comm, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of what all ranks' pieces are together; 0 where there are none."""
+    """The norm of what all ranks' pieces are together; 0 where there are none.
+
+    A rank without pieces may give an empty one: its dtype and device are those of the result.
+    """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
-    some = [piece for piece in pieces if piece.numel()]
+    # In float32 or better: 16 bits would round each piece's norm to 3 digits.
+    norms = [
+        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in pieces
+        if x.numel()
+    ]
     like = pieces[0] if pieces else torch.empty(0)
-    mine = nn.utils.get_total_norm(some, p).to(like.device, torch.float64)  # no power overflows
+    mine = torch.zeros((), dtype=torch.float64, device=like.device)  # no power overflows
+    if norms:
+        mine = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
     if p == float("inf"):
         comm.all_reduce(mine, "max")
         total = mine

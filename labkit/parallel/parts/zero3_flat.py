@@ -190,7 +190,13 @@ class Flat:
 
     def send_gradients(self, meanwhile: bool) -> None:
         """Sum them over the ranks, each share on the rank that owns it. What this rank has not
-        used it says (see `replicas.UNUSED`)."""
+        used it says (see `replicas.UNUSED`). Where the sums arrive, and what then becomes of them:
+
+            shards have      of one dtype     the sums arrive in     and then
+            no gradient      yes              `gradient` itself      are what shards show
+            no gradient      no, kept whole   a place of their own   are copied to `gradient`
+            some             any              a place of their own   are added
+        """
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
         flat = self.unreduced.flat
@@ -236,6 +242,9 @@ class Unit:
     def __init__(self, members: list[nn.Module], flats: list[Flat]):
         self.members, self.flats = members, flats
         self.trainable = [flat for flat in flats if flat.trainable]
+        self.has_frozen = len(self.trainable) < len(flats)
+        self.frees_itself = False  # its last gradient was its last moment in the last backward
+        self.inputs = self.inputs_back = 0  # of the last forward; those with their gradients there
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
         self.is_gathered = False  # and shown to the modules

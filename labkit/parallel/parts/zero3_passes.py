@@ -1,8 +1,11 @@
-"""The passes of ZeRO-3 over a model: in which order units are used, which backward runs, and what
-tensors go in and come out.
+"""The passes of ZeRO-3 over a model: in which order units are used, which backward runs, what
+tensors go in and come out, and which of them autograd keeps from forward to backward.
+
+    forward     x --view--> [  unit  ] --> y
+    backward        ^  after it          ^  before it: hooks on the gradients of the view and of y
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -53,12 +56,75 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(thing, field.name) for field in fields(thing)])
 
 
+def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have `hook` called before the backward of what a unit has put out."""
+    found = list(tensors_in(output))
+    if not found and output is not None:
+        raise ValueError(
+            f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
+            "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
+        )
+    for x in found:
+        if x.requires_grad:
+            x.register_hook(hook)
+
+
+def watch_inputs(inputs: Any, hook: Callable[[torch.Tensor], None]) -> tuple[int, Any]:
+    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
+    and what to give to the unit: views. The gradient of a view is there before that of the tensor
+    itself, for which the unit before is called."""
+    views: list[torch.Tensor] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad or x.layout != torch.strided:
+            return x
+        views.append(x.view_as(x))
+        views[-1].register_hook(hook)
+        return views[-1]
+
+    given = mapped(inputs, watched)
+    return len(views), given
+
+
+class SavedParameters:
+    """What autograd saves for backward is often a parameter, whose memory is gone by then. Of which
+    unit it was is noted, for what reaches it by another way than the unit's output (a loss that a
+    layer keeps aside)."""
+
+    def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
+        self._use = use
+        self._unit_of_memory = {
+            flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
+        }
+
+    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """`with` this: forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
+
+    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
+        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
+        return x if unit is None else (unit, x)
+
+    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        unit, x = saved
+        if not unit.is_gathered:
+            self._use(unit)
+        return x
+
+
+def mapped(thing: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same arguments, with each tensor replaced by what `function` makes of it."""
+    if isinstance(thing, torch.Tensor):
+        return function(thing)
+    if type(thing) in (tuple, list):
+        return type(thing)(mapped(one, function) for one in thing)
+    if type(thing) is dict:
+        return {key: mapped(one, function) for key, one in thing.items()}
+    return thing
+
+
 def cast(thing: Any, dtype: torch.dtype) -> Any:
     """The same arguments, with tensors of real numbers in `dtype`."""
-    if isinstance(thing, torch.Tensor):
-        return thing.to(dtype) if thing.is_floating_point() else thing
-    if type(thing) in (tuple, list):
-        return type(thing)(cast(one, dtype) for one in thing)
-    if type(thing) is dict:
-        return {key: cast(one, dtype) for key, one in thing.items()}
-    return thing
+    return mapped(thing, lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.clipping import norm_of_pieces, scale_to
 from labkit.parallel.parts.zero3_flat import Flat, Unit
 from labkit.precision.pieces import OwnedPiece
 
@@ -22,9 +23,14 @@ class WholeState:
     _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
 
+    def _clean_up(self) -> None:
+        """What an error has left of the last pass: units that stand whole."""
+        raise NotImplementedError
+
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """The module's state, whole, in master dtype, on the CPU: on every rank, or on rank 0 only
         and {} on the others. Beside the result one parameter at a time is gathered."""
+        self._clean_up()
         found: dict[str, Any] = {}
         gathered: dict[int, torch.Tensor] = {}  # a tied one once
         for key, x, flat, index in self._entries():
@@ -47,6 +53,7 @@ class WholeState:
         Raises ValueError on every rank, and changes nothing, where a key is missing or not known,
         or a shape is another.
         """
+        self._clean_up()
         entries = list(self._entries())
         told = self.comm.all_gather_object((state is not None, self._problem(entries, state)))
         problem = next((problem for _, problem in told if problem), "")
@@ -106,29 +113,22 @@ class WholeState:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that the norm of all ranks' together is at most `max_norm`;
-        returns what it was. Sums of p-th powers add up, so one number travels."""
-        mine = [gradient.double() for gradient in self._gradients_once()]
-        norm = nn.utils.get_total_norm(mine, norm_type).to(torch.float64)
-        if norm_type == float("inf"):
-            self.comm.all_reduce(norm, "max")
-        else:
-            norm = norm**norm_type
-            self.comm.all_reduce(norm)
-            norm = norm ** (1 / norm_type)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        for _, shard in self._named:
-            if shard.grad is not None:
-                shard.grad.mul_(scale)
+        returns what it was. `torch.nn.utils.clip_grad_norm_` would take this rank's pieces for
+        everything."""
+        norm = norm_of_pieces(self._gradients_once(), self.comm, norm_type)
+        scale_to(max_norm, norm, [p.grad for _, p in self._named if p.grad is not None])
         return norm
 
     def _gradients_once(self) -> list[torch.Tensor]:
-        """Over all ranks, every element once: those kept whole are rank 0's."""
+        """Over all ranks, every element once: those kept whole are rank 0's. Where this rank has
+        none, a tensor without elements that tells dtype and device."""
         found = [
             flat.shards[piece.index].grad
             for unit in self.units for flat in unit.flats for piece in flat.pieces
             if not flat.keep_whole or self.comm.rank == 0
         ]  # fmt: skip
-        return [gradient for gradient in found if gradient is not None]
+        mine = [gradient for gradient in found if gradient is not None]
+        return mine or [self.units[0].flats[0].share[:0]]
 
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:
         """Key, value and, of a parameter, its flat memory and number there."""

@@ -190,17 +190,17 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 # gradients:
 
 # %%
-show("parallel/buckets.py:buckets_of")
+show("parallel/parts/buckets.py:cut")
 
 # %% [markdown]
 # A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` moves them
 # there, divided, and starts one all-reduce: that is the `hook`, unless you give another.
 
 # %%
-show("parallel/buckets.py:Bucket.send", since="for parameter, view")
+show("parallel/parts/buckets.py:Bucket.send", since="for parameter, view")
 
 # %%
-show("parallel/comm_hooks.py:all_reduced")
+show("parallel/parts/comm_hooks.py:all_reduced")
 
 # %% [markdown]
 # With `async_op=True` an all-reduce returns a **handle** at once; the tensor belongs to the wire

@@ -43,6 +43,18 @@ class Awkward(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Branching(nn.Module):
+    """`both` is used by rank 0 alone, `nobody` by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.both, self.nobody = (nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.both(x) if deep else x  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT.preset("tiny"),
     "awkward": Awkward,

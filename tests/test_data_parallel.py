@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_contract import CASES, CONTRACT_SIZES, check_equal_to_single, weights_after
+from data_parallel_contract import (
+    CASES,
+    CONTRACT_SIZES,
+    Branching,
+    check_equal_to_single,
+    weights_after,
+)
 from torch import nn
 
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
@@ -139,18 +145,6 @@ def test_a_second_backward_adds_as_in_one_process(
 
     for gradient, expected in pair.run(twice):
         torch.testing.assert_close(gradient, expected)
-
-
-class Branching(nn.Module):
-    """`both` is used by rank 0 alone, `nobody` by none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.both, self.nobody = (nn.Linear(3, 3).double() for _ in range(3))
-
-    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
-        x = self.always(x)
-        return self.both(x) if deep else x  # type: ignore[no-any-return]
 
 
 @names

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_contract import CASES, MODELS, OPTIMIZERS, Strategy, check_equal_to_single
+from data_parallel_contract import (
+    CASES,
+    MODELS,
+    OPTIMIZERS,
+    Branching,
+    Strategy,
+    check_equal_to_single,
+)
 from torch import nn
 
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
@@ -154,18 +161,6 @@ def test_accumulation_is_the_sum_of_means(pair: World) -> None:
                 for name, x in ours.items():
                     torch.testing.assert_close(x, oracle[name], rtol=0, atol=1e-10)
                 assert (sent[:2] == [0, 0]) == quiet and sent[2] > 1
-
-
-class Branching(nn.Module):
-    """`both` is used by rank 0 alone, `nobody` by none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.both, self.nobody = (nn.Linear(3, 3).double() for _ in range(3))
-
-    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
-        x = self.always(x)
-        return self.both(x) if deep else x  # type: ignore[no-any-return]
 
 
 @stages

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import brief, difference, fail
+from labkit.check.findings import difference, fail
 from labkit.check.lab_05_buckets import FAST, SLOW, best_us, exposed_us, gradients_of
 from labkit.check.lab_05_ranks import (
     Gradients,
@@ -16,6 +15,7 @@ from labkit.check.lab_05_ranks import (
     accumulated,
     after_backward,
     gradient_bytes,
+    is_a_cut,
     right_gradients,
     sent_in_buckets,
     small_model,
@@ -159,7 +159,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
         nbytes, ready_us = gradients_of(speed)
         ran = run(2, sent_in_buckets, student, nbytes, ready_us)
         for rank, counts in enumerate(ran.values):
-            _is_a_cut(rank, counts, len(nbytes))
+            is_a_cut(rank, counts, len(nbytes))
         counts = ran.values[0]
         _sent_as_cut([e.payload_bytes for e in ran.events[0]], counts, nbytes)
         exposed = exposed_us(counts, nbytes, ready_us)
@@ -179,17 +179,6 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
 def _sent_as_cut(sent: list[int], counts: list[int], nbytes: list[int]) -> None:
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
     assert sent == [sum(nbytes[i:j]) for i, j in pairwise(ends)], "what is scored is what was sent"
-
-
-def _is_a_cut(rank: int, counts: Any, gradients: int) -> None:
-    right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
-    if not right or sum(counts) != gradients:
-        fail(
-            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
-            "buckets.",
-            expected=f"a list of whole numbers above 0 whose sum is {gradients}",
-            hint="The first number: how many gradients, in backward's order, the first bucket has.",
-        )
 
 
 # --- what a student is told

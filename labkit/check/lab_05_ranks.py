@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from labkit.check.findings import brief, fail
 from labkit.comm import listen
 from labkit.parallel import DDP
 from labkit.parallel.parts.buckets import MB
@@ -125,3 +126,15 @@ def sent_in_buckets(
             comm.all_reduce(torch.zeros(sum(nbytes[first : first + count]) // 4))
             first += count
     return counts
+
+
+def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
+    """Fails where `counts`, which this rank's student returned, is no cut of so many gradients."""
+    right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
+    if not right or sum(counts) != gradients:
+        fail(
+            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
+            "buckets.",
+            expected=f"a list of whole numbers above 0 whose sum is {gradients}",
+            hint="The first number: how many gradients, in backward's order, the first bucket has.",
+        )

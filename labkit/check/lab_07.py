@@ -32,7 +32,7 @@ from labkit.check.lab_07_told import (
     bytes_of_adam,
     bytes_to_owners,
     freed,
-    is_a_cut,
+    is_a_short_cut,
     same_norm,
     same_pieces,
     same_shares,
@@ -164,7 +164,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
     for case in backwards():
         ran = run(2, sent_in_buckets, student, case)
         for rank, counts in enumerate(ran.values):
-            is_a_cut(rank, counts, len(case.nbytes))
+            is_a_short_cut(rank, counts, len(case.nbytes))
         counts = ran.values[0]
         total, least = total + case.peak_bytes(counts), least + best_peak_bytes(case)
         equal += case.peak_bytes(equal_counts(len(case.nbytes), MESSAGES))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labkit.check.findings import brief, difference, fail
-from labkit.check.lab_05_ranks import gradient_bytes
+from labkit.check.lab_05_ranks import gradient_bytes, is_a_cut
 from labkit.check.lab_07_buckets import MESSAGES
 from labkit.check.lab_07_ranks import ADAM_STEPS, right_shares
 from labkit.check.ranks import Ran
@@ -173,14 +173,8 @@ def same_norm(size: int, rank: int, found: Any, right: float) -> None:
         )
 
 
-def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
-    right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
-    if not right or sum(counts) != gradients:
-        fail(
-            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
-            "buckets.",
-            expected=f"a list of whole numbers above 0 whose sum is {gradients}",
-            hint="The first number: how many gradients, in backward's order, the first bucket has.",
-        )
+def is_a_short_cut(rank: int, counts: Any, gradients: int) -> None:
+    """A cut, and of few enough messages."""
+    is_a_cut(rank, counts, gradients)
     if len(counts) > MESSAGES:
         fail(f"rank {rank} sends {len(counts)} messages.", expected=f"{MESSAGES} at most")

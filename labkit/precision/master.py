@@ -21,7 +21,14 @@ import torch
 from torch import nn
 
 from labkit.precision.pieces import OwnedPiece
-from labkit.precision.stand_ins import LOW, StandIns, fp32_of, take_what_was_written, value_of
+from labkit.precision.stand_ins import (
+    LOW,
+    StandIns,
+    fp32_gradient,
+    fp32_of,
+    take_what_was_written,
+    value_of,
+)
 
 CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
 
@@ -56,11 +63,12 @@ class MasterWeights(StandIns):
         for chunk in self._chunks():
             for p in chunk:
                 assert p.grad is not None
-                self._master[p].grad = p.grad.float() if p.dtype in LOW else p.grad
+                self._master[p].grad = fp32_gradient(p.grad, self.gradient_factor)
             self.inner.step()  # on those that have a gradient: this chunk's
             self._check_options_stayed()
             for p in chunk:
                 self._master[p].grad = None
+        self.gradient_factor = None
         self.after_load()
         return value
 
@@ -68,11 +76,13 @@ class MasterWeights(StandIns):
         """The parameters with gradients, some at a time: so their fp32 gradients are never all
         there at once."""
         chunk: list[torch.Tensor] = []
+        chunk_bytes = 0
         for p in (p for p in self._master if p.grad is not None):
             chunk.append(p)
-            if sum(self._master[x].nbytes for x in chunk) >= CHUNK_BYTES:
+            chunk_bytes += self._master[p].nbytes
+            if chunk_bytes >= CHUNK_BYTES:
                 yield chunk
-                chunk = []
+                chunk, chunk_bytes = [], 0
         if chunk:
             yield chunk
 

@@ -21,6 +21,14 @@ def fp32_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
+def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
+    """Of one in 16 bits a copy in fp32, times `factor` where there is one; another as it is."""
+    if gradient.dtype not in LOW:
+        return gradient
+    copied = gradient.float()
+    return copied if factor is None else copied.mul_(factor)
+
+
 def take_what_was_written(master: torch.Tensor, x: torch.Tensor) -> None:
     """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
@@ -31,6 +39,19 @@ class StandIns(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
+
+    # What gradients in 16 bits have yet to be multiplied by, in fp32, as the next step does it: a
+    # loss scaler sets it (labkit/precision/unscaling.py), and `clip_grad_norm` then clips by it.
+    gradient_factor: float | torch.Tensor | None = None
+
+    def own_gradients(self) -> list[torch.Tensor]:
+        """Those that this rank steps on, in the parameters' dtype, as they lie in memory."""
+        every = (p.grad for group in self.param_groups for p in group["params"])
+        return [gradient for gradient in every if gradient is not None]
+
+    def skip(self) -> None:
+        """In place of `step`, where gradients are inf or NaN: nothing is to be done with them."""
+        self.gradient_factor = None
 
     def _step_on(
         self,

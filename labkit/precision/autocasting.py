@@ -1,0 +1,207 @@
+"""autocast: the model stays in fp32, and each op runs in the type that is good for it.
+
+    weight  fp32 ── cast, once ──▶ bf16 ┐
+                                        linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
+    input   fp32 ── cast ────────▶ bf16 ┘  low             as it comes          fp32
+
+Before an op runs, its inputs are cast as the policy of its device says (op_policy.py). A cast is an
+op like others: autograd takes it back, and the gradient of an fp32 weight is fp32. A weight that
+several ops use is cast once in each region; the copy lives until the region ends. So a parameter
+takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and saves activations.
+
+torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
+call of a torch function. Calls that are written in Python themselves, as
+F.multi_head_attention_forward, are looked into. Into those in C++ we cannot look: `OF_PRODUCTS`
+names the usual ones, and nn.LSTM stays in fp32.
+
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from labkit.precision.op_policy import POLICIES
+from labkit.precision.stand_ins import LOW
+
+Casts = dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]]
+
+
+@contextmanager
+def autocast(
+    dtype: torch.dtype = torch.bfloat16, device_type: str | None = None, *, enabled: bool = True
+) -> Iterator[None]:
+    """Inside, torch's ops run in `dtype` or in fp32, by the policy of their device.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16.
+        device_type: only tensors there are cast, "cpu" or "cuda"; None: each op goes by the policy
+            of the device where it runs.
+        enabled: False: ops run in the types of their inputs, also inside another region.
+
+    Call `backward` outside: it runs in the types that forward took. labkit's `recompute` enters the
+    region again for the part of forward that it runs; what else does so needs a region of its own.
+
+    Raises ValueError for a type that autocast or the device cannot take.
+
+    >>> with autocast(torch.bfloat16):
+    ...     value = loss(model(batch.x), batch)
+    """
+    if enabled:
+        check_low_type(dtype, device_type)
+    around = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Casting)]
+    casts = around[-1].casts if around else {}
+    for one in around:
+        one.regions_inside += 1  # the innermost region alone decides
+    try:
+        with _Casting(dtype, device_type, enabled, casts):
+            yield
+    finally:
+        for one in around:
+            one.regions_inside -= 1
+
+
+class _Casting(TorchFunctionMode):
+    """Casts the inputs of each torch function that is called while it is on."""
+
+    def __init__(self, dtype: torch.dtype, device_type: str | None, enabled: bool, casts: Casts):
+        super().__init__()
+        self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
+        self.casts = casts  # of weights, shared with the regions inside
+        self.entered_again = partial(autocast, dtype, device_type, enabled=enabled)  # by recompute
+        self.regions_inside = 0  # regions that are open inside this one
+        self._open: list[Callable[..., Any]] = []  # functions that are being looked into
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.enabled or self.regions_inside:
+            return func(*args, **kwargs)
+        if isinstance(func, FunctionType) and func not in self._open:
+            return self._look_into(func, args, kwargs)
+        floats = [x for x in _tensors((args, kwargs)) if self._may_be_cast(x)]
+        if not floats or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        match POLICIES[floats[0].device.type].of(op := _name(func)):
+            case "low":
+                to = self.dtype
+            case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told
+                to = torch.float32
+            case "promote":
+                to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype
+            case "refused":
+                raise ValueError(
+                    f"{op} is not safe in {self.dtype}: what is near 1 becomes 1, and log(1 - 1) "
+                    "is infinite; use binary_cross_entropy_with_logits, before the sigmoid, or "
+                    "fp32 inputs inside autocast(enabled=False)"
+                )
+            case _:
+                return func(*args, **kwargs)
+        return func(*self._all_cast(args, to), **self._all_cast(kwargs, to))
+
+    def _look_into(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
+        """Run a function that is written in Python, and see what it calls."""
+        self._open.append(func)
+        try:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        finally:
+            self._open.pop()
+
+    def _may_be_cast(self, x: torch.Tensor) -> bool:
+        device = x.device.type
+        here = device in POLICIES and self.device_type in (None, device)
+        return here and x.is_floating_point() and x.dtype != torch.float64
+
+    def _all_cast(self, thing: Any, to: torch.dtype) -> Any:
+        """Each tensor in nested lists, tuples and dicts, cast."""
+        if isinstance(thing, torch.Tensor):
+            return self._cast(thing, to) if self._may_be_cast(thing) else thing
+        if type(thing) in (list, tuple):
+            return type(thing)(self._all_cast(x, to) for x in thing)
+        if type(thing) is dict:
+            return {key: self._all_cast(x, to) for key, x in thing.items()}
+        return thing
+
+    def _cast(self, x: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+        is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
+        if x.dtype == to or not is_weight or to == torch.float32:
+            return x.to(to)
+        # Written to, or first cast where no gradient was wanted, it is another copy.
+        key = (id(x), x._version, torch.is_grad_enabled(), to)
+        if key not in self.casts:
+            self.casts[key] = x, x.to(to)  # with x, so that its id stays its own
+        return self.casts[key][1]
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple)):
+        for x in thing:
+            yield from _tensors(x)
+    elif isinstance(thing, dict):
+        yield from _tensors(list(thing.values()))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """As the dispatcher has it: "matmul" for x @ y. In place (`exp_`) it keeps its underline, and
+    is on no list: the result must fit where x is."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+    return name.removeprefix("special_")
+
+
+@functools.cache
+def _opened(func: FunctionType) -> FunctionType:
+    """`func`, without its first question: whether a mode wants to see it as a whole."""
+    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    blind = {name: lambda *_: False for name in asked if name in func.__globals__}
+    copy = FunctionType(
+        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__,
+        func.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
+    """Raises ValueError for a type in which the device cannot run products."""
+    if device_type not in (None, *POLICIES):
+        raise ValueError(
+            f"autocast has no op policy for {device_type!r}; it has one for "
+            f"{' and one for '.join(map(repr, POLICIES))}"
+        )
+    if dtype not in LOW:
+        advice = "take torch.bfloat16, or torch.float16 with a GradScaler"
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            advice = (
+                "products of 8 bits need a scale for each tensor: labkit.use_fp8(model), and "
+                "torch.bfloat16 for autocast around it"
+            )
+        raise ValueError(f"autocast cannot run ops in {dtype}; {advice}")
+    device = device_type or "cpu"
+    if device == "cuda" and torch.cuda.is_available():
+        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(
+                f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability 8.0 has); "
+                "take torch.float16 with a GradScaler"
+            )
+    elif device == "cuda":
+        raise ValueError("there is no CUDA device here; leave device_type out, or take 'cpu'")
+    else:
+        one = torch.ones(1, 1, dtype=dtype)
+        try:
+            one @ one
+        except RuntimeError as error:
+            raise ValueError(
+                f"this CPU's torch has no products in {dtype}; take torch.bfloat16 ({error})"
+            ) from None

@@ -1,0 +1,93 @@
+"""The scale of a loss: it grows while all goes well, and backs off where something overflows.
+
+    scale
+      2^17 |                     ______x                x  inf or NaN: the step is skipped,
+      2^16 |______x             |      |_______            scale <- scale * backoff_factor
+      2^15 |      |_____________|                       |  growth_interval good steps in a row:
+           +-------------------------------- steps         scale <- scale * growth_factor
+
+What is best is just below overflow, and moves as training goes on: so it is tried out.
+
+Source: torch.amp.GradScaler, whose rule, rounding and state these are; Micikevicius et al., "Mixed
+Precision Training", arXiv 1710.03740, section 3.2, for the idea.
+"""
+
+from ctypes import c_float
+from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import Any
+
+HOPELESS_SKIPS = 20  # in a row, and the scale below 1: from 65536 it takes 17 to come there
+
+
+@dataclass
+class DynamicScale:
+    """Raises ValueError for a scale of 0 or less, and for factors that do not grow or shrink."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int = 0  # good steps since the scale was changed
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "scale": (0 < self.scale < inf, "finite and more than 0; 65536 is usual"),
+            "growth_factor": (1 < self.growth_factor < inf, "more than 1; 2 is usual"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1; 0.5 is usual"),
+            "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
+            "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
+        }
+        for name, (is_right, expected) in ranges.items():
+            if not is_right:
+                raise ValueError(f"GradScaler: {name}={getattr(self, name)}: {expected}")
+        self.scale = _fp32(self.scale)
+        self.skipped = self.skipped_in_a_row = 0  # steps
+
+    def after_step(self, skipped: bool) -> None:
+        """The scale for the next step."""
+        if skipped:
+            self.scale = _fp32(self.scale * self.backoff_factor)
+            self._growth_tracker = 0
+            self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+            return
+        self.skipped_in_a_row = 0
+        self._growth_tracker += 1
+        if self._growth_tracker >= self.growth_interval:
+            self._growth_tracker = 0
+            grown = _fp32(self.scale * self.growth_factor)
+            self.scale = grown if isfinite(grown) else self.scale
+
+    def check_hope(self) -> None:
+        """Raises ValueError where smaller and smaller scales have not helped."""
+        if self.skipped_in_a_row >= HOPELESS_SKIPS and self.scale < 1:
+            raise ValueError(
+                f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
+                f"is down to {self.scale:g}: gradients that are inf or NaN without any scale are "
+                "not its fault. Look for NaN in the weights: labkit.find_nonfinite(model, *batch); "
+                "go back to a checkpoint with a lower learning rate or clipped gradients, or train "
+                "in bfloat16"
+            )
+
+    # --- state: keys and values of torch.amp.GradScaler ---
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where it is no such state; then nothing has changed."""
+        known = [f.name for f in fields(self)]
+        if not isinstance(state, dict) or set(state) != set(known):
+            found = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
+            raise ValueError(
+                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this one "
+                f"has {found}"
+            )
+        loaded = DynamicScale(**state)
+        for name in known:
+            setattr(self, name, getattr(loaded, name))
+
+
+def _fp32(x: float) -> float:
+    """Rounded to fp32, or inf: torch keeps the scale in a tensor."""
+    return c_float(x).value

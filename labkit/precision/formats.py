@@ -1,0 +1,260 @@
+"""Number formats, from their bits.
+
+            s exponent fraction
+    fp16    0 01111    1000000000     = + 2^(15 - 15) × 1.1000000000 (binary) = 1.5
+
+    exponent field E, fraction field F of f bits, bias = half of the exponents, here 15:
+
+    E = 0           2^(1 - bias) × 0.F      zero, and the subnormals: equal steps down to zero
+    0 < E < top     2^(E - bias) × 1.F      normal: f + 1 bits that count
+    E = top         infinity where F = 0, else NaN
+                    (e4m3: numbers here too, no infinity, and only 1111 111 is NaN)
+
+The fields lie in this order so that the numbers are sorted as their patterns are: the next
+number is the next pattern, also from one exponent to the next. What is rounded up past 1.11...1
+carries into the exponent by itself.
+
+Arithmetic here is exact, on Python's integers and fractions, so that it is right for 128 bits, too;
+`rounded` (rounding.py) does the same to a tensor, fast.
+
+Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
+even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (80 bits of the x87);
+Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1 (e4m3, e5m2);
+NVIDIA, "A100 Tensor Core GPU Architecture", 2020 (tf32: the range of fp32, the fraction of fp16;
+a GPU may round its ties away from zero, as PTX's cvt.rna does).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+
+Exact = Fraction | float  # a fraction; -0.0, inf and nan, which no fraction can be, as floats
+
+
+class Fields(NamedTuple):
+    """What stands in a pattern. `leading` is the bit before the point: stored in x87, else 1
+    where the exponent is above 0."""
+
+    sign: int
+    exponent: int
+    leading: int
+    fraction: int
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format: one sign bit, then exponent, then fraction.
+
+    infinities       the highest exponent is kept for infinities and NaNs; without, it has numbers,
+                     and the pattern of all ones is the only NaN
+    leading_bit      the bit before the point is stored, as in x87
+    dtype            torch's, if it has this format
+    """
+
+    name: str
+    exponent_bits: int
+    fraction_bits: int
+    dtype: torch.dtype | None = None
+    infinities: bool = True
+    leading_bit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exponent_bits < 2 or self.fraction_bits < 1:
+            raise ValueError(
+                f"Format {self.name!r}: {self.exponent_bits} exponent bits and "
+                f"{self.fraction_bits} fraction bits; give at least 2 and 1"
+            )
+
+    # ---- what it can hold
+
+    @property
+    def width_bits(self) -> int:
+        return 1 + self.exponent_bits + self.leading_bit + self.fraction_bits
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Of the normal numbers, and of the subnormals below them."""
+        return 1 - self.bias
+
+    @property
+    def epsilon(self) -> Fraction:
+        """The step from 1 to the next number."""
+        return Fraction(1, 2**self.fraction_bits)
+
+    @property
+    def largest(self) -> Fraction:
+        return self.number(self._largest_rank)
+
+    @property
+    def smallest_normal(self) -> Fraction:
+        return Fraction(1, 2**-self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> Fraction:
+        return self.smallest_normal * self.epsilon
+
+    @property
+    def count(self) -> int:
+        """How many different finite numbers there are; +0 and -0 are one."""
+        return 2 * self._largest_rank + 1
+
+    def ulp(self, value: Exact | int) -> Fraction:
+        """The step at `value`: from one number to the next where it lies (unit in the last place).
+        Raises ValueError where there is none, beyond the largest number."""
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not finite or abs(Fraction(value)) > self.largest:
+            largest = decimal(self.largest)
+            raise ValueError(f"{self.name} has no step at {value}: its numbers end at {largest}")
+        return Fraction(2) ** (self._exponent(abs(Fraction(value))) - self.fraction_bits)
+
+    def numbers(self) -> Iterator[Fraction]:
+        """All finite numbers from 0 up. There are `count` // 2 + 1 of them: try fp8."""
+        return map(self.number, range(self._largest_rank + 1))
+
+    # ---- bits to number
+
+    def fields(self, bits: int) -> Fields:
+        """Cut a pattern. Raises ValueError for one that is too long."""
+        if not 0 <= bits < 2**self.width_bits:
+            raise ValueError(
+                f"{bits:#x} is no pattern of {self.name}: it has {self.width_bits} bits, so "
+                f"0 to {2**self.width_bits - 1:#x}"
+            )
+        rest, fraction = divmod(bits, 2**self.fraction_bits)
+        if self.leading_bit:
+            rest, leading = divmod(rest, 2)
+        sign, exponent = divmod(rest, 2**self.exponent_bits)
+        return Fields(sign, exponent, leading if self.leading_bit else int(exponent > 0), fraction)
+
+    def kind(self, bits: int) -> str:
+        """ "zero", "subnormal", "normal", "infinity" or "nan"."""
+        _, exponent, leading, fraction = self.fields(bits)
+        if exponent == 2**self.exponent_bits - 1:
+            if self.infinities:
+                return "infinity" if leading and not fraction else "nan"
+            if fraction == 2**self.fraction_bits - 1:
+                return "nan"
+        if leading:
+            return "normal"
+        if exponent:
+            return "nan"  # only in x87: an exponent without its leading bit is an invalid operand
+        return "subnormal" if fraction else "zero"
+
+    def decode(self, bits: int) -> Exact:
+        """The number of a pattern, exactly."""
+        sign, exponent, leading, fraction = self.fields(bits)
+        match self.kind(bits):
+            case "nan":
+                return math.nan
+            case "infinity":
+                return -math.inf if sign else math.inf
+            case "zero" if sign:
+                return -0.0
+        significand = leading * 2**self.fraction_bits + fraction  # a whole number of steps
+        step = Fraction(2) ** (max(exponent, 1) - self.bias - self.fraction_bits)
+        return (-1) ** sign * significand * step
+
+    # ---- number to bits
+
+    def encode(self, value: Exact | int, saturate: bool | None = None) -> int:
+        """The pattern of the nearest number; of two that are as near, of the even one.
+
+        What is rounded past the largest number becomes, with `saturate`, the largest; without, the
+        next pattern, which is infinity, or NaN where there is none. If not said, a format saturates
+        where it has no infinity (as torch's e4m3 since 2.12; before, torch made NaN of it).
+        """
+        sign = int(math.copysign(1.0, value) < 0 if isinstance(value, float) else value < 0)
+        beyond = self._largest_rank + (0 if self._saturates(saturate) else 1)
+        if not isinstance(value, float) or math.isfinite(value):
+            return self._bits(sign, min(self.rank(abs(Fraction(value))), beyond))
+        return self._bits(0, self._nan_rank) if math.isnan(value) else self._bits(sign, beyond)
+
+    def round(self, value: Exact | int, saturate: bool | None = None) -> Exact:
+        """The nearest number of this format; see `encode`."""
+        return self.decode(self.encode(value, saturate))
+
+    def _saturates(self, asked: bool | None) -> bool:
+        return not self.infinities if asked is None else asked
+
+    # ---- numbers from 0 up have a rank: their pattern without sign and leading bit
+
+    @property
+    def _largest_rank(self) -> int:
+        ones = 2 ** (self.exponent_bits + self.fraction_bits) - 1
+        return ones - (2**self.fraction_bits if self.infinities else 1)
+
+    @property
+    def _nan_rank(self) -> int:
+        quiet = 2 ** (self.fraction_bits - 1)  # the first bit of the fraction: a quiet NaN
+        return self._largest_rank + 1 + (quiet if self.infinities else 0)
+
+    def rank(self, size: Fraction) -> int:
+        """Of the number nearest to `size` >= 0; also of those that would lie past the largest."""
+        exponent = self._exponent(size)
+        steps = round(size / Fraction(2) ** (exponent - self.fraction_bits))  # halves: to even
+        return (exponent - self.min_exponent) * 2**self.fraction_bits + steps
+
+    def number(self, rank: int) -> Fraction:
+        """The `rank`-th number from 0 up."""
+        exponent, fraction = divmod(rank, 2**self.fraction_bits)
+        significand = fraction + (2**self.fraction_bits if exponent else 0)
+        return significand * self.smallest_subnormal * 2 ** max(0, exponent - 1)
+
+    def _exponent(self, size: Fraction) -> int:
+        """Of the step at `size`: below the normal numbers it stays what it is."""
+        return max(floor_log2(size), self.min_exponent) if size else self.min_exponent
+
+    def _bits(self, sign: int, rank: int) -> int:
+        exponent, fraction = divmod(rank, 2**self.fraction_bits)
+        if self.leading_bit:
+            exponent = exponent * 2 + (exponent > 0)
+        return (sign << (self.width_bits - 1)) + exponent * 2**self.fraction_bits + fraction
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        Format("binary128", 15, 112),
+        Format("x87", 15, 63, leading_bit=True),
+        Format("fp64", 11, 52, torch.float64),
+        Format("fp32", 8, 23, torch.float32),
+        Format("tf32", 8, 10),  # what a multiplier looks at; in memory it is fp32
+        Format("bf16", 8, 7, torch.bfloat16),
+        Format("fp16", 5, 10, torch.float16),
+        Format("e5m2", 5, 2, torch.float8_e5m2),
+        Format("e4m3", 4, 3, torch.float8_e4m3fn, infinities=False),
+    )
+}
+
+
+def format_of(one: Format | str) -> Format:
+    """By its name. Raises ValueError, with the names there are."""
+    if isinstance(one, str) and one not in FORMATS:
+        raise ValueError(f"no format is named {one!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[one] if isinstance(one, str) else one
+
+
+def floor_log2(size: Fraction) -> int:
+    """The exponent e with 2^e <= size < 2^(e+1)."""
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    return exponent if size >= Fraction(2) ** exponent else exponent - 1
+
+
+def decimal(value: Exact | int, digits: int = 4) -> str:
+    """A number as it is written, also beyond the range of Python's floats: "1.19e+4932"."""
+    if isinstance(value, float) and (not math.isfinite(value) or not value):
+        return f"{value:g}"
+    exact = Fraction(value)
+    with localcontext() as context:
+        context.prec = digits
+        short = (Decimal(exact.numerator) / Decimal(exact.denominator)).normalize()
+    return f"{short:f}" if -5 < short.adjusted() < max(digits, 4) else f"{short:e}"

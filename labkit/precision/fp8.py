@@ -1,0 +1,194 @@
+"""Matrix products in 8 bits, each tensor with a scale of its own.
+
+    x [m, k] ── · s_x ── e4m3 ┐
+                              ├── product, added up in fp32 ── / (s_x s_w) ──▶ y [m, n]
+    w [n, k] ── · s_w ── e4m3 ┘
+
+    forward    y  = x  wᵀ    e4m3 · e4m3
+    backward   dx = g  w     e5m2 · e4m3      g = dL/dy, [m, n]
+               dw = gᵀ x     e5m2 · e4m3
+
+    e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of a number
+    e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need the range more than the digits
+
+8 bits have so little range that a tensor fits only when it is scaled to it: s = 2^⌊log2(max/amax)⌋,
+with amax its largest magnitude; a power of two, which rounds nothing by itself. To know amax a
+tensor must be read before it is cast. *Delayed* scaling takes the largest amax of the last steps
+instead, and what then is too large becomes the format's largest number.
+
+A GPU of compute capability 8.9 or more multiplies 8 bits (`torch._scaled_mm`). Elsewhere the same
+is simulated: values are rounded to 8 bits, and their product is taken in fp32. Kept for backward:
+x and w in 1 byte each.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
+scaling: Transformer Engine, `DelayedScaling`.
+"""
+
+import fnmatch
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.precision.autocasting import autocast
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CAPABILITY = (8, 9)  # compute capability from which a GPU multiplies 8 bits
+TILE = 16  # sizes that torch._scaled_mm takes are multiples of it
+
+
+class Scaled(nn.Module):
+    """Casts tensors of one role to `dtype`, 8 bits, by their amax or by that of the last calls.
+
+    history: 0: by the amax of the tensor itself; n: by the largest of the n calls before. It is
+    not in the state_dict: after loading, the first call goes by its own amax.
+    """
+
+    def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
+        super().__init__()
+        self.dtype, self.most = dtype, torch.finfo(dtype).max
+        self.amaxes: Tensor
+        self.register_buffer("amaxes", torch.zeros(history), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x of any shape -> x · s in 8 bits, and s, a scalar in fp32."""
+        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        scale = self.scale_of(self._expected(amax))
+        scaled = (x.float() * scale).clamp(-self.most, self.most)
+        # The cast must not hide from a loss scaler what has overflowed.
+        return torch.where(x.isinf(), torch.nan, scaled).to(self.dtype), scale
+
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The power of two that takes amax as close to the format's largest number as it goes."""
+        scale = torch.exp2(torch.floor(torch.log2(self.most / amax)))
+        usable = (amax > 0) & torch.isfinite(amax) & torch.isfinite(scale)
+        return torch.where(usable, scale, torch.ones_like(amax))
+
+    def _expected(self, amax: Tensor) -> Tensor:
+        if not len(self.amaxes):
+            return amax
+        before = self.amaxes.amax()
+        if self.training:
+            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would stay for n calls
+            self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
+        return torch.where(before > 0, before, amax)
+
+
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
+    """a [m, k] and b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`, added up in fp32.
+
+    simulate: in fp32, on any device; False: by the GPU's own products of 8 bits.
+    """
+    if simulate:
+        return (a.float() @ b.float() / scale).to(dtype)
+    m, n = a.shape[0], b.shape[1]
+    a = F.pad(a.view(torch.uint8), _to_tiles(a)).view(a.dtype)
+    b = F.pad(b.view(torch.uint8), _to_tiles(b)).view(b.dtype)
+    columns = b.t().contiguous().t()  # the kernel wants b column by column
+    one = torch.ones_like(scale)
+    y = torch._scaled_mm(a.contiguous(), columns, 1 / scale, one, out_dtype=torch.float32)
+    return y[:m, :n].to(dtype)
+
+
+def _to_tiles(x: Tensor) -> tuple[int, int, int, int]:
+    return (0, -x.shape[1] % TILE, 0, -x.shape[0] % TILE)
+
+
+class _Product(torch.autograd.Function):
+    """x [m, k], w [n, k] -> x wᵀ [m, n]; both gradients are products of 8 bits, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear") -> Tensor:
+        (x8, s_x), (w8, s_w) = layer.cast_x(x), layer.cast_w(w)
+        ctx.save_for_backward(x8, w8, s_x, s_w)
+        ctx.layer, ctx.dtypes = layer, (x.dtype, w.dtype)
+        return fp8_product(x8, w8.t(), s_x * s_w, x.dtype, layer.simulate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
+        g8, s_g = ctx.layer.cast_g(gradients[0])
+        dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
+        dw = fp8_product(g8.t(), x8, s_g * s_x, ctx.dtypes[1], simulate)
+        return dx, dw, None
+
+
+class Fp8Linear(nn.Module):
+    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n], of x's type.
+
+    It has the Linear's own parameters, in the types they have; bias and gradients are as they were.
+
+    Args:
+        linear: whose parameters it takes.
+        history: 0: each tensor is scaled by its own amax; n: by the largest of n calls before.
+        simulate: round to 8 bits and multiply in fp32; None: where the device needs it, a CPU.
+
+    Raises ValueError for a GPU that cannot multiply 8 bits, unless `simulate`.
+    """
+
+    def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        device = linear.weight.device
+        self.simulate = device.type != "cuda" if simulate is None else simulate
+        check_has_fp8(device, self.simulate)
+        self.cast_x = Scaled(E4M3, history).to(device)
+        self.cast_w = Scaled(E4M3, history).to(device)
+        self.cast_g = Scaled(E5M2, history).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast(enabled=False), torch.autocast(x.device.type, enabled=False):
+            rows = x.reshape(-1, self.in_features)
+            y = _Product.apply(rows, self.weight, self).view(*x.shape[:-1], self.out_features)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        how = "simulated" if self.simulate else "torch._scaled_mm"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {how}"
+
+
+def check_has_fp8(device: torch.device, simulate: bool) -> None:
+    """Raises ValueError where 8 bits are to be multiplied on a device that cannot."""
+    if simulate:
+        return
+    if device.type != "cuda":
+        raise ValueError(
+            f"torch multiplies 8 bits on CUDA devices only, not on {device}; take simulate=True"
+        )
+    if (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {has[0]}.{has[1]}; "
+            f"products of 8 bits need {CAPABILITY[0]}.{CAPABILITY[1]}: take bfloat16 (autocast), "
+            "or simulate=True, which rounds the same and is slower"
+        )
+
+
+def use_fp8(
+    model: nn.Module, only: str = "*", history: int = 0, simulate: bool | None = None
+) -> list[str]:
+    """Put an Fp8Linear in the place of each nn.Linear of `model` whose name fits the pattern
+    `only`; return the names. Usual is to leave the first and last layers as they are.
+
+    Parameters stay the same objects, so an optimizer made before still holds them.
+    Raises ValueError where no linear layer fits.
+
+    >>> use_fp8(model, only="blocks.*")
+    """
+    found = [
+        name
+        for name, module in model.named_modules()
+        if name and type(module) is nn.Linear and fnmatch.fnmatchcase(name, only)
+    ]
+    if not found:
+        names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        raise ValueError(
+            f"no nn.Linear of {type(model).__name__} has a name like {only!r}; it has {names[:8]}"
+        )
+    for name in found:
+        parent, _, last = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        setattr(model.get_submodule(parent), last, Fp8Linear(linear, history, simulate))
+    return found

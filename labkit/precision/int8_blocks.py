@@ -1,0 +1,85 @@
+"""Int8 blocks: one byte a number, and one scale for each block of numbers.
+
+    x           0.02  -0.50   0.13   0.31  |  7.00  -1.20   3.30   0.04      fp32, 4 bytes each
+    absmax      0.50                       |  7.00                           fp32, one a block
+    q              5   -127     33     79  |   127    -22     60      1      int8
+    q · absmax / 127
+
+    step in a block = absmax / 127        error <= half a step = absmax / 254
+    bytes = numel + 4 · ceil(numel / block)
+
+An int8 has equal steps, so what is small beside the largest number of its block is lost. A scale
+for each small block keeps an outlier from spoiling all the others; the price is 4 bytes a block.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, section
+2; "LLM.int8()", arXiv 2208.07339, section 2.1 (absmax); Wang et al., "ZeRO++", arXiv 2306.10209,
+section 3.1 (weights travel so).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+LEVELS = 127  # -127 to 127: -128 is not used, so that the steps lie alike on both sides
+
+
+class Quantized(NamedTuple):
+    """`q`: int8, in the shape of what was encoded. `absmax`: fp32 [blocks]."""
+
+    q: torch.Tensor
+    absmax: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.absmax.nbytes
+
+
+@dataclass(frozen=True)
+class Int8Blocks:
+    """Blocks of `block` numbers in the flat order of a tensor; the last may be shorter."""
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"Int8Blocks(block={self.block}): a block has at least 1 number")
+
+    def nbytes(self, numel: int) -> int:
+        return numel + 4 * -(-numel // self.block)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        """From one level to the next, for each number of `x`: [*x.shape], fp32."""
+        return self._of_numbers(self._absmax(x), x.shape) / LEVELS
+
+    def encode(self, x: torch.Tensor) -> Quantized:
+        """To the nearest level, ties to even. A block with a NaN or an infinity has the scale NaN,
+        and is NaN from then on: it does not pass for numbers."""
+        if not x.is_floating_point():
+            raise ValueError(
+                f"Int8Blocks.encode({x.dtype}): floating-point tensors only; x.float()"
+            )
+        absmax = self._absmax(x)
+        scale = self._of_numbers(absmax, x.shape)
+        levels = torch.where(scale > 0, x.float() / scale, 0.0) * LEVELS  # NaN > 0 is false
+        return Quantized(levels.round().to(torch.int8), absmax)
+
+    def decode(self, quantized: Quantized) -> torch.Tensor:
+        """fp32, in the shape of `q`."""
+        q, absmax = quantized
+        return q.float() / LEVELS * self._of_numbers(absmax, q.shape)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """What is left of `x`, in its own dtype."""
+        return self.decode(self.encode(x)).to(x.dtype)
+
+    def _absmax(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.detach().float().reshape(-1)
+        blocks = pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
+        absmax = blocks.abs().amax(dim=1) if len(flat) else flat
+        return torch.where(absmax.isfinite(), absmax, torch.nan)
+
+    def _of_numbers(self, of_blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What holds for a block, at each of its numbers."""
+        return of_blocks.repeat_interleave(self.block)[: shape.numel()].view(shape)

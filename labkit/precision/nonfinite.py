@@ -1,0 +1,99 @@
+"""Where NaN or inf begins: in the batch, in a parameter, or in the forward of a module.
+
+    batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
+      ?          ?           ?          ?        ?
+
+NaN spreads: what is computed with it is NaN, too. So what counts is the first place, in the order
+in which forward comes to them. A backward spreads it to all gradients, where nothing is to be seen
+any more, and a loss scaler that only skips steps would skip for ever.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
+    """Where `model(*args, **kwargs)` first meets NaN or inf, in a sentence; None where nowhere.
+
+    Arguments are looked at first, then parameters and buffers, then what modules are given and
+    what they make, as forward comes to them: it runs once, without gradients. Under a strategy
+    every rank calls this, and is told of what it holds. A -inf in arguments and buffers is taken
+    for a mask.
+
+    >>> find_nonfinite(model, tokens)
+    'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
+    """
+    found: list[str] = []
+    given = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
+    for name, x in given.items():
+        if told := _told(x, masks=True):
+            found.append(f"{name} of the model {told}; look at the batch, not at the training")
+    for name, x in model.named_parameters():
+        if told := _told(x):
+            found.append(
+                f"the parameter {name} {told}; an earlier step has written it: go back to a "
+                "checkpoint, and look at the gradients and the learning rate of the steps after it"
+            )
+    for name, x in model.named_buffers():
+        if told := _told(x, masks=True):
+            found.append(f"the buffer {name} {told}; make it anew, or go back to a checkpoint")
+    parts = model.named_modules()
+    hooks = [part.register_forward_hook(partial(_look, found, name)) for name, part in parts]
+    try:
+        model(*args, **kwargs)  # in any case: other ranks may need this one for it
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _look(found: list[str], name: str, module: nn.Module, args: Any, output: Any) -> None:
+    """A hook behind each forward; a module's parts come before it."""
+    if found:
+        return
+    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    if told := _told(args, masks=True):
+        found.append(
+            f"the input of {where} {told}; no module has made it: look at what is computed between "
+            f"the call of {where} and that of the module before"
+        )
+    elif told := _told(output):
+        found.append(
+            f"the output of {where} {told}; input and parameters are finite: it divides by 0, or "
+            f"has left the range of its dtype{_range_of(output)}"
+        )
+
+
+def _range_of(output: Any) -> str:
+    kinds = {x.dtype for x in _tensors(output) if x.is_floating_point()}
+    return "".join(
+        f" ({str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.3g})"
+        for kind in sorted(kinds, key=str)
+    )
+
+
+def _told(given: Any, masks: bool = False) -> str:
+    """What of the first bad tensor is not finite, in words; of masks, -inf is meant."""
+    for x in (x for x in _tensors(given) if x.is_floating_point()):
+        bad = x.isnan() | (x.isposinf() if masks else x.isinf())
+        if count := int(bad.sum()):
+            kinds = {"NaN": x.isnan(), "inf": bad & x.isinf()}
+            names = " or ".join(kind for kind, which in kinds.items() if which.any())
+            first = bad.nonzero()[0].tolist()
+            return f"has {count} {names} among {x.numel()} numbers, the first at {first}"
+    return ""
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))
+    elif isinstance(x, (list, tuple)):
+        for one in x:
+            yield from _tensors(one)

@@ -1,0 +1,113 @@
+"""Which ops autocast runs in which type: three lists for each kind of device.
+
+    low       products: nearly all of the work, for which a GPU has tensor cores in 16 bits. They
+              add up in fp32 inside, whatever their inputs are.
+    fp32      what leaves the range of fp16 (exp, pow, sums, norms), or loses what matters when it
+              is rounded (losses): little of the work.
+    promote   inputs of several types become the widest of them.
+    others    run in the type of their inputs: gelu, dropout, reshape, indexing.
+
+The lists are torch's own (aten/src/ATen/autocast_mode.cpp and autocast_mode.h), which differ by
+device. Where it matters:
+
+    op                                    cpu             cuda
+    softmax, log_softmax                  as it comes     fp32
+    layer_norm, group_norm, rms_norm      as it comes     fp32
+    exp, log, pow, sum, cumsum, norm      as it comes     fp32
+    mv, addmv, rnn cells                  as it comes     low
+    FFTs, matrix decompositions           fp32            as it comes
+    cat, stack                            promote         as it comes (torch promotes by itself)
+    binary_cross_entropy                  fp32            refused: log(0) is near in fp16
+
+"As it comes" serves bf16, which is the CPU's type: its range is that of fp32, and torch's kernels
+of softmax and layer_norm compute in fp32 inside. The GPU's lists were made for fp16, whose largest
+number, 65504, exp(12) exceeds.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OpPolicy:
+    """Names of ops as torch's dispatcher has them, without "aten::" and the overload."""
+
+    low: frozenset[str]
+    fp32: frozenset[str]
+    promote: frozenset[str]
+    refused: frozenset[str] = frozenset()
+
+    def of(self, op: str) -> str:
+        """ "low", "fp32", "promote", "refused", or "as it comes"."""
+        for name in ("low", "fp32", "promote", "refused"):
+            if op in getattr(self, name):
+                return name
+        return "as it comes"
+
+
+def _ops(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PRODUCTS = _ops("""
+    linear matmul mm bmm addmm addbmm baddbmm linalg_vecdot prelu scaled_dot_product_attention
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
+""")
+# One call in Python, products inside: torch's autocast sees these, we see the call.
+OF_PRODUCTS = _ops("einsum chain_matmul linalg_multi_dot")
+
+LOSSES = _ops("""
+    mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss
+    nll_loss nll_loss2d nll_loss_nd cross_entropy_loss binary_cross_entropy_with_logits
+    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss
+""")  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss is made of it
+
+CPU = OpPolicy(
+    low=PRODUCTS
+    | OF_PRODUCTS
+    | _ops("tensordot _addmm_activation mkldnn_rnn_layer _native_multi_head_attention"),
+    fp32=LOSSES
+    | _ops("""
+    binary_cross_entropy ctc_loss multilabel_margin_loss_forward prod trace quantile nanquantile
+    cdist polar view_as_complex stft fake_quantize_per_tensor_affine
+    avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d adaptive_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d
+    grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+    fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2
+    fft_rfftn fft_irfftn fft_hfft fft_ihfft
+    cholesky cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf qr svd
+    triangular_solve _lu_with_info linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky
+    linalg_cholesky_ex linalg_svd linalg_svdvals linalg_eig linalg_eigh linalg_eigvals
+    linalg_eigvalsh linalg_inv linalg_inv_ex linalg_qr linalg_lstsq linalg_householder_product
+    linalg_tensorinv linalg_tensorsolve
+    """),
+    promote=_ops("cat stack index_copy"),
+)
+
+CUDA = OpPolicy(
+    low=PRODUCTS
+    | OF_PRODUCTS
+    | _ops("""
+    mv addmv addr convolution cudnn_convolution cudnn_convolution_transpose
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    _scaled_dot_product_flash_attention
+    """),
+    fp32=LOSSES
+    | _ops("""
+    softmax log_softmax layer_norm native_layer_norm group_norm rms_norm
+    exp expm1 log log10 log1p log2 pow reciprocal rsqrt softplus logsumexp
+    sum prod cumsum cumprod norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm
+    linalg_norm acos asin cosh sinh tan erfinv cosine_similarity dist pdist cdist renorm
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+    """),  # linalg_norm is made of linalg_vector_norm and linalg_matrix_norm
+    promote=_ops("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """),
+    refused=_ops("binary_cross_entropy"),
+)
+
+POLICIES = {"cpu": CPU, "cuda": CUDA}

@@ -1,0 +1,271 @@
+"""Loss scaling: small gradients are kept out of fp16's underflow, and all ranks agree on a step.
+
+fp16 has nothing below 2^-24, and many gradients are smaller. The loss is multiplied by a scale S
+before backward, which multiplies every gradient by S; it is taken out again in fp32:
+
+    loss * S -> backward -> gradients * S (fp16) -> / S (fp32) -> clip -> step
+                                              \\
+                                               inf or NaN?   skip the step, S <- S / 2
+                                               N steps well?                S <- S * 2
+
+S is as large as it can be: it grows until something overflows, and such a step is not taken.
+
+    each rank holds   S and one count
+    travels           one number, 4 bytes, from each rank and step: all-reduce, max
+
+        rank 0   gradients finite     S  \\
+        rank 1   one is inf         inf   >  max = inf: all ranks skip
+        rank 2   has no gradient      0  /
+
+The number must travel: under ZeRO a rank sees only its pieces, and one that decided alone would
+skip a step that the others take. Under DDP an inf reaches all ranks with the averages, and they
+would agree even so; tensor and pipeline parallel ranks would not.
+
+Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
+growth and back-off: torch.amp.GradScaler, whose methods and state these are.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from labkit.comm import Comm
+from labkit.precision.dynamic_scale import DynamicScale
+from labkit.precision.stand_ins import StandIns
+from labkit.precision.unscaling import (
+    Trained,
+    check_not_clipped,
+    check_owner,
+    forget_clipped,
+    parameters_of,
+    still_scaled,
+    unscale,
+)
+
+Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
+
+
+@dataclass
+class Turn:
+    """What is known of some gradients between `unscale_` and `update`."""
+
+    parameters: set[torch.Tensor]
+    number: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
+    still_scaled: list[tuple[int, int]]  # 16-bit gradients that an optimizer unscales in its step
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    decided: float | None = None  # `number`, once it has been waited for
+
+
+class GradScaler:
+    """`torch.amp.GradScaler`, whose decision to skip a step all ranks take together.
+
+    >>> scaler.scale(loss).backward()
+    >>> scaler.unscale_(optimizer)            # only where gradients are clipped or looked at
+    >>> clip_grad_norm(optimizer, 1.0)
+    >>> scaler.step(optimizer)                # or not, where a gradient is inf or NaN
+    >>> scaler.update()
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        comm: the ranks that take the same steps, as an axis of the mesh; all by default. A process
+            that is no rank decides alone.
+        skip_bad_losses: where the loss was inf or NaN before it was scaled, skip the step silently,
+            as torch does. Otherwise `step` says so: a smaller scale cannot help there.
+
+    Takes torch's optimizers on fp32 weights (also on ZeRO3's shards), MasterWeights, ZeroOptimizer.
+    All ranks of `comm` call `unscale_`, `step` and `update` alike; a rank without a loss (a stage
+    of a pipeline) calls `scale(torch.zeros(()))` in its stead.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        comm: Comm | None = None,
+        *,
+        skip_bad_losses: bool = False,
+    ):
+        self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
+        self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
+        self.comm = comm or _all_ranks()
+        self._losses: list[torch.Tensor] = []  # since the last update, as they were
+        self._turns: list[Turn] = []
+
+    # --- a step ---
+
+    def scale(self, outputs: Outputs) -> Outputs:
+        """The loss, or a list or tuple of tensors, times the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(self.scale(x) for x in outputs)
+        if not isinstance(outputs, torch.Tensor):
+            raise ValueError(
+                f"scale({type(outputs).__name__}): the loss is a tensor, or a list or tuple of some"
+            )
+        was = outputs.detach()  # one number is kept, and looked at where a step is skipped
+        self._losses.append(was if was.numel() < 2 else was.abs().amax())
+        # By a tensor of shape (), as torch does: by a float, a loss in fp16 would stay in fp16.
+        return outputs * torch.full((), self._now.scale, device=was.device, dtype=torch.float32)
+
+    @torch.no_grad()
+    def unscale_(self, trained: Trained) -> None:
+        """Divide the gradients of an optimizer, or of a model, by the scale; once, after the last
+        backward of a step. Gradients in 16 bits (MasterWeights, ZeroOptimizer) stay as they are
+        until the step: clip them with `clip_grad_norm(optimizer, ...)`, which knows.
+
+        Raises ValueError where they are not scaled, unscaled already, or have been clipped.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("unscale_")
+        parameters = parameters_of(trained)
+        if any(not turn.parameters.isdisjoint(parameters) for turn in self._turns):
+            raise ValueError(
+                "GradScaler.unscale_: these gradients have been unscaled since the last update(); "
+                "call unscale_ once for an optimizer, after the last backward of a step"
+            )
+        check_owner(trained, self.comm)
+        check_not_clipped(trained, self._now.scale)
+        found = unscale(trained, self._now.scale)
+        device = found.device if found is not None else parameters[0].device
+        number = torch.full((), 0.0 if found is None else self._now.scale, device=device)
+        if found is not None:
+            number.masked_fill_(found > 0, torch.inf)
+        if self.comm is not None:
+            self.comm.all_reduce(number, "max")
+        self._turns.append(Turn({*parameters}, number, still_scaled(trained)))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale, if `unscale_` has not been called, and step where all gradients of all ranks are
+        finite; returns what `optimizer.step` does, None where it is skipped.
+
+        Raises ValueError on a second step before `update`; where gradients are missing, or have
+        been changed while 16 bits wide and scaled; where the ranks have different scales; and where
+        the loss itself was inf or NaN (see `skip_bad_losses`): then the step has been skipped.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or kwargs.get("closure"):
+            raise ValueError("GradScaler.step: a closure would make gradients that nobody unscales")
+        self._check_scaled("step")
+        turn = self._turn_of(optimizer)
+        if any(optimizer is one for one in turn.stepped):
+            raise ValueError(
+                "GradScaler.step: this optimizer has stepped since the last update(); call "
+                "scaler.update() once, at the end of each step"
+            )
+        if turn.still_scaled and turn.still_scaled != still_scaled(optimizer):
+            raise ValueError(
+                f"GradScaler: gradients of {type(optimizer).__name__} in 16 bits were changed "
+                "after unscale_. They stay scaled until the step, which unscales them in float32; "
+                "clipping by the model, or torch's clip_grad_norm_, takes them for too large. Use "
+                "labkit's clip_grad_norm(optimizer, max_norm)"
+            )
+        turn.stepped.append(optimizer)
+        forget_clipped(optimizer)
+        if not self._must_skip(turn):
+            return optimizer.step(**kwargs)
+        if isinstance(optimizer, StandIns):
+            optimizer.skip()
+        self._check_losses()
+        return None
+
+    def update(self, new_scale: float | None = None) -> None:
+        """At the end of a step: the scale for the next one, or `new_scale`.
+
+        Raises ValueError without a step, and where the scale has come below 1 by 20 skipped steps
+        or more in a row: then it is not the scale that makes gradients inf.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
+        elif self._turns:
+            self._now.after_step(skipped=any([self._must_skip(turn) for turn in self._turns]))
+        else:
+            raise ValueError("GradScaler.update: no step since the last one; call step before")
+        self._turns, self._losses = [], []
+        self._now.check_hope()
+
+    # --- the decision ---
+
+    def _turn_of(self, optimizer: torch.optim.Optimizer) -> Turn:
+        """That of the optimizer, or of the model that it trains, where `unscale_` was called."""
+        parameters = {*parameters_of(optimizer)}
+        for turn in self._turns:
+            if parameters <= turn.parameters:
+                return turn
+        self.unscale_(optimizer)  # an error where that was done for some of them
+        return self._turns[-1]
+
+    def _must_skip(self, turn: Turn) -> bool:
+        """Whether a rank has found inf or NaN: what a step waits for."""
+        if turn.decided is None:
+            turn.decided = turn.number.item()
+        number = turn.decided
+        if number == 0:
+            raise ValueError(
+                "GradScaler: no parameter of this optimizer has a gradient, on any rank; call "
+                "scaler.scale(loss).backward() before, and zero_grad() after the step"
+            )
+        if number not in (self._now.scale, torch.inf):
+            raise ValueError(
+                f"GradScaler: the scale is {self._now.scale:g} on this rank and {number:g} on "
+                "another; make the scaler alike, and load the same state, on every rank"
+            )
+        return number == torch.inf
+
+    # --- bad input ---
+
+    def _check_scaled(self, method: str) -> None:
+        if not self._losses:
+            raise ValueError(
+                f"GradScaler.{method}: nothing has been scaled since the last update(); call "
+                "scaler.scale(loss).backward() instead of loss.backward()"
+            )
+
+    def _check_losses(self) -> None:
+        """A step is skipped: is the scale at fault?"""
+        bad = [x for x in self._losses if not torch.isfinite(x).all()]
+        if bad and not self.skip_bad_losses:
+            raise ValueError(
+                f"GradScaler: the loss was {bad[0].item()} before it was scaled: not the scale is "
+                "at fault, but NaN or inf in the batch or the weights, or a forward that "
+                "overflows. labkit.find_nonfinite(model, *batch) names where it begins. The step "
+                "was skipped, on all ranks; GradScaler(skip_bad_losses=True) does so silently"
+            )
+
+    # --- state ---
+
+    def get_scale(self) -> float:
+        return self._now.scale if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    @property
+    def skipped(self) -> int:
+        """Steps, since the scaler was made."""
+        return self._now.skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of torch.amp.GradScaler; the same on all ranks, so it may be saved with
+        `save_checkpoint(..., extra=...)`. Empty where the scaler is not enabled."""
+        return self._now.state_dict() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take such a state, or torch's, on all ranks. Raises ValueError where it is none."""
+        if self._enabled:
+            self._now.load_state_dict(state_dict)
+
+
+def _all_ranks() -> Comm | None:
+    try:
+        return Comm()
+    except RuntimeError:  # this process is no rank
+        return None

@@ -1,0 +1,133 @@
+"""What a loss scaler does with gradients: find them, look for infs, divide them by the scale.
+
+                        gradients       are unscaled                   kept until the step
+    torch's optimizers  fp32 (or bf16)  at once, where they lie
+    a StandIns          fp32            at once, where they lie
+                        fp16, bf16      in its step, as it makes       gradient_factor = 1 / scale
+                                        fp32 of them
+
+fp16 gradients cannot be divided where they lie: those that the scale has saved from underflow
+would be lost again. So MasterWeights and ZeroOptimizer, which make fp32 gradients of them piece by
+piece, multiply those by `gradient_factor`: it costs no memory and no bit.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.precision.stand_ins import LOW, StandIns
+
+Trained = torch.optim.Optimizer | nn.Module
+
+
+def parameters_of(trained: Trained) -> list[torch.Tensor]:
+    if isinstance(trained, nn.Module):
+        return list(trained.parameters())
+    return [p for group in trained.param_groups for p in group["params"]]
+
+
+def gradients_of(trained: Trained) -> list[torch.Tensor]:
+    """This rank's gradients, as they lie in memory; of sparse ones, the values."""
+    if isinstance(trained, StandIns):
+        found = trained.own_gradients()
+    else:
+        found = [p.grad for p in parameters_of(trained) if p.grad is not None]
+    return [x._values() if x.is_sparse else x for x in found]
+
+
+@torch.no_grad()
+def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
+    """Divide the gradients by `scale`; returns, shape (), 1 where one is inf or NaN, else 0: a
+    tensor, so that nobody waits for it. None where this rank has no gradients.
+
+    Raises ValueError for fp16 gradients of an optimizer that steps in fp16.
+    """
+    gradients = gradients_of(trained)
+    keeps_scale = isinstance(trained, StandIns)
+    low = [x for x in gradients if x.dtype in LOW] if keeps_scale else []
+    there = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
+    if any(x.dtype == torch.float16 for x in there):
+        raise ValueError(
+            f"GradScaler: {type(trained).__name__} has float16 gradients, and divided by the scale "
+            "in float16 the small ones would be lost again. Keep float32 weights and compute in "
+            "float16 (autocast), or give a float16 model's parameters to "
+            "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
+        )
+    if low:
+        assert isinstance(trained, StandIns)
+        trained.gradient_factor = 1 / scale
+    found = [_multiply(some, 1 / scale) for some in _alike(there)]
+    found += [_multiply(some, 1.0) for some in _alike(low)]  # looks only
+    return torch.stack([x.to(found[0].device) for x in found]).amax() if found else None
+
+
+def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
+    """One pass over memory: multiply, and tell whether a result is inf or NaN."""
+    found = torch.zeros((), device=gradients[0].device)
+    by = torch.full((), factor, device=found.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, by)
+    return found
+
+
+def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Those of one device and dtype together, as torch's foreach operations want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for x in gradients:
+        kinds.setdefault((x.device, x.dtype), []).append(x)
+    return kinds.values()
+
+
+def still_scaled(trained: Trained) -> list[tuple[int, int]]:
+    """Where gradients lie that the optimizer unscales in its step, and how often each has been
+    written to."""
+    if not isinstance(trained, StandIns):
+        return []
+    return [(x.data_ptr(), x._version) for x in gradients_of(trained) if x.dtype in LOW]
+
+
+def check_owner(trained: Trained, comm: Comm | None) -> None:
+    """Raises ValueError where the gradients are elsewhere, or belong to more ranks than `comm`."""
+    parameters = parameters_of(trained)
+    owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
+    name, owners = type(owner).__name__, getattr(owner, "comm", None)
+    if isinstance(trained, nn.Module) and isinstance(owner, StandIns):
+        raise ValueError(
+            f"GradScaler.unscale_: a {name} has the gradients of this model; give the optimizer"
+        )
+    if comm is not None and owners is not None and not {*owners.ranks} <= {*comm.ranks}:
+        raise ValueError(
+            f"GradScaler: the {name} spans ranks {list(owners.ranks)}, the scaler only "
+            f"{list(comm.ranks)}: some would skip a step that the others take; make the scaler "
+            "with a comm of all of them"
+        )
+
+
+# --- clipped before they were unscaled: `clip_grad_norm` leaves a mark on the memory ---
+
+
+def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
+    """Note that these, as they are now, have been clipped."""
+    for x in gradients:
+        _memory(x)._labkit_clipped = x._version  # type: ignore[attr-defined]
+
+
+def check_not_clipped(trained: Trained, scale: float) -> None:
+    """Raises ValueError where gradients have been clipped, and nobody has written to them since."""
+    if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
+        raise ValueError(
+            "GradScaler: the gradients were clipped while they were multiplied by the scale, "
+            f"{scale:g}, so to a norm that many times too small; call scaler.unscale_(optimizer) "
+            "before clip_grad_norm"
+        )
+
+
+def forget_clipped(trained: Trained) -> None:
+    for x in gradients_of(trained):
+        vars(_memory(x)).pop("_labkit_clipped", None)
+
+
+def _memory(x: torch.Tensor) -> torch.Tensor:
+    """What `x` is a view of: it lives longer, and counts what is written to any of its views."""
+    return x if x._base is None else x._base

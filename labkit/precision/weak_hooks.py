@@ -1,0 +1,23 @@
+"""Hooks that keep nobody alive, for whoever wants to hear of gradients."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+
+
+def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None]) -> Any:
+    """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
+    Returns the hook's handle, with `remove()`.
+
+    The parameter does not keep the method's object alive: the two would hold each other through
+    torch's C++, where Python finds no cycle, and no wrapped model would ever be freed.
+    """
+    weak = WeakMethod(method)
+
+    def hook(finished: torch.Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(finished)
+
+    return parameter.register_post_accumulate_grad_hook(hook)

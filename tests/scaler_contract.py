@@ -1,0 +1,223 @@
+"""What a loss scaler must do under every strategy, as functions that raise AssertionError.
+
+Ten steps, of which three have a gradient that is inf or NaN: one element, on one rank. All ranks
+skip exactly these, have the scales of a single process, and end with its weights: in float64 to
+1e-10, with the model in fp16 the losses to its precision.
+"""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit import (
+    DDP,
+    Comm,
+    GradScaler,
+    MasterWeights,
+    Single,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+)
+
+STEPS, ROWS = 10, 12
+BAD = {2: torch.inf, 3: torch.nan, 7: -torch.inf}  # step -> what one rank finds in a gradient
+MIB = 2**20
+Scaler = Callable[..., GradScaler]
+
+
+class Net(nn.Module):
+    """Its last parameter has a gradient that can be spoiled, and no other parameter's is then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+        self.shift = nn.Parameter(torch.zeros(5))
+        self.spoil: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.shift * 1
+        if self.spoil is not None and shift.requires_grad:
+            shift.register_hook(partial(_spoiled, value=self.spoil))
+        return self.body(x) + shift  # type: ignore[no-any-return]
+
+
+def _spoiled(gradient: torch.Tensor, value: float) -> torch.Tensor:
+    gradient = gradient.clone()
+    gradient[1] = value
+    return gradient
+
+
+@dataclass
+class Seen:
+    """What one rank has seen."""
+
+    losses: list[float]  # of its rows
+    norms: list[float]
+    scales: list[float]  # after each step
+    taken: list[bool]
+    state: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+
+
+Built = tuple[nn.Module, torch.optim.Optimizer, Any]  # wrapped, optimizer, what is clipped
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}  # unlike Adam, it sees how large gradients are
+
+
+def build(strategy: str, net: nn.Module, dtype: torch.dtype) -> Built:
+    if strategy == "zero-3":
+        half = dtype == torch.float16
+        sharded = ZeRO3(net, compute_dtype=dtype if half else None)
+        return sharded, torch.optim.SGD(sharded.parameters(), **SGD), sharded
+    net.to(dtype)
+    if strategy in ("zero-1", "zero-2"):
+        zero = ZeroOptimizer(
+            net.parameters(), torch.optim.SGD, stage=int(strategy[-1]), bucket_mb=100 / MIB, **SGD
+        )
+        return net, zero, zero
+    wrapped = DDP(net, bucket_mb=100 / MIB) if strategy == "ddp" else Single(net)
+    optimizer = MasterWeights(net.parameters(), torch.optim.SGD, **SGD)
+    return wrapped, optimizer, optimizer
+
+
+def train(
+    strategy: str,
+    dtype: torch.dtype,
+    rank: int = 0,
+    size: int = 1,
+    scaler_cls: Scaler = GradScaler,
+    max_norm: float | None = None,
+    parts: int = 1,
+    culprit: int = 0,
+) -> Seen:
+    torch.manual_seed(0)
+    net = Net().half().to(torch.float64 if dtype == torch.float64 else torch.float32)
+    every_x, every_y = torch.randn(STEPS, ROWS, 6).half(), torch.randn(STEPS, ROWS, 5)
+    wrapped, optimizer, clipped = build(strategy, net, dtype)
+    syncs = optimizer if isinstance(optimizer, ZeroOptimizer) else wrapped
+    scaler = scaler_cls(init_scale=2.0**10, growth_interval=3)
+    seen = Seen([], [], [], [], {}, {})
+    for step in range(STEPS):
+        net.spoil = BAD.get(step) if rank == culprit % size else None
+        x = every_x[step].tensor_split(size)[rank].to(dtype).chunk(parts)
+        y = every_y[step].tensor_split(size)[rank].chunk(parts)
+        losses = []
+        for i in range(parts):
+            with nullcontext() if i == parts - 1 else syncs.no_sync():  # type: ignore[operator]
+                out = wrapped(x[i])
+                losses.append((out - y[i].to(torch.promote_types(out.dtype, y[i].dtype))) ** 2)
+                scaler.scale(losses[-1].mean() / parts).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            seen.norms.append(clip_grad_norm(clipped, max_norm).item())
+        before = scaler.skipped
+        scaler.step(optimizer)
+        scaler.update()
+        seen.losses.append(torch.cat(losses).mean().item())
+        seen.scales.append(scaler.get_scale())
+        seen.taken.append(scaler.skipped == before)
+        wrapped.zero_grad() if step % 2 else optimizer.zero_grad()  # type: ignore[func-returns-value]
+    seen.state = scaler.state_dict()
+    full = wrapped.full_state_dict() if isinstance(wrapped, ZeRO3) else net.state_dict()
+    seen.weights = {name: x.double() for name, x in full.items()}
+    return seen
+
+
+@cache
+def alone(dtype: torch.dtype, max_norm: float | None = None, parts: int = 1) -> Seen:
+    """The oracle: one process, which is no rank."""
+    return train("single", dtype, max_norm=max_norm, parts=parts)
+
+
+def check_equal_to_single(
+    world: World,
+    strategy: str,
+    dtype: torch.dtype,
+    scaler_cls: Scaler = GradScaler,
+    **options: Any,
+) -> None:
+    """Raises AssertionError, or what the world raises."""
+    expected = alone(dtype, **{k: x for k, x in options.items() if k != "culprit"})
+
+    def run() -> Seen:
+        comm = Comm()
+        return train(strategy, dtype, comm.rank, comm.size, scaler_cls, **options)
+
+    ranks = world.run(run)
+    agree = {"rel": 1e-10} if dtype == torch.float64 else {"rel": 4e-3}
+    mean = [sum(losses) / len(ranks) for losses in zip(*(seen.losses for seen in ranks))]
+    for seen in ranks:
+        assert seen.taken == expected.taken == [step not in BAD for step in range(STEPS)]
+        assert seen.scales == expected.scales and seen.state == expected.state
+        assert same([mean], [expected.losses], **agree)
+        assert same([seen.norms], [expected.norms], **agree)
+        for name, x in expected.weights.items():
+            atol = 1e-10 if dtype == torch.float64 else 4e-3
+            assert torch.allclose(seen.weights[name], x, rtol=0, atol=atol), name
+
+
+def same(found: list[list[float]], expected: list[list[float]], rel: float) -> bool:
+    """Equal to `rel`; what is not finite, on both sides alike."""
+    ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (found, expected))
+    finite = torch.isfinite(theirs)
+    return torch.equal(finite, torch.isfinite(ours)) and torch.allclose(
+        ours[finite], theirs[finite], rtol=rel, atol=0
+    )
+
+
+# --- the same as torch.amp.GradScaler ---
+
+
+OPTIONS = [  # some begin where a gradient is soon inf, or the scale itself
+    (2.0**16, 2.0, 0.5, 2), (2.0**126, 2.0, 0.5, 1), (0.75, 1.7, 0.3, 1),
+    (2.0**126, 1.7, 0.3, 2), (2.0**16, 1.7, 0.5, 5), (0.75, 2.0, 0.3, 5),
+]  # fmt: skip
+
+
+def check_as_torch(scaler_cls: Scaler, seed: int, steps: int = 60) -> None:
+    """Raises AssertionError where a random sequence of infs, of two optimizers, of calls of
+    `unscale_`, and of state saved and loaded, does not leave the same scale, count and weights."""
+    draw = random.Random(seed)
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    options = dict(zip(names, OPTIONS[seed % len(OPTIONS)], strict=True))
+    scalers: list[Any] = [scaler_cls(**options), torch.amp.GradScaler("cpu", **options)]
+    parameters = [[nn.Parameter(torch.ones(3)) for _ in range(4)] for _ in scalers]
+    optimizers = [
+        [torch.optim.SGD(ps[:2], 0.1, 0.9), torch.optim.SGD(ps[2:], 0.1)] for ps in parameters
+    ]
+    for _ in range(steps):
+        chance = draw.choice([0.0, 0.0, 0.2])
+        gradients = torch.tensor([[draw.uniform(-1, 1) for _ in range(3)] for _ in range(4)])
+        bad = [
+            draw.choice([torch.inf, -torch.inf, torch.nan]) if draw.random() < chance else None
+            for _ in range(4)
+        ]
+        unscaled = [draw.random() < 0.5 for _ in range(2)]
+        second_steps, reloads = draw.random() < 0.7, draw.random() < 0.2
+        for scaler, ps, some in zip(scalers, parameters, optimizers, strict=True):
+            scale = scaler.scale(torch.ones(()))
+            for p, gradient, value in zip(ps, gradients, bad, strict=True):
+                p.grad = gradient * scale
+                if value is not None:
+                    p.grad[1] = value
+            for optimizer, first in list(zip(some, unscaled, strict=True))[: 1 + second_steps]:
+                if first:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                scaler.step(optimizer)
+            scaler.update()
+        ours, theirs = (scaler.state_dict() for scaler in scalers)
+        assert ours == theirs, (ours, theirs)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        for x, y in zip(*parameters, strict=True):
+            assert torch.equal(x, y)
+        if reloads:  # each takes the other's
+            scalers = [scaler_cls(), torch.amp.GradScaler("cpu")]
+            scalers[0].load_state_dict(theirs), scalers[1].load_state_dict(ours)

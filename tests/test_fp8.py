@@ -1,0 +1,227 @@
+"""Products of 8 bits: errors within the steps of their formats, scales that fit, and a model that
+learns what it learns in bf16."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
+from labkit.precision import fp8
+from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
+
+HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # of a number's size, at most
+TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
+def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(
+    dtype: torch.dtype, size: float
+) -> None:
+    x = torch.linspace(0.1, 1, 1000) * size
+    x8, scale = Scaled(dtype)(x)
+    assert x8.dtype == dtype and torch.frexp(scale).mantissa == 0.5, "a power of two"
+    error = (x8.float() / scale - x).abs() / x
+    assert error.max() <= HALF_STEP[dtype]
+    most = torch.finfo(dtype).max
+    assert most / 2 < x.max() * scale <= most, "as large as it goes"
+
+
+def test_zeros_and_nothing_are_cast_as_they_are() -> None:
+    for x in (torch.zeros(3), torch.zeros(0, 3)):
+        x8, scale = Scaled(E4M3)(x)
+        assert scale == 1 and torch.equal(x8.float(), x)
+
+
+@pytest.mark.parametrize("history", [0, 2])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
+    """The clamp would make a finite number of inf, and a loss scaler would step on it."""
+    cast = Scaled(E5M2, history)
+    cast(torch.ones(3))
+    x8, _ = cast(torch.tensor([1.0, bad]))
+    assert not x8.float().isfinite().all()
+    x8, scale = cast(torch.ones(3))
+    assert x8.float().isfinite().all() and scale > 1, "and it does not stay in the history"
+
+
+def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
+    cast, fits = Scaled(E4M3, history=2), Scaled(E4M3)
+    amaxes = [1.0, 8.0, 2.0, 2.0, 2.0]
+    scales = [cast(torch.tensor([amax]))[1].item() for amax in amaxes]
+    its = [fits(torch.tensor([amax]))[1].item() for amax in amaxes]
+    assert scales == [its[0], its[0], its[1], its[1], its[2]]  # the first: its own
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(
+    dtype: torch.dtype,
+) -> None:
+    cast, most = Scaled(dtype, history=2), torch.finfo(dtype).max
+    cast(torch.tensor([1.0]))
+    x8, _ = cast(torch.tensor([100.0, -100.0]))
+    assert x8.float().tolist() == [most, -most]
+
+
+def test_evaluation_leaves_the_history_as_it_is() -> None:
+    cast = Scaled(E4M3, history=2).eval()
+    cast(torch.tensor([3.0]))
+    assert cast.amaxes.tolist() == [0.0, 0.0]
+
+
+# ---- the layer
+
+
+def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n).to(dtype)
+    return linear, Fp8Linear(copy.deepcopy(linear), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> None:
+    """Of each product of two rounded numbers at most a few half steps, so of their sum."""
+    linear, ours = pair(24, 7, dtype)
+    x = torch.randn(2, 5, 24).to(dtype)
+    g = torch.randn(2, 5, 7).to(dtype)
+    inputs, results = [x.clone().requires_grad_() for _ in range(2)], []
+    for layer, its in zip((linear, ours), inputs):
+        y = layer(its)
+        y.backward(g)
+        results.append([y, its.grad, layer.weight.grad, layer.bias.grad])
+    w, rows, gs = linear.weight.float(), x.flatten(0, 1).float(), g.flatten(0, 1).float()
+    sizes = [rows.abs() @ w.abs().T, gs.abs() @ w.abs(), gs.abs().T @ rows.abs()]
+    roundings = [2 * HALF_STEP[E4M3], sum(HALF_STEP.values()), sum(HALF_STEP.values())]
+    for right, mine, size, rounding in zip(*results, sizes, roundings):
+        assert mine.dtype == right.dtype and mine.shape == right.shape
+        error = (mine - right).abs().float().reshape(size.shape)
+        assert (error <= 1.2 * rounding * size + 0.02 * size.mean()).all()
+        assert error.max() > 0.001 * size.mean(), "it is rounded to 8 bits"
+    assert torch.equal(results[0][3], results[1][3]), "the bias is not rounded"
+
+
+def test_gradients_have_the_range_of_e5m2() -> None:
+    """Beside 1, e4m3 has nothing as small as 2⁻²⁰."""
+    _, ours = pair(1, 1)
+    x = torch.zeros(2, 1, requires_grad=True)
+    ours(x).backward(torch.tensor([[1.0], [2.0**-20]]))
+    assert x.grad is not None and x.grad[1] / x.grad[0] == 2.0**-20
+
+
+def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
+    _, ours = pair(24, 7)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours(torch.randn(5, 24, requires_grad=True))
+    assert sum(t.nbytes for t in kept if t.numel() > 1) == 5 * 24 + 7 * 24
+
+
+def test_it_is_not_cast_by_autocast_once_more() -> None:
+    _, ours = pair(24, 7)
+    x = torch.randn(5, 24)
+    right = ours(x)
+    for region in (autocast(), torch.autocast("cpu", torch.bfloat16)):
+        with region:
+            assert torch.equal(ours(x), right)
+
+
+@pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])
+def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> None:
+    """`torch._scaled_mm` has a slow form for CPUs, the same sum of the same products."""
+    m, k, n = shape
+    (a, s), (b, t) = Scaled(E5M2)(torch.randn(m, k)), Scaled(E4M3)(torch.randn(k, n))
+    its = fp8_product(a, b, s * t, torch.float32, simulate=False)
+    assert torch.allclose(fp8_product(a, b, s * t, torch.float32, simulate=True), its, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < fp8.CAPABILITY,
+    reason="needs products of 8 bits",
+)
+def test_a_gpus_products_are_the_simulated_ones() -> None:
+    torch.manual_seed(0)
+    real = Fp8Linear(nn.Linear(40, 24, device="cuda"))
+    simulated = Fp8Linear(copy.deepcopy(nn.Linear(40, 24, device="cuda")), simulate=True)
+    simulated.load_state_dict(real.state_dict())
+    x = torch.randn(10, 40, device="cuda")
+    results = []
+    for layer in (real, simulated):
+        its = x.clone().requires_grad_()
+        layer(its).square().sum().backward()
+        results.append([its.grad, layer.weight.grad])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
+
+
+# ---- a model
+
+
+def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> list[float]:
+    torch.manual_seed(0)
+    model = GPT.preset("tiny")
+    if only:
+        use_fp8(model, only=only, history=history)
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text, found = Text(), []
+    for step in range(steps):
+        batch = text.batch(step, rows=16, length=16)
+        with autocast(dtype):
+            value = loss(model(batch.x), batch)
+        adam.zero_grad()
+        value.backward()
+        adam.step()
+        found.append(value.item())
+    return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors are small here: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16(one_thread: None) -> None:
+    steps = 60
+    last = slice(steps - 20, steps)
+    bf16 = sum(losses(torch.bfloat16, steps)[last]) / 20
+    assert bf16 < 4.0, "it has learned something: 5.5 is to know nothing"
+    for history in (0, 4):
+        ours = sum(losses(torch.bfloat16, steps, "blocks.*", history)[last]) / 20
+        assert abs(ours - bf16) < TOLERANCE
+
+
+def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> None:
+    model = GPT.preset("tiny")
+    before = dict(model.named_parameters())
+    state = model.state_dict().keys()
+    names = use_fp8(model, only="*.mlp.*")
+    assert names == [f"blocks.{i}.mlp.{part}" for i in (0, 1) for part in ("up", "down")]
+    assert all(isinstance(model.get_submodule(name), Fp8Linear) for name in names)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert model.state_dict().keys() == state, "checkpoints stay as they are"
+    assert "simulated" in repr(model.blocks[0].mlp.up)  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ValueError, match=r"no nn.Linear of MLP has a name like 'blocks.\*'; it ha"):
+        use_fp8(MLP([3, 3]), only="blocks.*")
+    with pytest.raises(ValueError, match="on CUDA devices only, not on cpu; take simulate=True"):
+        Fp8Linear(nn.Linear(3, 3), simulate=False)
+
+
+def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match=r"A100 has compute capability 8.0; .* need 8.9: take bf"):
+        check_has_fp8(torch.device("cuda"), simulate=False)
+    check_has_fp8(torch.device("cuda"), simulate=True)

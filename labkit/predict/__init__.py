@@ -12,11 +12,13 @@
 
     states.py        parameters, gradients and optimizer state of a rank: ZeRO
     activations.py   what forward keeps for backward
+    bills.py         the same, term by term, beside what is really kept
     transformer.py   parameters and operations of a GPT
     volumes.py       bytes that data, tensor and pipeline parallelism send in a step
     wires.py         the least time of a collective, and that of an algorithm
     pipelines.py     bubble and activations of pipeline schedules
     steps.py         the time of a step, and MFU
+    loading.py       the time of a model whose weights come over a bus
     tables.py        the same quantities from several sources, beside each other
 
 A formula is plain arithmetic: no torch, no clock, no chance. Where it leaves something out, its
@@ -26,9 +28,12 @@ context; `rows` are the sequences that one rank computes at once, `sequence` is 
 
 from labkit.predict.activations import (
     activation_bytes,
+    activation_terms,
     first_stage_activation_bytes,
     flash_activation_bytes,
 )
+from labkit.predict.bills import Bill, activation_bill
+from labkit.predict.loading import in_place_s, load_then_run_s, pipelined_loading_s
 from labkit.predict.pipelines import (
     PipelineStep,
     gpipe,
@@ -63,10 +68,13 @@ from labkit.predict.wires import algorithm_s, bus_factor, least_s
 __all__ = [
     "FP32_ADAM",
     "MIXED_ADAM",
+    "Bill",
     "PipelineStep",
     "StateBytes",
     "Table",
+    "activation_bill",
     "activation_bytes",
+    "activation_terms",
     "algorithm_s",
     "bus_factor",
     "compute_s",
@@ -78,14 +86,17 @@ __all__ = [
     "flash_activation_bytes",
     "forward_flops",
     "gpipe",
+    "in_place_s",
     "interleaved",
     "layer_forward_flops",
     "least_s",
+    "load_then_run_s",
     "mfu",
     "model_state_bytes",
     "one_f_one_b",
     "parameters",
     "pipeline_parallel_bytes",
+    "pipelined_loading_s",
     "stage_boundary_bytes",
     "step_flops",
     "table",

@@ -28,9 +28,66 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 arXiv 2205.05198, section 4 and Table 2.
 """
 
+from dataclasses import dataclass
+
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 RECOMPUTED = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of the bill, and which module of labkit.GPT's block keeps it."""
+
+    name: str
+    module: str
+    of_sbw: int = 0  # bytes over s·b·w
+    of_scores: int = 0  # bytes over a·s·s·b: for each score
+
+    @property
+    def per_sbw(self) -> str:
+        """What it is over sbw, as the paper writes it: "2", "4as/w"."""
+        if not self.of_scores:
+            return str(self.of_sbw)
+        return f"{self.of_scores if self.of_scores > 1 else ''}as/w"
+
+
+TERMS = (
+    Term("norm1: its input", "norm1", of_sbw=2),
+    Term("q, k, v: their shared input", "attn.q", of_sbw=2),
+    Term("core: q, k and v", "attn.core", of_sbw=6),
+    Term("core: weights, before and after dropout", "attn.core", of_scores=4),
+    Term("core: the mask of its dropout", "attn.core.dropout", of_scores=1),
+    Term("out: its input", "attn.out", of_sbw=2),
+    Term("dropout: two masks", "dropout", of_sbw=2),
+    Term("norm2: its input", "norm2", of_sbw=2),
+    Term("mlp.up: its input", "mlp.up", of_sbw=2),
+    Term("GELU: its input", "mlp", of_sbw=8),
+    Term("mlp.down: its input", "mlp.down", of_sbw=8),
+)
+LAYER_INPUT = Term("the layer's input", "", of_sbw=2)  # all that full recomputation keeps
+
+
+def activation_terms(
+    sequence: int, rows: int, width: int, heads: int, recompute: str = "none"
+) -> dict[str, float]:
+    """`activation_bytes` on one rank, summand by summand: name -> bytes.
+
+    "selective" has all but what counts scores, "full" the layer's input alone.
+    Source: arXiv 2205.05198, section 4.1.
+    """
+    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
+    check_recompute(recompute)
+    terms = {"none": TERMS, "full": (LAYER_INPUT,)}.get(
+        recompute, tuple(term for term in TERMS if not term.of_scores)
+    )
+    sbw, scores = sequence * rows * width, heads * sequence * sequence * rows
+    return {term.name: term.of_sbw * sbw + term.of_scores * scores for term in terms}
+
+
+def check_recompute(recompute: str) -> None:
+    if recompute not in RECOMPUTED:
+        raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
 
 
 def activation_bytes(
@@ -57,8 +114,7 @@ def activation_bytes(
     check_counts(tensor_parallel=tensor_parallel)
     check_divides("width", width, "heads", heads)
     check_divides("heads", heads, "tensor_parallel", tensor_parallel)
-    if recompute not in RECOMPUTED:
-        raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
+    check_recompute(recompute)
     t = tensor_parallel
     sbw = sequence * rows * width
     whole = t if sequence_parallel else 1  # over how many ranks go parts outside the matrices

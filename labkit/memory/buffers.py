@@ -1,0 +1,81 @@
+"""Memory of constant size, allocated once and used in every step, however large the model is.
+
+What grows with the model should be what the model needs: its states and its activations. ZeRO-R
+has two rules for the rest, and here is who keeps them:
+
+    C_B  fused buffers have a constant size     DDP and ZeRO send buckets of `bucket_mb`;
+                                                MasterWeights has fp32 gradients for CHUNK_BYTES
+    M_D  what lives long has memory of its own  ConstantBuffer, below: offloaded activations
+         and leaves no holes in the rest
+
+Forward makes activations in order, backward wants the last one first. So a stack is enough: one
+block of memory, and a top that goes up and down.
+
+    forward   | a | b | c |          free          |        a step later: the same block, and
+                          ^ top                             nothing was asked of the system
+    backward  | a | b |              free          |
+
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5.2 (C_B) and 5.3 (M_D).
+"""
+
+import weakref
+
+import torch
+
+ALIGNED_BYTES = 64  # where a piece may begin, so that it can hold any type
+
+_host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+def is_host_memory(x: torch.Tensor) -> bool:
+    """Whether `x` lies where a device's tensors were put to make room: nobody who counts what the
+    device holds is to count it, also where the device is a CPU that plays one."""
+    return bool(_host_memory) and x.untyped_storage() in _host_memory
+
+
+class ConstantBuffer:
+    """One block of host memory, from which pieces are taken and given back, the last one first.
+
+    Args:
+        nbytes: of the block; it never grows.
+        pinned: page-locked, so that a GPU can copy to and from it while it computes.
+
+    A piece that is given back below the top is free when all above it are.
+    """
+
+    def __init__(self, nbytes: int, pinned: bool = False):
+        if nbytes < 0:
+            raise ValueError(f"a buffer of {nbytes} bytes: give 0 or more")
+        self.nbytes = nbytes
+        self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._pieces: list[int] = []  # where each begins, bottom first
+        self._free: set[int] = set()  # of those, what was given back below the top
+        self._top = 0
+        _host_memory.add(self._block.untyped_storage())
+
+    @property
+    def used_bytes(self) -> int:
+        """From the bottom to the top."""
+        return self._top
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """A piece, uint8 [nbytes]; None where there is no room for it."""
+        if self._top + nbytes > self.nbytes:
+            return None
+        start = self._top
+        self._pieces.append(start)
+        self._top = start + -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        return self._block[start : start + nbytes]
+
+    def give_back(self, piece: torch.Tensor) -> None:
+        """It may be used again. Raises ValueError for what is no piece, or no longer."""
+        start = int(piece.storage_offset())
+        if start not in self._pieces or start in self._free:
+            raise ValueError(
+                f"the piece at byte {start} was not taken from this buffer, or was given back "
+                "before; give back each piece once"
+            )
+        self._free.add(start)
+        while self._pieces and self._pieces[-1] in self._free:
+            self._top = self._pieces.pop()
+            self._free.remove(self._top)

@@ -1,0 +1,219 @@
+"""A bus between two memories, and the engine that carries bytes over it while the program goes on.
+
+    CPU memory  ══════ bus (PCIe) ══════  device memory
+
+    program   copy ┐    computes ...     ┌ wait      B bytes are there after
+    engine         └ latency ┬ B / rate ─┘               latency + B / rate
+
+A `StreamBus` is the real one of a GPU: a CUDA stream of its own, and a pinned source. A `Bus` needs
+no GPU: it copies real bytes inside the machine's memory, piece by piece, each no sooner than a bus
+of that rate would have delivered it. What comes of it is labelled "paced", as with a `Link` between
+ranks. Both carry one copy after the other, in the order in which they were issued, and keep neither
+of its ends alive when it is over.
+
+Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
+specifications 4.0 and 5.0): 252 and 504 Gbit/s after their encoding of 128 bits in 130.
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.comm.clock import HOST_CLOCK, Clock, StreamClock
+from labkit.comm.link import Link
+from labkit.events import CommEvent
+
+PIECES = 16  # of a paced copy: what is read too early is partly there, as on a real bus
+LISTED = 1024  # so many events a bus has at hand, of its last copies
+
+
+def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
+    """The bus of a device; where a CPU plays the device, paced as `link` says. Raises ValueError
+    for a speed where there is a real bus."""
+    if device.type != "cuda":
+        return Bus(link.gbps, link.latency_us) if link else Bus()
+    if link is not None:
+        raise ValueError(
+            f"link={link}: {device} has a bus of its own, whose speed cannot be set; leave `link` "
+            "out"
+        )
+    return StreamBus(device)
+
+
+class Arrival:
+    """A copy under way. `event` says when it was issued, began and ended, and who waited when."""
+
+    def __init__(self, op: str, number: int, nbytes: int, clock: Clock, transport: str):
+        self.event = CommEvent(
+            op, "bus", (0,), 0, number, "uint8", (nbytes,), nbytes, nbytes, False,
+            transport=transport, wire_bytes=nbytes, issued_s=time.monotonic(),
+        )  # fmt: skip
+        self.clock = clock
+
+    def wait(self) -> None:
+        """Go on when it is there: the CPU, or on a GPU its current stream."""
+        self.clock.mark(self.event, "wait_began_s")
+        self._wait()
+        self.clock.mark(self.event, "wait_ended_s")
+
+    def done(self) -> bool:
+        """Whether it is there already; asks without waiting."""
+        raise NotImplementedError
+
+    def _wait(self) -> None:
+        raise NotImplementedError
+
+
+class Bus:
+    """A paced bus: `gbps` gigabits (1e9 bits) per second and `latency_us` microseconds a copy; as
+    fast as memory copies if no rate is given. A rate above the memory's own cannot be kept.
+
+    >>> bus = Bus(gbps=16)  # 2 GB/s
+    >>> arrival = bus.copy(target, source)  # returns at once
+    >>> arrival.wait()
+    """
+
+    device = torch.device("cpu")
+    clock: Clock = HOST_CLOCK
+
+    def __init__(self, gbps: float = inf, latency_us: float = 0.0):
+        self.link = Link(gbps, latency_us)
+        self.moved_bytes = 0  # of all copies so far
+        self.events: deque[CommEvent] = deque(maxlen=LISTED)
+        self._number = 0
+        self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
+
+    def seconds(self, nbytes: int) -> float:
+        """What a copy of `nbytes` takes on a bus that is free."""
+        return self.link.latency_us * 1e-6 + self.link.seconds(nbytes)
+
+    def copy(self, target: Tensor, source: Tensor) -> Arrival:
+        """Issue a copy of the bytes of `source` into `target`, alike in shape and dtype and both
+        contiguous (ValueError otherwise). Until it is there, neither may be written to, and
+        `target` holds what it held, or a part of each."""
+        check_alike(target, source)
+        return self._issue("load", source.nbytes, [target.view(-1), source.detach().view(-1)])
+
+    def read(self, nbytes: int) -> Arrival:
+        """Issue a read that moves nothing to keep: a kernel reads host memory as it computes."""
+        return self._issue("read", nbytes, [None, None])  # `moved_bytes` has it
+
+    def _issue(self, op: str, nbytes: int, ends: list[Any]) -> "_Paced":
+        arrival = _Paced(op, self._number, nbytes, self.clock, "paced")
+        self._number, self.moved_bytes = self._number + 1, self.moved_bytes + nbytes
+        self.events.append(arrival.event)
+        arrival.future = self._engine.submit(self._carry, arrival.event, ends)
+        return arrival
+
+    @torch.inference_mode()
+    def _carry(self, event: CommEvent, ends: list[Any]) -> None:
+        target, source = ends
+        ends.clear()  # the engine holds the list a moment longer than the copy takes
+        event.began_s = time.monotonic()
+        if target is None or source is None:
+            sleep_until(event.began_s + self.seconds(event.payload_bytes))
+        else:
+            carried_bytes = 0
+            for there, here in zip(target.tensor_split(PIECES), source.tensor_split(PIECES)):
+                carried_bytes += here.nbytes
+                sleep_until(event.began_s + self.seconds(carried_bytes))
+                there.copy_(here)
+        event.ended_s = time.monotonic()
+
+
+class _Paced(Arrival):
+    future: "Future[None]"
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def _wait(self) -> None:
+        self.future.result()  # raises what went wrong
+
+
+class StreamBus:
+    """The bus of a GPU: copies on a stream of their own, beside the stream that computes.
+
+    A source in CPU memory must be pinned (ValueError otherwise): from pageable memory the driver
+    copies by way of a pinned buffer of its own, and the program stands still meanwhile.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda"):
+        self.device = torch.device(device)
+        with torch.cuda.device(self.device):
+            self.stream = torch.cuda.Stream()
+            self.clock = StreamClock()
+        self.moved_bytes = 0
+        self.events: deque[CommEvent] = deque(maxlen=LISTED)  # `clock.settle` gives their times
+        self._number = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> Arrival:
+        """Issue a copy, as `Bus.copy` does. It begins when all work is done that the current stream
+        has been given so far: what used `target` before, or the memory it lies in, is over then."""
+        check_alike(target, source)
+        for x, name in ((source, "source"), (target, "target")):
+            if x.device.type == "cpu" and not x.is_pinned():
+                raise ValueError(
+                    f"the {name} is in pageable memory, from which no copy runs beside the program"
+                    "; make it with torch.empty(..., pin_memory=True), or call x.pin_memory()"
+                )
+        if self._number % LISTED == 0:
+            self.clock.settle(0.0)  # or the clock would keep the CUDA events of all copies
+        arrival = _OnStream(
+            (target, source), self.stream.device, "load", self._number, source.nbytes, self.clock,
+            "cuda",
+        )  # fmt: skip
+        self._number, self.moved_bytes = self._number + 1, self.moved_bytes + source.nbytes
+        self.events.append(arrival.event)
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream), torch.inference_mode():
+                self.clock.mark(arrival.event, "began_s")
+                target.copy_(source, non_blocking=True)
+                self.clock.mark(arrival.event, "ended_s")
+                arrival.there.record()
+        return arrival
+
+
+class _OnStream(Arrival):
+    """Both ends stay until the stream on which they were made waits. Memory freed after that goes
+    only to what is computed later on that stream, so after the copy, and at once. `record_stream`
+    would keep it until the GPU has got there, and the program is far ahead of the GPU."""
+
+    def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
+        self.ends, self.device = ends, device
+        super().__init__(*args)
+        self.there = torch.cuda.Event()
+
+    def done(self) -> bool:
+        return self.there.query()
+
+    def _wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.there)
+        self.ends = ()
+
+    def __del__(self) -> None:
+        if self.ends:  # nobody has waited
+            self._wait()
+
+
+def check_alike(target: Tensor, source: Tensor) -> None:
+    """Raise ValueError for what a bus cannot carry: it moves bytes, and casts nothing."""
+    if (target.shape, target.dtype) != (source.shape, source.dtype):
+        raise ValueError(
+            f"a bus moves bytes as they are: the source is {source.dtype} {list(source.shape)}, "
+            f"the target {target.dtype} {list(target.shape)}; cast before or after the copy"
+        )
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError("a bus copies contiguous tensors; call x.contiguous() before")
+
+
+def sleep_until(when_s: float) -> None:
+    """Until that moment of the monotonic clock, or not at all."""
+    if (left_s := when_s - time.monotonic()) > 0:
+        time.sleep(left_s)

@@ -1,0 +1,196 @@
+"""A memory budget, and the least recomputation that meets it.
+
+    held
+     │            ╭─╮ head           budget ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄
+     │        ╭───╯ ╰╮
+     │     ╭──╯      ╰─╮╭╮                level_i  = before + kept_0 + ... + kept_{i-1}
+     │   ╭─╯           ╰╯╰─╮╭╮            block i  : level_i + need_i  <= budget
+     │ ╭─╯                 ╰╯╰─           the rest : level_n + head    <= budget
+     └──────────────────────────────>
+       block 0, 1, 2  head  2, 1, 0
+
+A choice for a block (keep all, recompute all, ...) says what it keeps, how much it needs for a
+moment above the level at which it begins, in forward or in backward, and what is computed twice.
+Only the level ties blocks to each other. So go through the blocks once, with all levels that can
+be reached and the least work for each: dynamic programming, exact, and no faster way is needed
+for the some hundred blocks that a model has.
+
+Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in
+Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one choice means for one block. `need_bytes`, `forward` and backward alike, are above
+    the level at which its forward begins, so that what it keeps is in them."""
+
+    kept_bytes: int  # from its forward to its backward
+    need_bytes: int  # the most for a moment
+    again_flops: int = 0  # computed a second time
+    moved_bytes: int = 0  # to the host, and as many back
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model's blocks, in forward's order, each with the cost of its choices; and the rest."""
+
+    blocks: Sequence[Mapping[str, Cost]]
+    before_bytes: int = 0  # the level at which the first block begins: weights and so on
+    head_bytes: int = 0  # the most above the last level before the last block's backward
+    after_bytes: int = 0  # the most above the first level after the first block's backward
+    leaving_bytes: int = 0  # where any block offloads: the most that is under way between blocks
+    step_flops: int = 0  # of a step that computes nothing twice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One choice for each block, and what it leads to."""
+
+    choices: tuple[str, ...]
+    peak_bytes: int  # of forward and backward
+    again_flops: int
+    moved_bytes: int
+    step_flops: int = 0
+
+    @property
+    def again(self) -> float:
+        """What is computed twice, as a fraction of the step."""
+        return self.again_flops / self.step_flops if self.step_flops else 0.0
+
+    def __str__(self) -> str:
+        counts = {name: self.choices.count(name) for name in dict.fromkeys(self.choices)}
+        mix = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        return f"{mix}: {self.peak_bytes:,} bytes at the peak, {self.again:.1%} computed twice"
+
+
+def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
+    """What these choices lead to. Raises ValueError where they are not those of the blocks."""
+    if len(choices) != len(costs.blocks):
+        raise ValueError(
+            f"{len(choices)} choices for {len(costs.blocks)} blocks: give one for each"
+        )
+    for block, name in zip(costs.blocks, choices):
+        if name not in block:
+            raise ValueError(f"{name!r} is no choice of this block; it has {', '.join(block)}")
+    chosen = [block[name] for block, name in zip(costs.blocks, choices)]
+    flops, moved = sum(one.again_flops for one in chosen), sum(one.moved_bytes for one in chosen)
+    level = costs.before_bytes + (costs.leaving_bytes if moved else 0)
+    peak = level + costs.after_bytes
+    for one in chosen:
+        peak, level = max(peak, level + one.need_bytes), level + one.kept_bytes
+    return Plan(tuple(choices), max(peak, level + costs.head_bytes), flops, moved, costs.step_flops)
+
+
+def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) -> Plan:
+    """The plan with the fewest operations computed twice whose peak is within the budget; of
+    several, the one with the lowest level at the end.
+
+    Args:
+        most_moved_bytes: what the bus can carry to the host during a forward, hidden; choices that
+            offload are taken as long as their sum is below.
+
+    Raises ValueError where no plan fits, and names the smallest budget that one does.
+    """
+    found = _search(costs, budget_bytes, most_moved_bytes)
+    if found is None:
+        least = smallest_budget(costs, most_moved_bytes)
+        raise ValueError(
+            f"no choice fits into a budget of {budget_bytes:,} bytes; the smallest that can be met "
+            f"is {least:,} bytes: give that, or make the batch smaller"
+        )
+    return found
+
+
+def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
+    """The least peak of any plan."""
+    low, high = 0, _ceiling(costs)
+    while low < high:  # between the two lies the answer; nothing fits into less
+        middle = (low + high) // 2
+        if (plan := _search(costs, middle, most_moved_bytes)) is None:
+            low = middle + 1
+        else:
+            high = plan.peak_bytes
+    return high
+
+
+def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
+    """The Pareto front: every plan that none has both less work and a lower peak than, the one
+    with the highest peak first."""
+    most = _ceiling(costs)
+    plans: list[Plan] = []
+    while (plan := _search(costs, most, most_moved_bytes)) is not None:
+        if plans and plan.again_flops == plans[-1].again_flops:
+            plans.pop()  # as much work, and less memory
+        plans.append(plan)
+        most = plan.peak_bytes - 1
+    return plans
+
+
+def _ceiling(costs: Costs) -> int:
+    """No plan needs more."""
+    most = sum(max(one.need_bytes for one in block.values()) for block in costs.blocks)
+    return sum((costs.before_bytes, most, costs.head_bytes, costs.after_bytes, costs.leaving_bytes))
+
+
+@dataclass(frozen=True, order=True)
+class _State:
+    """Blocks 0 to i-1 are chosen. Ordered by work first."""
+
+    flops: int
+    level: int
+    moved: int
+    choices: tuple[str, ...] = ()
+
+
+def _search(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None:
+    """The best plan within the budget, of those that move nothing and those that may."""
+    plans = [_walk(costs, budget_bytes, 0)]
+    if most_moved_bytes:
+        plans.append(_walk(costs, budget_bytes - costs.leaving_bytes, most_moved_bytes))
+    return min(
+        (plan for plan in plans if plan is not None),
+        key=lambda plan: (plan.again_flops, plan.peak_bytes),
+        default=None,
+    )
+
+
+def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None:
+    if costs.before_bytes + costs.after_bytes > budget_bytes:
+        return None
+    states = [_State(0, costs.before_bytes, 0)]
+    for block in costs.blocks:
+        states = _worth_keeping(
+            _State(
+                state.flops + cost.again_flops,
+                state.level + cost.kept_bytes,
+                state.moved + cost.moved_bytes,
+                (*state.choices, name),
+            )
+            for state in states
+            for name, cost in block.items()
+            if state.level + cost.need_bytes <= budget_bytes
+            and state.moved + cost.moved_bytes <= most_moved_bytes
+        )
+    fitting = [state for state in states if state.level + costs.head_bytes <= budget_bytes]
+    return plan_of(costs, min(fitting).choices) if fitting else None
+
+
+def _worth_keeping(states: Iterable[_State]) -> list[_State]:
+    """Those than which no other has less work, a lower level and less moved: the rest can be left
+    out, since whatever follows would do better after that other one."""
+    kept: list[_State] = []
+    stairs: list[tuple[int, int]] = []  # (level, moved) of those kept: one up, the other down
+    for state in sorted(states):
+        place = bisect_left(stairs, (state.level + 1,))  # those before have no higher level
+        if place and stairs[place - 1][1] <= state.moved:
+            continue
+        kept.append(state)
+        while place < len(stairs) and stairs[place][1] >= state.moved:
+            del stairs[place]
+        insort(stairs, (state.level, state.moved))
+    return kept

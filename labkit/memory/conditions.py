@@ -1,0 +1,89 @@
+"""What must be as it was when a function runs once more: random numbers, autocast, modes.
+
+    forward    conditions = Conditions(inputs)       the generators' states before the function
+               fn(...)                               a dropout draws
+               conditions.forget_unused()            nothing was drawn? then nothing to restore
+    backward   with conditions.again(): fn(...)      the same draws: the same mask
+               behind the block                      the generators go on where they were
+
+torch's generators only: Python's `random` and NumPy's are not known here.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def generators_of(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
+    """Those that draw for these tensors: the CPU's, and that of each GPU they are on."""
+    gpus = {x.device.index for x in tensors if x.is_cuda}
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(gpus))]
+
+
+def states_of(generators: Iterable[torch.Generator]) -> States:
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def restore(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+class Conditions:
+    """Those of now, for a function of `tensors`; with `preserve_rng=False` draws may differ.
+
+    A torch function mode (torch.device as a context, labkit's autocast) is entered again as it is,
+    or, where it has an `entered_again`, through the context that this makes.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
+        tensors = list(tensors)
+        self.states = states_of(generators_of(tensors)) if preserve_rng else []
+        kinds = {"cpu", *(x.device.type for x in tensors)}
+        self._autocast = {
+            kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
+        }
+        self._modes = _modes()
+
+    def forget_unused(self) -> None:
+        """Keep no state of a generator that has not drawn since: 5 kB of the CPU's."""
+        self.states = [
+            (generator, state)
+            for generator, state in self.states
+            if _numbers(state) != _numbers(generator.get_state())
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was; afterwards, as it is now."""
+        with ExitStack() as stack:
+            stack.callback(restore, states_of(generator for generator, _ in self.states))
+            restore(self.states)
+            for kind, then in self._autocast.items():
+                if then != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, *then))
+            if self._modes != _modes():
+                for mode in self._modes:
+                    stack.enter_context(mode if isinstance(mode, TorchFunctionMode) else mode())
+            yield
+
+
+def _numbers(state: torch.Tensor) -> bytes:
+    """Past torch: no mode is to see it, and in a dry run no tensor has numbers that torch shows."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
+    """torch.autocast on devices of this kind: its type, is it on, are casts kept."""
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype, torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+
+
+def _modes() -> list[Any]:
+    return [getattr(mode, "entered_again", mode) for mode in _get_current_function_mode_stack()]

@@ -1,0 +1,165 @@
+"""FlashAttention: softmax(q kᵀ / √e) v without ever holding the scores.
+
+                 k, v tiles, one after the other ──>
+    q tile 0    [S₀₀]                                   only one tile of scores is there at a time
+    q tile 1    [S₁₀] [S₁₁]                             causal: tiles that look ahead are left out
+    q tile 2    [S₂₀] [S₂₁] [S₂₂]
+
+A softmax needs its whole row; but a row can be summed as its tiles come. Each row has the largest
+score so far m, the sum so far ℓ and its result so far o; a tile S with a larger score makes all of
+it smaller by the same factor:
+
+    m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
+    ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
+
+Backward makes P again, from q, k and L, tile by tile; with dP = dout vᵀ and D = rowsum(dout · out),
+which stands for the sum that softmax's backward takes over a row:
+
+    dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
+
+    kept        q, k, v, out, and L: 4 bytes a row. Linear in s; the scores would be s².
+    operations  those of plain attention, and q kᵀ once more in backward
+
+Heads that share a key-value head lie in the rows of one q tile, so no k and v is copied.
+
+Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., "FlashAttention",
+arXiv 2205.14135, section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
+
+Legend: b rows, h heads, g key-value heads, s queries, t keys, e head width; in a tile: r = its
+queries of h/g heads, c = its keys.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class FlashAttention(nn.Module):
+    """A core of attention for labkit.GPT: `block.attn.core = FlashAttention()`. No parameters."""
+
+    def __init__(self, causal: bool = True, tile: int = 64) -> None:
+        super().__init__()
+        self.causal, self.tile = causal, tile
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash(q, k, v, self.causal, self.tile)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
+    """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
+
+    Args:
+        q: [b, h, s, e]; k, v: [b, g, t, e], where g divides h. float16 and bfloat16 are computed
+            in float32, and rounded at the end.
+        causal: query i sees the keys 0 to i.
+        tile: queries and keys of a tile; memory at work goes with its square.
+
+    Returns [b, h, s, e], in the type of q. Has a first derivative, no second.
+    Raises ValueError for shapes or types that do not fit together.
+    """
+    _check(q, k, v, tile)
+    return _Flash.apply(q, k, v, causal, tile)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int) -> Tensor:
+        """FlashAttention-2, Algorithm 1."""
+        groups, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)  # lies in memory as q does
+        logsum = q.new_empty(q.shape[:3], dtype=wide)  # L [b, h, s]
+        for rows in _tiles(q.shape[2], tile):
+            q_tile = _folded(q, rows, groups).to(wide) / math.sqrt(q.shape[3])  # [b, g, r, e]
+            highest = q_tile.new_full((*q_tile.shape[:3], 1), -math.inf)  # m [b, g, r, 1]
+            total = torch.zeros_like(highest)  # ℓ
+            result = torch.zeros_like(q_tile)  # o [b, g, r, e]
+            for columns in _tiles(k.shape[2], tile):
+                if causal and columns.start >= rows.stop:
+                    break  # the rest lies ahead
+                scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
+                higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+                weights = torch.exp(scores - higher)
+                smaller = torch.exp(highest - higher)
+                total = smaller * total + weights.sum(-1, keepdim=True)
+                result = smaller * result + weights @ v[:, :, columns].to(wide)
+                highest = higher
+            out[:, :, rows] = _unfolded(result / total, q.shape[1])
+            logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
+        ctx.save_for_backward(q, k, v, out, logsum)
+        ctx.causal, ctx.tile = causal, tile
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """FlashAttention-2, Algorithm 2."""
+        q, k, v, out, logsum = ctx.saved_tensors
+        groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
+        along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
+        dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for columns in _tiles(k.shape[2], ctx.tile):
+            k_tile, v_tile = k[:, :, columns].to(wide), v[:, :, columns].to(wide)  # [b, g, c, e]
+            dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+            for rows in _tiles(q.shape[2], ctx.tile):
+                if ctx.causal and columns.start >= rows.stop:
+                    continue
+                q_tile = _folded(q, rows, groups).to(wide) * scale
+                dout_tile = _folded(dout, rows, groups).to(wide)  # [b, g, r, e]
+                scores = _scores(q_tile, k, rows, columns, ctx.causal)  # [b, g, r, c]
+                weights = torch.exp(scores - _folded(logsum.unsqueeze(-1), rows, groups))
+                dv_tile += weights.transpose(2, 3) @ dout_tile
+                dweights = dout_tile @ v_tile.transpose(2, 3)
+                dscores = weights * (dweights - _folded(along, rows, groups))
+                dq[:, :, rows] += _unfolded(dscores @ k_tile, q.shape[1]) * scale
+                dk_tile += dscores.transpose(2, 3) @ q_tile
+            dk[:, :, columns], dv[:, :, columns] = dk_tile, dv_tile
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _tiles(length: int, tile: int) -> Iterator[slice]:
+    return (slice(i, min(i + tile, length)) for i in range(0, length, tile))
+
+
+def _folded(x: Tensor, rows: slice, groups: int) -> Tensor:
+    """Queries that share a key-value head one below the other: [b, h, s, e] -> [b, g, r, e]."""
+    return x[:, :, rows].unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _unfolded(x: Tensor, heads: int) -> Tensor:
+    """[b, g, r, e] -> [b, h, r g/h, e]"""
+    return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
+    scores = q_tile @ k[:, :, columns].to(q_tile.dtype).transpose(2, 3)  # [b, g, r, c]
+    if not causal or columns.stop <= rows.start + 1:  # nothing lies ahead
+        return scores
+    queries = torch.arange(rows.start, rows.stop, device=k.device)
+    keys = torch.arange(columns.start, columns.stop, device=k.device)
+    ahead = keys > queries.repeat(q_tile.shape[2] // len(queries)).unsqueeze(1)  # [r, c]
+    return scores.masked_fill(ahead, -math.inf)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
+    if tile < 1:
+        raise ValueError(f"tile={tile}: a tile has 1 or more queries and keys")
+    if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
+        raise ValueError(
+            f"flash attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
+            "fit together; expected q [rows, heads, queries, head width], and k and v alike, [rows,"
+            " key-value heads, keys, head width]"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"flash attention: {q.shape[1]} heads do not divide over {k.shape[1]} key-value heads"
+        )
+    if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
+        raise ValueError(
+            f"flash attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three in one "
+            "floating-point type"
+        )

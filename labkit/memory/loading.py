@@ -1,0 +1,191 @@
+"""A model whose weights wait in CPU memory: three ways to compute with them on a device.
+
+    load, then run    bus      | L0 | L1 | L2 |                       sum of L + sum of C
+                      compute                 | C0 | C1 | C2 |        holds the whole model
+
+    pipelined         bus      | L0 | L1 | L2 |                       L + (n - 1) max(L, C) + C
+                      compute       | C0 | C1 | C2 |                  holds ahead + 1 blocks
+
+    in place          bus      | R0 | R1 | R2 |                       n max(R, C)
+                      compute  | C0 | C1 | C2 |                       holds none
+
+L loads a block, C computes it, R reads its weights over the bus as a kernel computes: once, or as
+often as the kernel comes back to them, and again in each pass. (labkit.predict has the formulas for
+blocks that differ.)
+
+Pipelined, the blocks take turns in `ahead` + 1 buffers of constant size. Block k + ahead goes where
+block k - 1 was, so its load may begin when that has computed, and not before:
+
+    buffer 0   | load 0 | compute 0 | load 2    | compute 2 |
+    buffer 1            | load 1    | compute 1 | load 3    |         ahead = 1
+
+Forward only: who needs gradients needs the weights again. Sources: Rajbhandari et al.,
+ZeRO-Infinity, arXiv 2104.07857, section 6.2 (overlap-centric design); inference from CPU memory:
+Sheng et al., FlexGen, arXiv 2303.06865, section 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from labkit.memory.bus import Arrival, Bus, StreamBus
+from labkit.memory.packing import Packed, on_device
+from labkit.trace import RankTrace, Span, Step, Trace
+
+
+class Waiting:
+    """Blocks, each block(x) -> x, whose weights wait in CPU memory to be used over a bus.
+
+    Args:
+        blocks: modules on the CPU. Each one's weights are packed into one flat buffer, pinned
+            where the bus is a GPU's; the modules go on working there.
+        bus: to the device that computes; that of the GPU if there is one, else this machine's
+            memory, unpaced.
+
+    Raises ValueError for blocks that are not on the CPU, or share a weight.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
+        if bus is None:
+            bus = StreamBus() if torch.cuda.is_available() else Bus()
+        self.bus, self.blocks = bus, list(blocks)
+        seen: dict[int, int] = {}
+        for k, block in enumerate(self.blocks):
+            for x in block.parameters():
+                if seen.setdefault(id(x), k) != k:
+                    raise ValueError(
+                        f"blocks {seen[id(x)]} and {k} share a weight; each block is packed by "
+                        "itself: make them one block, or untie them"
+                    )
+        self.packed = [Packed(block, pin=bus.device.type == "cuda") for block in self.blocks]
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each block, as they go over the bus."""
+        return [one.flat.nbytes for one in self.packed]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass
+class Run:
+    """What a run gave, held and did. `held_bytes`: the buffers for weights on the device."""
+
+    value: Tensor
+    held_bytes: int
+    moved_bytes: int
+    arrivals: list[Arrival] = field(repr=False)
+    computed: list[Span] = field(repr=False)
+    about: dict[str, object] = field(repr=False)
+
+    @property
+    def trace(self) -> Trace:
+        """For plot.timeline: the bus below the computing, with the waits of one for the other."""
+        events = [one.event for one in self.arrivals]
+        ended_s = max(span.ended_s for span in self.computed)
+        began_s = min([self.computed[0].began_s, *(one.issued_s for one in events)])
+        steps = [Step(0, began_s, ended_s)]
+        rank = RankTrace(0, 1, steps=steps, spans=list(self.computed), comms=events)
+        return Trace({0: rank}, self.about).from_zero()
+
+
+@torch.no_grad()
+def load_then_run(waiting: Waiting, x: Tensor) -> Run:
+    """Load all weights, then compute block after block."""
+    course = _Course(waiting, len(waiting))
+    for k in range(len(waiting)):
+        course.load(k)
+    for k in range(len(waiting)):
+        course.arrivals[k].wait()
+    for k in range(len(waiting)):
+        x = course.compute(k, x)
+    return course.over(x)
+
+
+@torch.no_grad()
+def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
+    """Load the weights of block k + `ahead` while block k computes. With `ahead` 0 each waits for
+    the other. Raises ValueError where `ahead` is negative."""
+    if ahead < 0:
+        raise ValueError(f"ahead={ahead}: give how many blocks are loaded ahead, 0 or more")
+    course = _Course(waiting, min(ahead + 1, len(waiting)))
+    for k in range(ahead):
+        course.load(k)
+    for k in range(len(waiting)):
+        course.load(k + ahead)  # where block k - 1 was, which has computed
+        course.arrivals[k].wait()
+        x = course.compute(k, x)
+    return course.over(x)
+
+
+@torch.no_grad()
+def run_in_place(waiting: Waiting, x: Tensor) -> Run:
+    """Compute with the weights where they wait. A GPU's kernels read pinned memory over the bus;
+    what they read, nobody counts: `moved_bytes` is 0 there. On a paced bus a block is done when it
+    has computed and its bytes could have been read, once."""
+    course = _Course(waiting, buffers=0)
+    for k in range(len(waiting)):
+        x = course.compute(k, x)
+    return course.over(x)
+
+
+class _Course:
+    """The buffers of a run, and what happened in it."""
+
+    def __init__(self, waiting: Waiting, buffers: int):
+        if not len(waiting):
+            raise ValueError("there is no block to run; give Waiting at least one")
+        self.waiting, self.bus = waiting, waiting.bus
+        self.moved_bytes = self.bus.moved_bytes
+        self.arrivals: list[Arrival] = []
+        self.computed: list[Span] = []
+        # Whole model: each buffer as large as its block. In turns: each as large as the largest.
+        sizes = waiting.nbytes if buffers == len(waiting) else [max(waiting.nbytes)] * buffers
+        with torch.inference_mode(False):  # the bus writes to them outside of it
+            self.buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self.bus.device) for size in sizes
+            ]
+
+    def load(self, k: int) -> None:
+        """Begin to load block k into the buffer whose turn it is; nothing where there is none."""
+        if k < len(self.waiting):
+            source = self.waiting.packed[k].flat
+            self.arrivals.append(self.bus.copy(self._buffer(k)[: source.nbytes], source))
+
+    def compute(self, k: int, x: Tensor) -> Tensor:
+        """Block k, with the weights in its buffer, or with those that wait if there are none."""
+        packed, read = self.waiting.packed[k], None
+        span = Span("forward", f"block {k}", 0, 0.0, 0.0, 0, type(self.waiting.blocks[k]).__name__)
+        self.computed.append(span)
+        self.bus.clock.begin(span)
+        if self.buffers:
+            weights = packed.views(self._buffer(k))
+        else:
+            weights = packed.views(on_device(packed.flat, self.bus.device))
+            read = self.bus.read(packed.flat.nbytes) if isinstance(self.bus, Bus) else None
+        x = functional_call(self.waiting.blocks[k], weights, (x,))
+        if read:
+            self.arrivals.append(read)
+            read.wait()
+        self.bus.clock.end(span)
+        return x
+
+    def _buffer(self, k: int) -> Tensor:
+        return self.buffers[k % len(self.buffers)]
+
+    def over(self, x: Tensor) -> Run:
+        """Wait until all is done, and tell."""
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        self.bus.clock.settle()
+        held_bytes = sum(buffer.nbytes for buffer in self.buffers)
+        moved_bytes = self.bus.moved_bytes - self.moved_bytes
+        return Run(x, held_bytes, moved_bytes, self.arrivals, self.computed, self._about())
+
+    def _about(self) -> dict[str, object]:
+        paced = isinstance(self.bus, Bus) and self.bus.link.seconds(1) > 0
+        return {"link": {"gbps": self.bus.link.gbps}} if paced else {}  # type: ignore[union-attr]

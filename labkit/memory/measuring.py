@@ -1,0 +1,184 @@
+"""What each choice costs each block of a model, measured: one step for each choice.
+
+While a step runs, memory and operations are counted, and every block tells when its forward and
+its backward begin:
+
+    forward     before | block 0 | block 1 |  head, loss  |
+    backward                                              | block 1 | block 0 | after
+    marks              f0        f1        f2             b1        b0        a
+
+A block's level is what is held when its forward begins, without its input: whether that is kept is
+the block's own choice. What it needs is the most in its forward or its backward above the level.
+What earlier blocks keep is in the level, so its need is the same whatever they chose: one step in
+which all blocks choose alike measures that choice for each of them. What is just leaving for the
+host at a mark is not in the level: it may be there with any choice of the blocks that follow.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from labkit.memory.choices import CHOICES, Choices
+from labkit.memory.chooser import Cost, Costs
+from labkit.memory.edits import blocks_of
+from labkit.memory.flops import flops_of
+from labkit.memory.offload import Offload
+from labkit.memory.peak import PeakMemory, alive_storages, storages_in
+
+
+def measure(
+    model: nn.Module,
+    step: Callable[[], torch.Tensor],
+    blocks: Sequence[nn.Module] | None = None,
+    core: str = "attn.core",
+    offload: Offload | None = None,
+    held_bytes: int | None = None,
+    choices: Sequence[str] = CHOICES,
+) -> Costs:
+    """Run `step().backward()` once for each choice, and say what each costs each block.
+
+    Args:
+        step: forward and loss, a scalar; it calls the blocks in their order, each once.
+        blocks, core, offload: as for `Choices`; without `offload` that choice is left out.
+        held_bytes: what is there before a step; by default all tensors that are alive now on the
+            model's device, so also the state of an optimizer that has made a step.
+        choices: which to try; "none" must be among them.
+
+    Afterwards gradients and random numbers are as before; what forward counts (BatchNorm) is not.
+    Raises ValueError where a block is not called once and in its turn, and where gradients are
+    there already.
+    """
+    every = blocks_of(model) if blocks is None else list(blocks)
+    if "none" not in choices:
+        raise ValueError(f'choices={choices!r}: "none" is what the others are compared with')
+    if any(p.grad is not None for p in model.parameters()):
+        raise ValueError("there are gradients already; call zero_grad() before you measure")
+    names = [name for name in choices if name != "offload" or offload is not None]
+    there = weakref.WeakSet(alive_storages(next(model.parameters()).device))
+    if held_bytes is None:
+        held_bytes = sum(x.nbytes() for x in there)
+    runs = {}
+    for name in names:
+        with Choices(model, name, every, core, offload):
+            runs[name] = _one_step(model, step, every, offload, there)
+    none, n = runs["none"], len(every)
+    costs: list[dict[str, Cost]] = []
+    for i in range(n):
+        costs.append({})
+        for name, run in runs.items():
+            level = run.held[f"f{i}"]
+            costs[i][name] = Cost(
+                kept_bytes=run.held[f"f{i + 1}"] - level,
+                need_bytes=max(run.most[f"f{i}"], run.most[f"b{i}"]) - level,
+                again_flops=run.flops[f"b{i}"] - none.flops[f"b{i}"],
+                moved_bytes=run.moved[f"f{i}"],
+            )
+    head = max(run.most[f"f{n}"] - run.held[f"f{n}"] for run in runs.values())
+    after = max(run.most["a"] - run.held["f0"] for run in runs.values())
+    first = max(run.held["f0"] for run in runs.values())
+    leaving = max(run.leaving_bytes for run in runs.values())
+    return Costs(costs, held_bytes + first, head, after, leaving, sum(none.flops.values()))
+
+
+class _Counted(PeakMemory):
+    """Operations, too; and what no operation has made, as the states of generators, when it is
+    first seen."""
+
+    def __init__(self, there: "weakref.WeakSet[torch.UntypedStorage]"):
+        super().__init__()
+        self.flops = 0
+        self._there = there
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in storages_in((args, kwargs or {})):
+            if storage not in self._there:
+                self.enter(storage)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+
+class _Marks:
+    """What is held at each mark; from it to the next, the most, and what is computed and moved."""
+
+    def __init__(self, counted: _Counted, offload: Offload | None):
+        self.held: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.flops: dict[str, int] = {}
+        self.moved: dict[str, int] = {}
+        self.leaving_bytes = 0  # the most at any mark
+        self._counted, self._offload = counted, offload
+        self._last, self._before = "", (0, 0)
+
+    def mark(self, name: str, *_: Any, but: Any = ()) -> None:
+        """`but`: tensors that do not count here."""
+        counted = self._counted
+        sums = counted.flops, self._offload.moved_bytes if self._offload else 0
+        if self._last:
+            self.most[self._last] = counted.peak_bytes
+            self.flops[self._last] = sums[0] - self._before[0]
+            self.moved[self._last] = sums[1] - self._before[1]
+        leaving = self._offload.leaving_bytes if self._offload else 0
+        self.leaving_bytes = max(self.leaving_bytes, leaving)
+        self.held[name] = counted.held_bytes - leaving - _bytes_of(but)
+        self._last, self._before, counted.peak_bytes = name, sums, counted.held_bytes
+
+
+def _one_step(
+    model: nn.Module,
+    step: Callable[[], torch.Tensor],
+    blocks: Sequence[nn.Module],
+    offload: Offload | None,
+    there: "weakref.WeakSet[torch.UntypedStorage]",
+) -> _Marks:
+    gpus = {p.device.index for p in model.parameters() if p.is_cuda}
+    handles = []
+    with torch.random.fork_rng(sorted(gpus)), _Counted(there) as counted:
+        marks = _Marks(counted, offload)
+        marks.mark("start")
+
+        def begins(i: int, block: nn.Module, args: Any) -> None:
+            if len(marks.held) != i + 1:
+                raise ValueError(
+                    f"block {i} of {len(blocks)} was not called once and in its turn; give the "
+                    "blocks in the order in which forward calls them: measure(..., blocks=[...])"
+                )
+            marks.mark(f"f{i}", but=args)
+            if i == 0:
+                _at_gradient(args, partial(marks.mark, "a"))
+
+        def ends(i: int, block: nn.Module, args: Any, output: Any) -> None:
+            _at_gradient(output, partial(marks.mark, f"b{i}"))
+            if i == len(blocks) - 1:
+                marks.mark(f"f{i + 1}", but=output)
+
+        for i, block in enumerate(blocks):
+            handles.append(block.register_forward_pre_hook(partial(begins, i)))
+            handles.append(block.register_forward_hook(partial(ends, i)))
+        try:
+            step().backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for p in model.parameters():
+                p.grad = None
+        marks.mark("end")
+    marks.most.setdefault("a", 0)
+    return marks
+
+
+def _at_gradient(thing: Any, call: Callable[..., None]) -> None:
+    """Call it when backward comes to the first tensor of `thing`."""
+    for x in tree_leaves(thing):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x.register_hook(call)
+            return
+
+
+def _bytes_of(thing: Any) -> int:
+    return sum(x.nbytes for x in tree_leaves(thing) if isinstance(x, torch.Tensor))

@@ -1,0 +1,240 @@
+"""Activations that wait in the host's memory: they leave after forward has made them, and are back
+before backward wants them.
+
+    forward    | block 0 | block 1 | block 2 | ...      device: what is under way, and the rest
+    bus                  [ out 0 ][ out 1 ][ out 2 ]    host:   everything that left
+    backward        ... | block 2 | block 1 | block 0
+    bus             [ back 2 ][ back 1 ][ back 0 ]      last made, first wanted
+
+    held on the device   2·in_flight tensors at most, instead of all
+    travels              each kept byte once out and once back, hidden while computing takes longer
+    recomputed           nothing
+
+Autograd lets one look: of each tensor that it keeps it calls a hook, and keeps what the hook
+returns instead (here a ticket); before use it calls another, which must return the tensor.
+
+Not everything goes: parameters are there anyway, small tensors cost more to move than they free,
+and memory that several operations keep (the input of q, of k, of v) goes once.
+
+Source: torch, "Hooks for autograd saved tensors"; for checkpoints, Rajbhandari et al., "ZeRO",
+arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, section 3.
+"""
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Link
+from labkit.memory.buffers import ConstantBuffer
+from labkit.memory.bus import Arrival, Bus, StreamBus, bus_for
+
+
+def offload_activations(
+    model: nn.Module,
+    *,
+    link: Link | None = None,
+    smallest_bytes: int = 2**16,
+    in_flight: int = 2,
+    host_bytes: int = 2**28,
+    bus: Bus | StreamBus | None = None,
+) -> "Offload":
+    """A context: what autograd keeps inside it waits in the host's memory.
+
+    Args:
+        model: whose parameters stay, on whose device activations are made.
+        link: on a CPU, the speed of the bus that is played; None: as fast as memory is.
+        smallest_bytes: smaller tensors stay.
+        in_flight: so many tensors may be under way in each direction. One more that wants to
+            leave makes forward wait for the first of them: so memory stays bounded.
+        host_bytes: of the host's block of memory, allocated once; what finds no room stays.
+        bus: what carries them, if not the device's own.
+
+    >>> with (offload := offload_activations(model)):
+    ...     value = loss(model(x))
+    >>> value.backward()  # gradients as without it
+
+    One object for all steps: it may be entered again and again, also around parts of a forward.
+    Raises ValueError for arguments that cannot be; in backward, RuntimeError for a tensor that was
+    changed in place while it left.
+    """
+    if in_flight < 1 or smallest_bytes < 0:
+        raise ValueError(
+            f"in_flight={in_flight}, smallest_bytes={smallest_bytes}: at least one tensor must be "
+            "able to travel, and no size is below 0"
+        )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    carrier = bus or bus_for(device, link)
+    host = ConstantBuffer(host_bytes, pinned=device.type == "cuda")
+    return Offload(model, device, carrier, host, smallest_bytes, in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What autograd keeps instead of a tensor: whose memory it is, and what was seen of it."""
+
+    moved: "Moved"
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Offload:
+    """See `offload_activations`. `moved_bytes` have left so far, `no_room_bytes` had to stay."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, bus: Bus | StreamBus,
+        host: ConstantBuffer, smallest_bytes: int, in_flight: int,
+    ):  # fmt: skip
+        self.bus, self.host = bus, host
+        self.moved_bytes = self.no_room_bytes = 0
+        self._model, self._device = model, device
+        self._smallest_bytes, self._in_flight = smallest_bytes, in_flight
+        self._stay: set[int] = set()  # the memory of parameters
+        self._of: weakref.WeakKeyDictionary[Any, weakref.ref[Moved]] = weakref.WeakKeyDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        self._leaving: deque[weakref.ref[Moved]] = deque()  # they may end on the way
+        self._count = 0
+        self._hooks: list[Any] = []
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What is still on the device, on its way to the host."""
+        under_way = (one() for one in self._leaving)
+        return sum(one.nbytes for one in under_way if one is not None and one.is_leaving)
+
+    def __enter__(self) -> "Offload":
+        self._stay = {p.untyped_storage()._cdata for p in self._model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.pop().__exit__(*error)
+
+    # --- forward: autograd keeps a tensor ---
+
+    def _pack(self, x: torch.Tensor) -> "torch.Tensor | Ticket":
+        moved = self._moved(x) if self._may_leave(x) else None
+        if moved is None:
+            return x.detach()  # an output itself leads to its graph, which would keep itself alive
+        moved.tickets += 1
+        return Ticket(moved, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def _may_leave(self, x: torch.Tensor) -> bool:
+        if x.device != self._device or x.layout is not torch.strided:
+            return False
+        storage = x.untyped_storage()
+        smallest_bytes = max(1, self._smallest_bytes)  # nothing has nothing to move
+        return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
+
+    def _moved(self, x: torch.Tensor) -> "Moved | None":
+        """The journey of its memory, which may have begun for another tensor that shares it."""
+        storage = x.untyped_storage()
+        known = self._of[storage]() if storage in self._of else None
+        if known is not None and known.version == x._version:
+            return known
+        piece = self.host.take(storage.nbytes())
+        if piece is None:
+            self.no_room_bytes += storage.nbytes()
+            return None
+        while len(self._leaving) >= self._in_flight:
+            if (first := self._leaving.popleft()()) is not None:
+                first.leave()
+        moved = Moved(self._count, x, piece, self.bus, self.host)
+        self._count += 1
+        self.moved_bytes += storage.nbytes()
+        self._of[storage] = weakref.ref(moved)
+        self._by_number[moved.number] = moved
+        self._leaving.append(self._of[storage])
+        return moved
+
+    # --- backward: it wants the tensor ---
+
+    def _unpack(self, kept: "torch.Tensor | Ticket") -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        moved = kept.moved
+        moved.fetch()
+        for number in range(moved.number - 1, moved.number - 1 - self._in_flight, -1):
+            if (earlier := self._by_number.get(number)) is not None:
+                earlier.fetch()
+        flat = moved.use()
+        x = torch.empty(0, dtype=kept.dtype, device=flat.device)
+        return x.set_(flat.untyped_storage(), kept.offset, kept.shape, kept.stride)
+
+
+class Moved:
+    """The memory of one storage on its way. It ends with the last ticket, so with the graph.
+
+        here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
+
+    What is wanted while it is still leaving has never left.
+    """
+
+    def __init__(
+        self, number: int, x: torch.Tensor, piece: torch.Tensor, bus: Bus | StreamBus,
+        host: ConstantBuffer,
+    ):  # fmt: skip
+        self.number, self.version = number, x._version
+        self.tickets = 0  # tensors that share it
+        self._wanted = 0  # how many of these backward has asked for
+        self._seen: torch.Tensor | None = x.detach()  # tells of changes in place
+        self._changed = False
+        self._piece, self._bus, self._host = piece, bus, host
+        self._device = x.device
+        self._here: torch.Tensor | None = _flat(x)
+        self._trip: Arrival = bus.copy(piece, self._here)
+
+    @property
+    def nbytes(self) -> int:
+        return self._piece.nbytes
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._seen is not None
+
+    def leave(self) -> None:
+        """The copy is over: the device's memory is free."""
+        assert self._seen is not None, "it leaves once"
+        self._trip.wait()
+        self._changed = self._seen._version != self.version
+        self._here = self._seen = None
+
+    def fetch(self) -> None:
+        """Ask for it, if it is away."""
+        if self._here is None:
+            self._here = torch.empty(self._piece.shape, dtype=torch.uint8, device=self._device)
+            self._trip = self._bus.copy(self._here, self._piece)
+
+    def use(self) -> torch.Tensor:
+        """Its bytes, on the device; the last tensor to ask for it lets go of them here."""
+        flat = self._here
+        assert flat is not None, "fetched before it is used"
+        if self._seen is None:
+            self._trip.wait()
+        if self._changed or (self._seen is not None and self._seen._version != self.version):
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place after it had been saved; use "
+                "the operation that makes a new tensor (x = x + y, not x += y)"
+            )
+        self._wanted += 1
+        if self._wanted == self.tickets:  # the graph may be walked again: then it comes again
+            self._wanted = 0
+            if self._seen is None:
+                self._here = None
+        return flat
+
+    def __del__(self) -> None:
+        self._host.give_back(self._piece)  # the next copies to it come after those still under way
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """All bytes of its storage."""
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage())

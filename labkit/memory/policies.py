@@ -1,0 +1,164 @@
+"""Recompute by policy: which operations' results are kept, and which are computed again.
+
+    forward    op 1   op 2   op 3   op 4       a mode sees each operation below autograd
+    policy     again  keep   again  again
+    kept              [op 2]
+    backward   op 1   served op 3   op 4       op 2 is not run: what it made is handed out
+
+A policy is asked once for each operation of forward, `policy(op) -> bool`: True keeps its result.
+What costs much to compute and little to hold is worth keeping: `keep_products` keeps those of the
+matrix products, so that only cheap operations run twice. Never asked about are views, which cost
+nothing; casts, of which autocast may have made some before; and operations that write to their
+inputs: they must run, and what they write to is computed again.
+
+An operation that draws random numbers and is kept leaves the generators as if it had run.
+
+Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
+2205.05198, section 5, on what is worth it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labkit.memory.conditions import States, generators_of, restore, states_of
+
+Policy = Callable[[OpOverload], bool]
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear,
+    aten.convolution, aten._scaled_mm,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+}  # fmt: skip
+
+
+def keep_products(op: OpOverload) -> bool:
+    """A policy: keep what matrix products and kernels of attention make."""
+    return op.overloadpacket in PRODUCTS
+
+
+@dataclass
+class _Result:
+    """What a kept operation made, detached: with its graph it would keep itself alive."""
+
+    value: Any
+    versions: list[int]
+    random: States  # behind the operation, where it draws
+
+
+class Kept:
+    """The results that `policy` keeps, by operation and in the order of its calls."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.results: dict[OpOverload, list[_Result | None]] = defaultdict(list)
+        self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # memory -> whose result, which call
+
+    def keeping(self) -> "_Mode":
+        """`with` this: forward."""
+        return _Mode(self._keep, self._written)
+
+    def serving(self) -> "_Mode":
+        """`with` this: forward once more."""
+        calls: dict[OpOverload, int] = defaultdict(int)
+
+        def serve(op: OpOverload, args: Any, kwargs: Any) -> Any:
+            call = calls[op]
+            calls[op] += 1
+            if call >= len(self.results[op]):
+                raise ValueError(
+                    f"recompute with a policy: the function called {op} {call + 1} times, and "
+                    f"{call} times in forward; it must do the same both times, so let it depend on "
+                    "its arguments only"
+                )
+            kept = self.results[op][call]
+            if kept is None:
+                return op(*args, **kwargs)
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                self.results[op][call] = None  # there is no other backward: free it when it is used
+            return self._value(op, kept)
+
+        return _Mode(serve)
+
+    def _keep(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        out = op(*args, **kwargs)
+        kept = None
+        if self.policy(op):
+            value = tree_map_only(torch.Tensor, _same_version, out)
+            tensors = _tensors(value)
+            draws = torch.Tag.nondeterministic_seeded in op.tags
+            states = states_of(generators_of(tensors)) if draws else []
+            kept = _Result(value, [x._version for x in tensors], states)
+            self._kept_in |= {_memory(x): (op, len(self.results[op])) for x in tensors}
+        self.results[op].append(kept)
+        return out
+
+    def _written(self, x: torch.Tensor) -> None:
+        """An operation of the function writes to `x`: what was kept of it is not that any more."""
+        if _memory(x) in self._kept_in:
+            op, call = self._kept_in.pop(_memory(x))
+            self.results[op][call] = None
+
+    def _value(self, op: OpOverload, kept: _Result) -> Any:
+        if [x._version for x in _tensors(kept.value)] != kept.versions:
+            raise ValueError(
+                f"recompute with a policy: what {op} made was kept, and changed in place after the "
+                "function; write the change without `_`, `out=` and `[...]=`, or let the policy "
+                "return False for it"
+            )
+        restore(kept.random)
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, kept.value)
+
+
+class _Mode(TorchDispatchMode):
+    """Hands each operation that computes something new to `run(op, args, kwargs)`; of others, tells
+    what they write to."""
+
+    def __init__(
+        self,
+        run: Callable[[OpOverload, Any, Any], Any],
+        written: Callable[[torch.Tensor], object] = lambda x: None,
+    ):
+        super().__init__()
+        self._run, self._written = run, written
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch asks; with True, its default, the first use loads torch._dynamo: 3 s
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op._schema.is_mutable:
+            for place, argument in enumerate(op._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[place] if place < len(args) else kwargs.get(argument.name)
+                    for x in _tensors(given):
+                        self._written(x)
+        elif not op.is_view and op.namespace != "prim" and op.overloadpacket is not aten._to_copy:
+            return self._run(op, args, kwargs)
+        return op(*args, **kwargs)
+
+
+def _same_version(x: torch.Tensor) -> torch.Tensor:
+    """`x`, detached, with whose version it counts on: below autograd, where modes run, a plain
+    detach would begin to count anew."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

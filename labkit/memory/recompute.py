@@ -1,0 +1,257 @@
+"""Recompute: keep what goes into a function, and run it again when backward needs the rest.
+
+    forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves a tensor: it gets an empty slot
+    kept       x       ▫    ▫    ▫
+    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot that is asked for runs f again,
+                       ▪    ▪    ▪                 and the n-th tensor saved goes to the n-th slot
+                       gradients, from right to left
+
+    kept bytes    those of the inputs: 2sbh for a layer, not sbh(34 + 5as/h)
+    time          one forward more: 4/3 of a step where backward takes twice a forward
+
+Dropout must draw the same mask again, and casts must be the same: conditions.py. Results of some
+operations can be kept all the same: policies.py. Which parts of a model: `Recompute`, edits.py.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; bytes:
+Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, use_reentrant=False.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any, Literal, TypeVar
+from weakref import ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from labkit.memory.conditions import Conditions
+from labkit.memory.policies import Kept, Policy
+
+Result = TypeVar("Result")
+Check = Literal["shapes", "values", "none"]
+
+
+def recompute(
+    fn: Callable[..., Result],
+    *args: Any,
+    policy: Policy | None = None,
+    preserve_rng: bool = True,
+    check: Check = "shapes",
+    **kwargs: Any,
+) -> Result:
+    """`fn(*args, **kwargs)`, of which only the inputs are kept for backward.
+
+    Args:
+        fn: a function or module. It must do the same when it is called again, and not change its
+            inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
+        policy: of which operations the results are kept, too: `policy(op) -> bool`.
+        preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
+            something is drawn.
+        check: of what the second run saves, number, shape, dtype and device are compared with the
+            first's; with "values" the numbers as well, which takes time; with "none" nothing.
+
+    Gradients are those without, bit for bit where the same kernels run. Works with any outputs,
+    inside another recompute, for several backwards, and where no input has a gradient.
+
+    Raises ValueError where `fn` changes an input, and, during backward, where it did something else
+    when it was called again.
+    """
+    return Recomputed(fn, policy, preserve_rng, check)(*args, **kwargs)
+
+
+class Recomputed:
+    """`recompute` of a function, to be called with the function's own arguments."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy | None = None,
+        preserve_rng: bool = True,
+        check: Check = "shapes",
+    ):
+        if check not in ("shapes", "values", "none"):
+            raise ValueError(f"check={check!r}: choose shapes, values or none")
+        self.fn, self.policy, self.preserve_rng, self.check = fn, policy, preserve_rng, check
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.fn(*args, **kwargs)
+        inputs = _Inputs(args, kwargs)
+        conditions = Conditions(_tensors_in((args, kwargs)), self.preserve_rng)
+        call = _Call(self, inputs, conditions)
+        with (
+            saved_tensors_hooks(call.save, call.wanted),
+            call.kept.keeping() if call.kept else nullcontext(),
+        ):
+            output = self.fn(*args, **kwargs)
+        inputs.check_unchanged(_tensors_in((args, kwargs)))
+        conditions.forget_unused()
+        return output
+
+
+class _Slot:
+    """Stands in autograd's graph for a tensor that was not kept; filled while backward runs."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+
+
+class _Enough(BaseException):
+    """All slots are filled. (No `except Exception` of a user's catches it.)"""
+
+
+class _Call:
+    """One call of a function, and how to do it again. It lives as long as one of its slots."""
+
+    def __init__(self, what: Recomputed, inputs: "_Inputs", conditions: Conditions):
+        self.fn, self.check = what.fn, what.check
+        self.inputs, self.conditions = inputs, conditions
+        self.kept = Kept(what.policy) if what.policy else None
+        self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
+
+    def save(self, x: torch.Tensor) -> _Slot:
+        """Autograd saves `x` in forward."""
+        slot = _Slot()
+        self.saved.append((ref(slot), _looks(x, self.check)))
+        return slot
+
+    def wanted(self, slot: _Slot) -> torch.Tensor:
+        """Autograd wants it back."""
+        if slot.tensor is None:  # the first of this backward
+            self.run_again()
+        found, slot.tensor = slot.tensor, None  # the next backward runs it again
+        assert found is not None
+        return found
+
+    def run_again(self) -> None:
+        """Fill the slots with what the function saves this time."""
+        filled: list[tuple[_Slot | None, int]] = []  # and which version of a tensor each has got
+
+        def fill(x: torch.Tensor) -> torch.Tensor:
+            slot = self._next_slot(len(filled), x)
+            filled.append((slot, x._version))
+            x = x.detach()  # else the graph of this run would keep itself alive
+            if slot is not None:  # None: backward was here already, and let it go
+                slot.tensor = x
+            if len(filled) == len(self.saved) and self.check != "values":
+                raise _Enough
+            return x
+
+        args, kwargs = self.inputs.again()
+        with (
+            suppress(_Enough),
+            self.conditions.again(),
+            torch.enable_grad(),
+            saved_tensors_hooks(fill, lambda x: x),
+            self.kept.serving() if self.kept else nullcontext(),
+        ):
+            self.fn(*args, **kwargs)
+        if len(filled) < len(self.saved):
+            raise _not_the_same(
+                f"{len(filled)} tensors were saved for backward, and {len(self.saved)} in forward"
+            )
+        for slot, version in filled:
+            if slot is not None and slot.tensor is not None and slot.tensor._version != version:
+                raise ValueError(
+                    "recompute: the function changed a tensor in place that backward needs, "
+                    f"{_told(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
+                    "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
+                )
+
+    def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
+        if place == len(self.saved):
+            raise _not_the_same(f"more than the {place} tensors of forward were saved")
+        slot, looked = self.saved[place]
+        if (looks := _looks(x, self.check)) != looked:
+            raise _not_the_same(
+                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_told(looks)}, "
+                f"and was {_told(looked)} in forward"
+            )
+        return slot()
+
+
+class _Inputs:
+    """Arguments that are kept. Their tensors are saved by a node of autograd: so hooks from outside
+    see them, an outer recompute's or an offload's, and changes in place are found."""
+
+    def __init__(self, args: Any, kwargs: Any):
+        leaves, self._spec = tree_flatten((args, kwargs))
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        self._versions = [x._version for x in tensors.values()]
+        self._leaves = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
+        self._places = list(tensors)
+        self._node: Any = None
+        if tensors:
+            anchor = torch.empty(0, requires_grad=True)
+            self._node = _Save.apply(anchor, *tensors.values()).grad_fn
+
+    def again(self) -> Any:
+        """(args, kwargs) as they were."""
+        leaves = list(self._leaves)
+        try:
+            tensors = self._node.saved_tensors if self._places else ()
+        except RuntimeError as error:
+            error.add_note("(It is an input of recompute, from which to run the function again.)")
+            raise
+        for i, x in zip(self._places, tensors, strict=True):
+            leaves[i] = x
+        return tree_unflatten(leaves, self._spec)
+
+    def check_unchanged(self, tensors: list[torch.Tensor]) -> None:
+        """Raises ValueError where the function has written to one of them."""
+        for number, (x, version) in enumerate(zip(tensors, self._versions, strict=True), start=1):
+            if x._version != version:
+                raise ValueError(
+                    f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
+                    f"{_told(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
+                    "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
+                )
+
+
+class _Save(torch.autograd.Function):
+    """Computes nothing, and saves tensors. Backward never comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _tensors_in(arguments: Any) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)]
+
+
+def _looks(x: torch.Tensor, check: Check) -> Any:
+    """What must be the same in the second run."""
+    match check:
+        case "none":
+            return None
+        case "shapes":
+            return x.shape, x.dtype, x.device
+        case "values":
+            return x.shape, x.dtype, x.device, _print_of(x)
+
+
+@torch.no_grad()
+def _print_of(x: torch.Tensor) -> float:
+    """A number that changes with any element, and with their order."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().double().flatten()
+    weights = torch.arange(1, flat.numel() + 1, device=x.device).sqrt()
+    return (flat.nan_to_num(nan=0.7) * weights).sum().item()
+
+
+def _told(looks: Any) -> str:
+    shape, dtype, device, *print_of = looks
+    numbers = f" with other numbers (their print {print_of[0]:.6g})" if print_of else ""
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{numbers}"
+
+
+def _not_the_same(what: str) -> ValueError:
+    return ValueError(
+        f"recompute: the function did something else when backward ran it again: {what}. Its "
+        "gradients would be wrong. Let it depend on its arguments and parameters only: not on a "
+        "counter, the time, train or eval switched in between, or draws of NumPy's or Python's"
+    )

@@ -1,0 +1,71 @@
+"""What forward keeps for backward, tensor by tensor, asked of autograd itself.
+
+Autograd hands each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`), at
+the moment when it saves it: the module whose forward runs then is the one that keeps it.
+
+    norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
+             └─> k(·)    saves the same memory once more      nothing new
+
+Memory counts once, however many operations save it, and for the first of them. Parameters and
+buffers are there anyway.
+
+Source: torch, "Hooks for autograd saved tensors".
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Memory that backward needs: which module's forward kept it, and the tensor seen of it."""
+
+    module: str  # path of the innermost module, "attn.q"; "" is the outermost
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int  # of the whole storage
+
+
+def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
+    """Call `module(*args, **kwargs)` and say what it keeps, in the order in which it is saved.
+
+    >>> sum(one.nbytes for one in saved_by(block, x))
+    """
+    own = {_memory(x) for x in (*module.parameters(), *module.buffers())}
+    running, found = [""], []
+    alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        key = _memory(x)
+        if key not in own and key not in alive:
+            alive[key] = x.detach()
+            nbytes = x.untyped_storage().nbytes()
+            found.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
+        return x.detach()  # an output itself leads to its graph, which would keep itself alive
+
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(partial(enter, name)))
+        handles.append(part.register_forward_hook(leave, always_call=True))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            output = module(*args, **kwargs)  # which holds the graph, and all that is saved
+    finally:
+        for handle in handles:
+            handle.remove()
+    del output
+    return found
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -1,0 +1,145 @@
+"""Ways to move a tensor, timed side by side, and the rates of memories and buses that follow.
+
+    turn 1   way a, way b, way c          all in each turn, each turn beginning with another:
+    turn 2   way b, way c, way a          a machine that slows down slows all of them;
+    turn 3   way c, way a, way b          the median of the turns counts
+
+On a GPU the time is that between two CUDA events of its stream. Buffers are made before, pinned
+ones too: to pin memory takes longer than to copy it once.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from labkit.memory.bus import Bus
+from labkit.memory.transfers import PACED, Rates, Transfer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the turns. `done_s`: until the numbers are there; `returned_s`: until the
+    program goes on, which for a blocking way is the same."""
+
+    way: Transfer
+    numel: int
+    done_s: float
+    returned_s: float
+
+
+def measure(
+    chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
+) -> list[Measured]:
+    """Time `numel` numbers on each way, in turns, so that a machine that slows down slows all.
+
+    Buffers are made before and shared by the ways; the first turn, which finds them cold, does not
+    count. On a GPU the time is that between two events on its stream. Raises ValueError for a paced
+    way without a bus.
+    """
+    buffers = Buffers(numel)
+    rigs = [Rig(way, buffers, bus) for way in chosen]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in rigs]
+    for turn in range(turns + 1):
+        for i in range(len(rigs)):
+            place = (i + turn) % len(rigs)  # each turn begins with another
+            seconds[place].append(rigs[place].timed())
+    medians = [[median(one) for one in zip(*its[1:])] for its in seconds]
+    return [Measured(way, numel, *its) for way, its in zip(chosen, medians)]
+
+
+def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
+    """From the ways that have one part only: a copy or a cast in place, pinned memory to a device.
+    The fastest counts where several are alike. The rate of a paced bus need not be measured: give
+    it in gigabits per second, and it is the limit that no way passes."""
+    rates: dict[tuple[str, str], float] = {}
+    for one in measured:
+        first, *others = one.way.parts(one.numel)
+        if not others:
+            key = first.what, first.where
+            rates[key] = max(rates.get(key, 0.0), first.nbytes / one.done_s)
+    for where in (f"cpu → {PACED}", f"{PACED} → cpu") if paced_gbps else ():
+        rates["bus", where] = paced_gbps * 1e9 / 8
+    return Rates(rates)
+
+
+class Buffers:
+    """Tensors of `numel` numbers, made when first asked for: one for each role and memory."""
+
+    def __init__(self, numel: int):
+        self.numel = numel
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, role: str, place: str, dtype: torch.dtype, pinned: bool = False) -> Tensor:
+        pin = pinned and place == "cpu" and torch.cuda.is_available()
+        device = "cpu" if place == PACED else place
+        key = role, place, dtype, pin
+        if key not in self._made:
+            made = torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pin)
+            self._made[key] = made.copy_(torch.linspace(-1, 1, self.numel))
+        return self._made[key]
+
+
+class Rig:
+    """A way with its buffers, ready to be run and timed."""
+
+    def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
+        if PACED in way.ends and bus is None:
+            raise ValueError(f"{way}: needs a paced bus; give measure(..., bus=Bus(gbps=16))")
+        self.way, self.bus = way, bus
+        on_wire = way.dtype if way.cast == "after" else way.to
+        self.source = buffers("source", way.source, way.dtype, way.pinned)
+        self.packed = buffers("packed", way.source, way.to, way.pinned)  # a cast loses the pin,
+        self.landed = buffers("landed", way.target, on_wire, way.pinned)  # unless into pinned
+        self.out = buffers("out", way.target, way.to)
+        self.staging = buffers("staging", "cpu", on_wire) if PACED in way.ends else None
+        gpus = [place for place in way.ends if place.startswith("cuda")]
+        self.gpu = torch.device(gpus[-1]) if gpus else None
+
+    def run(self) -> Tensor:
+        """The transfer; with non_blocking its result may still be under way."""
+        x = self.source
+        if self.way.cast == "before":
+            x = self.packed.copy_(x)
+        self._cross(x)
+        if self.way.cast != "after":
+            return self.landed
+        if self.way.target == "cpu" and self.gpu and self.way.non_blocking:
+            torch.cuda.current_stream(self.gpu).synchronize()  # the CPU would cast too early
+        return self.out.copy_(self.landed)
+
+    def _cross(self, x: Tensor) -> None:
+        if self.staging is None or self.bus is None:
+            self.landed.copy_(x, non_blocking=self.way.non_blocking)
+        elif self.way.pinned:
+            self.arrival = self.bus.copy(self.landed, x)
+            if not self.way.non_blocking or self.way.cast == "after":  # who casts waits
+                self.arrival.wait()
+        elif self.way.source == "cpu":
+            self.bus.copy(self.landed, self.staging.copy_(x)).wait()  # from pageable memory no
+        else:  # call returns early
+            self.bus.copy(self.staging, x).wait()
+            self.landed.copy_(self.staging)
+
+    def timed(self) -> tuple[float, float]:
+        """Seconds until the numbers are there, and until the call has returned."""
+        if self.gpu is None:
+            began_s = time.perf_counter()
+            self.run()
+            returned_s = time.perf_counter() - began_s
+            if PACED in self.way.ends and self.way.pinned:
+                self.arrival.wait()
+            return time.perf_counter() - began_s, returned_s
+        with torch.cuda.device(self.gpu):
+            torch.cuda.synchronize()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            began_s = time.perf_counter()
+            self.run()
+            returned_s = time.perf_counter() - began_s
+            last.record()
+            last.synchronize()
+            return first.elapsed_time(last) / 1e3, returned_s

@@ -1,0 +1,182 @@
+"""A tensor from one memory to another: which way is fastest, and why.
+
+    fp32 here, fp16 wanted there; 4 bytes and 2 bytes a number, memory is read and written
+
+    cast before   cast here  (4 + 2) / memory here     then  2 / bus
+    cast after               4 / bus                   then  cast there  (4 + 2) / memory there
+    pageable      before the bus, a copy into the driver's pinned buffer  (n + n) / memory
+
+    seconds = sum over the parts of  bytes of the part / bytes per second of where it happens
+
+A `Transfer` says one way as data, and `ways` lists those that this machine can do. timing.py times
+them, and reads from the ways that have one part only what each memory and bus reaches: all others
+are then predicted. Casting before is best where  2 / bus > 6 / here - 6 / there : where the bus is
+slow beside the memory that casts. The model leaves out what a call itself takes.
+
+Source: pageable memory and when a call returns: NVIDIA, CUDA C++ Best Practices Guide, "Pinned
+Memory"; CUDA Runtime API, "API synchronization behavior". Where torch casts if it is left to it:
+pytorch, aten/src/ATen/native/cuda/Copy.cu.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from labkit.memory.bus import Bus
+
+PACED = "paced"  # a place: this machine's memory again, reached by a paced `Bus` only
+CASTS = ("before", "after")
+
+
+class Part(NamedTuple):
+    """A step of a transfer. `what`: "cast", "copy" (inside a memory), "stage" (a copy into the
+    driver's pinned buffer) or "bus". `nbytes`: read and written in a memory, sent over a bus."""
+
+    what: str
+    where: str  # a place, or "cpu → cuda:0"
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One way to bring numbers of `dtype` from `source` to `target`, as `to`.
+
+    source, target  places: "cpu", "cuda:0", or "paced", which needs a `Bus`
+    cast            "before" the copy, where they are; "after" it, where they go; None: none, or,
+                    where `dtype` and `to` differ, as torch's copy_ does it by itself
+    pinned          memory of the CPU is pinned: the system cannot move it away
+    non_blocking    the call may return before the numbers are there
+
+    Raises ValueError for a way that cannot be.
+    """
+
+    source: str
+    target: str
+    dtype: torch.dtype = torch.float32
+    to: torch.dtype = torch.float32
+    cast: str | None = None
+    pinned: bool = False
+    non_blocking: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cast not in (None, *CASTS):
+            raise ValueError(f"cast={self.cast!r}: choose 'before', 'after' or None")
+        if self.cast and self.dtype == self.to:
+            raise ValueError(f"cast={self.cast!r}, but {self.dtype} is wanted as it is: give None")
+        if not self.cast and self.dtype != self.to and PACED in self.ends:
+            raise ValueError(
+                f"a paced bus moves bytes only: for {self.dtype} to {self.to} say cast='before' or "
+                "cast='after'"
+            )
+        if self.pinned and not self.over_host_bus:
+            raise ValueError(
+                f"pinned=True from {self.source} to {self.target}: only memory of the CPU can be "
+                "pinned, and only a bus to a device gains by it"
+            )
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        return self.source, self.target
+
+    @property
+    def over_host_bus(self) -> bool:
+        """Between the CPU's memory and a device's."""
+        return self.source != self.target and "cpu" in self.ends
+
+    @property
+    def casts(self) -> str | None:
+        """Where it is really cast, also when that is left to torch: non-blocking on the GPU,
+        blocking on the CPU, between two GPUs at the source."""
+        if self.cast or self.dtype == self.to or self.source == self.target:
+            return self.cast
+        if not self.over_host_bus:
+            return "before"
+        caster_is_cpu = not self.non_blocking
+        return "before" if (self.source == "cpu") == caster_is_cpu else "after"
+
+    @property
+    def sent(self) -> torch.dtype:
+        """The dtype in which the numbers travel."""
+        return self.to if self.casts == "before" else self.dtype
+
+    def parts(self, numel: int) -> Iterator[Part]:
+        """What `numel` numbers go through, one after the other."""
+        cast_bytes = numel * (self.dtype.itemsize + self.to.itemsize)
+        sent_bytes = numel * self.sent.itemsize
+        if self.casts == "before":
+            yield Part("cast", self.source, cast_bytes)
+        if self.source != self.target:
+            if self.over_host_bus and not self.pinned:
+                yield Part("stage", "cpu", 2 * sent_bytes)
+            yield Part("bus", f"{self.source} → {self.target}", sent_bytes)
+        elif not self.cast and self.dtype != self.to:
+            yield Part("cast", self.source, cast_bytes)  # a copy that casts: one pass
+        else:
+            yield Part("copy", self.source, 2 * sent_bytes)
+        if self.casts == "after":
+            yield Part("cast", self.target, cast_bytes)
+
+    def bus_bytes(self, numel: int) -> int:
+        """What of it goes over a bus."""
+        return sum(part.nbytes for part in self.parts(numel) if part.what == "bus")
+
+    def __str__(self) -> str:
+        """In a line: "cpu → cuda:0, fp32 → fp16, cast before, pinned, non-blocking"."""
+        words = [f"{self.source} → {self.target}", f"{short(self.dtype)} → {short(self.to)}"]
+        words += [f"cast {self.cast}"] if self.cast else []
+        if self.over_host_bus:
+            words.append("pinned" if self.pinned else "pageable")
+        return ", ".join(words + ["non-blocking"] * self.non_blocking)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """(what, where) of a `Part` -> bytes per second. "stage" is a "copy" of the CPU, and the paced
+    device's memory is the CPU's."""
+
+    bytes_per_s: Mapping[tuple[str, str], float]
+
+    def seconds(self, part: Part) -> float:
+        """What a part takes. Raises ValueError for one whose rate is not known."""
+        what = "copy" if part.what == "stage" else part.what
+        where = "cpu" if part.where == PACED else part.where
+        if (what, where) not in self.bytes_per_s:
+            raise ValueError(
+                f"no rate is known for a {what} in {where}; measure ways(), which have it alone, "
+                "or give it to Rates"
+            )
+        return part.nbytes / self.bytes_per_s[what, where]
+
+    def predict_s(self, way: Transfer, numel: int) -> float:
+        """Seconds of `numel` numbers on that way."""
+        return sum(self.seconds(part) for part in way.parts(numel))
+
+
+def ways(
+    bus: Bus | None = None, to: torch.dtype = torch.float16, pinned_only: bool = False
+) -> list[Transfer]:
+    """All ways that this machine can do, of fp32 to fp32 and to `to`: inside the CPU's memory; over
+    `bus` and back, if one is given; with GPUs to and from the first, inside it, and to the second.
+    """
+    gpus = [f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 2))]
+    pairs = [(place, place) for place in ("cpu", *gpus[:1])]
+    for place in [PACED] * (bus is not None) + gpus[:1]:
+        pairs += [("cpu", place), (place, "cpu")]
+    pairs += [(gpus[0], gpus[1])] if len(gpus) == 2 else []
+    found = []
+    for source, target in pairs:
+        over_bus = source != target and "cpu" in (source, target)
+        by_itself = [(to, None)] if PACED not in (source, target) else []
+        casts = [(torch.float32, None), (to, "before"), (to, "after"), *by_itself]
+        pins = [True] if pinned_only and over_bus else [False, True][: 1 + over_bus]
+        for (wanted, cast), pinned, nb in product(casts, pins, [False, True][: 1 + over_bus]):
+            found.append(Transfer(source, target, torch.float32, wanted, cast, pinned, nb))
+    return found
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "fp32" for torch.float32."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

@@ -1,0 +1,116 @@
+"""The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules really keep.
+
+    labkit.memory.saved_by(block, x)       tensor by tensor, what autograd saves
+              │  by module, and scores apart from the rest
+              ▼
+    activation_terms(**sizes)                  the same terms, by the formula
+
+No torch here: a kept tensor is asked for its `module`, `shape` and `nbytes` only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from labkit.predict.activations import LAYER_INPUT, TERMS, activation_terms
+from labkit.predict.tables import Table, rounded, written
+
+STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
+OTHERS = "other"
+
+
+class KeptTensor(Protocol):
+    """What is asked of a `labkit.memory.SavedTensor`."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """One term of the bill."""
+
+    term: str  # "q, k, v: their shared input"
+    per_sbw: str  # "2", "2as/w"; "" for what no formula counts
+    formula_bytes: float
+    measured_bytes: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What one layer keeps, term by term. In a notebook, a table."""
+
+    lines: list[Line]
+    recompute: str = "none"
+
+    @property
+    def formula_bytes(self) -> float:
+        return sum(line.formula_bytes for line in self.lines)
+
+    @property
+    def measured_bytes(self) -> int:
+        return sum(line.measured_bytes for line in self.lines)
+
+    @property
+    def table(self) -> Table:
+        rows = [
+            (line.term, line.per_sbw, rounded(line.formula_bytes), written(line.measured_bytes),
+             "✓ equal" if line.formula_bytes == line.measured_bytes else "")
+            for line in self.lines
+        ]  # fmt: skip
+        sums = ("in all", "", rounded(self.formula_bytes), written(self.measured_bytes), "")
+        heads = ("kept", "× sbw", "formula (bytes)", "measured (bytes)", "")
+        return Table(heads, [*rows, sums])
+
+    def __repr__(self) -> str:
+        return repr(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def activation_bill(
+    kept: Iterable[KeptTensor],
+    sequence: int,
+    rows: int,
+    width: int,
+    heads: int,
+    recompute: str = "none",
+) -> Bill:
+    """What a labkit.GPT block has kept, beside the formula's terms.
+
+    Args:
+        kept: of `labkit.memory.saved_by(block, x)`, with x [rows, sequence, width] in a 2-byte
+            type and `labkit.models.PlainAttention` as its core.
+        recompute: "none", "selective" or "full": what the formula is to count.
+
+    What no term of the formula is for comes at the end: the statistics of the norms, and "other".
+    Scores are known by their shape, [..., s, s]: let no head be as wide as the sequence is long.
+    """
+    formula = activation_terms(sequence, rows, width, heads, recompute)
+    measured = dict.fromkeys([*formula, STATISTICS, OTHERS], 0)
+    for one in kept:
+        term = _term_of(one, sequence)
+        measured[term if term in measured else OTHERS] += one.nbytes
+    shares = {term.name: term.per_sbw for term in (*TERMS, LAYER_INPUT)}
+    lines = [
+        Line(term, shares.get(term, ""), formula.get(term, 0.0), nbytes)
+        for term, nbytes in measured.items()
+        if formula.get(term, 0.0) or nbytes
+    ]
+    return Bill(lines, recompute)
+
+
+def _term_of(one: KeptTensor, sequence: int) -> str:
+    """The term that counts it: of its module; at the core of attention, scores are apart."""
+    if "norm" in one.module and one.shape[-1] == 1:
+        return STATISTICS
+    scores = one.module.startswith("attn.core") and one.shape[-2:] == (sequence, sequence)
+    for term in (*TERMS, LAYER_INPUT):
+        if term.module == one.module and bool(term.of_scores) == scores:
+            return term.name
+    return OTHERS

@@ -1,0 +1,225 @@
+"""The bill of a layer, the chooser of what to compute again, and that both say what the recorder
+counts."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import GPT, choose_activations, offload_activations, plot, predict, record
+from labkit.memory.choices import CHOICES, Choices
+from labkit.memory.chooser import (
+    Cost,
+    Costs,
+    front,
+    least_recompute,
+    plan_of,
+    smallest_budget,
+)
+from labkit.memory.measuring import measure
+from labkit.memory.saved import saved_by
+from labkit.models import PlainAttention
+from labkit.trace.measures import peak_memory
+
+SIZES = {"sequence": 64, "rows": 2, "width": 64, "heads": 4}
+
+
+def gpt(dtype: torch.dtype = torch.float32) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(32, 64, 3, 4, 64, dropout=0.1).to(dtype)
+    for block in model.blocks:
+        block.attn.core = PlainAttention(0.1)
+    return model
+
+
+# ---- the bill
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_each_term_is_what_its_module_keeps(recompute: str):
+    model = gpt(torch.bfloat16)
+    x = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Choices(model, recompute):
+        bill = predict.activation_bill(saved_by(model.blocks[1], x), recompute=recompute, **SIZES)
+    terms = [line for line in bill.lines if "statistics" not in line.term]
+    assert [line.measured_bytes for line in terms] == [line.formula_bytes for line in terms]
+    assert bill.formula_bytes == predict.activation_bytes(recompute=recompute, **SIZES)
+    rest = bill.measured_bytes - sum(line.measured_bytes for line in terms)
+    statistics = 0 if recompute == "full" else 2 * 2 * 2 * SIZES["sequence"] * SIZES["rows"]
+    assert rest in (statistics, 2 * statistics), "2 bytes each, or 4"
+
+
+def test_what_no_term_is_for_is_seen():
+    """A mistake: torch's dropout keeps a mask in the type of its input; the core keeps a copy."""
+    model = gpt(torch.bfloat16)
+    block = model.blocks[0]
+    block.attn.core.dropout = nn.Dropout(0.1)
+    block.mlp.extra = nn.Sigmoid()
+    block.mlp.up.register_forward_hook(lambda module, args, out: block.mlp.extra(out))
+    x = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    bill = predict.activation_bill(saved_by(block, x), **SIZES)
+    by_term = {line.term: line for line in bill.lines}
+    mask = by_term["core: the mask of its dropout"]
+    assert mask.measured_bytes == 2 * mask.formula_bytes
+    assert by_term["other"].measured_bytes == 8 * 64 * 2 * 64
+
+
+def test_saving_is_forgotten_afterwards():
+    """Nothing stays hooked, and no graph alive."""
+    block, x = gpt().blocks[0], torch.randn(2, 64, 64, requires_grad=True)
+    first = saved_by(block, x)
+    assert saved_by(block, x) == first
+    assert not any(module._forward_pre_hooks for module in block.modules())
+
+
+# ---- the search, on made-up blocks
+
+
+def drawn(seed: int, blocks: int) -> Costs:
+    """Blocks that differ; what a choice needs is no less than what it keeps."""
+    numbers = torch.randint(1, 50, (blocks, 4), generator=torch.Generator().manual_seed(seed))
+    made = []
+    for kept, less, work, extra in numbers.tolist():
+        made.append({
+            "none": Cost(kept + less, kept + less + extra),
+            "selective": Cost(kept, kept + less + extra, again_flops=work),
+            "full": Cost(kept // 3, kept + less + 2 * extra, again_flops=3 * work),
+            "offload": Cost(0, less + extra, moved_bytes=kept + less),
+        })  # fmt: skip
+    return Costs(made, 10, 20, 15, leaving_bytes=7, step_flops=1000)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("most_moved", [0, 60])
+def test_the_choice_is_the_best_of_all(seed: int, most_moved: int):
+    """Every one of the 256 is tried."""
+    costs = drawn(seed, 4)
+    every = [plan_of(costs, names) for names in product(CHOICES, repeat=4)]
+    every = [plan for plan in every if plan.moved_bytes <= most_moved]
+    least = min(plan.peak_bytes for plan in every)
+    assert smallest_budget(costs, most_moved) == least
+    for budget in (least, least + 17, least + 60, 10**6):
+        best = min(plan.again_flops for plan in every if plan.peak_bytes <= budget)
+        plan = least_recompute(costs, budget, most_moved)
+        assert plan.again_flops == best and plan.peak_bytes <= budget
+    beaten = {
+        one
+        for one, other in product(every, repeat=2)
+        if (other.again_flops, other.peak_bytes) != (one.again_flops, one.peak_bytes)
+        and other.again_flops <= one.again_flops
+        and other.peak_bytes <= one.peak_bytes
+    }
+    best_of_all = {(plan.again_flops, plan.peak_bytes) for plan in set(every) - beaten}
+    assert {(plan.again_flops, plan.peak_bytes) for plan in front(costs, most_moved)} == best_of_all
+
+
+def test_a_budget_that_nothing_meets_is_told_the_smallest():
+    costs = drawn(0, 3)
+    least = smallest_budget(costs)
+    with pytest.raises(ValueError, match=f"the smallest that can be met is {least:,} bytes"):
+        least_recompute(costs, least - 1)
+
+
+def test_a_plan_for_other_blocks_is_refused():
+    with pytest.raises(ValueError, match="2 choices for 3 blocks"):
+        plan_of(drawn(0, 3), ["none"] * 2)
+    with pytest.raises(ValueError, match="'twice' is no choice of this block"):
+        plan_of(drawn(0, 3), ["none", "none", "twice"])
+
+
+# ---- measured, and held against the recorder
+
+
+TOKENS = torch.randint(32, (2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(TOKENS).logsumexp(-1).mean()
+
+
+def recorded_peak(model: nn.Module) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with record(detail_step=0) as trace:
+        loss_of(model).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return sum(peak_memory(trace.ranks[0]).values())
+
+
+@pytest.mark.slow
+def test_the_plan_says_what_the_recorder_counts():
+    model = gpt()
+    offload = offload_activations(model, smallest_bytes=0)
+    before = torch.get_rng_state()
+    costs = measure(model, lambda: loss_of(model), offload=offload)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in model.parameters())
+    for names in (["none"] * 3, ["selective"] * 3, ["full"] * 3, ["full", "none", "selective"]):
+        with Choices(model, names):
+            assert recorded_peak(model) == plan_of(costs, names).peak_bytes, names
+    for names in (["offload"] * 3, ["none", "offload", "full"], ["offload", "full", "none"]):
+        with Choices(model, names, offload=offload):
+            found, expected = recorded_peak(model), plan_of(costs, names).peak_bytes
+        assert expected - costs.leaving_bytes * 2 <= found <= expected, names
+
+
+@pytest.mark.slow
+def test_a_budget_is_met_with_the_least_recomputation():
+    model = gpt()
+    costs = measure(model, lambda: loss_of(model), choices=["none", "selective", "full"])
+    most, least = plan_of(costs, ["none"] * 3).peak_bytes, smallest_budget(costs)
+    again = []
+    for budget in (most, (most + least) // 2, least):
+        chosen = choose_activations(model, lambda: loss_of(model), budget)
+        assert recorded_peak(model) <= budget
+        again.append(chosen.plan.again)
+        chosen.remove()
+    assert again[0] == 0 < again[1] < again[2]
+    assert recorded_peak(model) == most, "removed, the model is as it was"
+    with pytest.raises(ValueError, match="the smallest that can be met"):
+        choose_activations(model, lambda: loss_of(model), least - 10_000)
+
+
+def test_a_block_that_is_not_called_in_its_turn():
+    model = gpt()
+    backwards = list(model.blocks)[::-1]
+    with pytest.raises(ValueError, match="was not called once and in its turn"):
+        measure(model, lambda: loss_of(model), blocks=backwards, choices=["none"])
+    loss_of(model).backward()
+    with pytest.raises(ValueError, match="call zero_grad"):
+        measure(model, lambda: loss_of(model))
+
+
+# ---- pictures
+
+
+def texts(figure: object) -> str:
+    from matplotlib.text import Text
+
+    return " ".join(one.get_text() for one in figure.findobj(Text))  # type: ignore[attr-defined]
+
+
+def test_the_bill_is_drawn_to_the_byte():
+    block, x = gpt(torch.bfloat16).blocks[0], torch.randn(2, 64, 64, dtype=torch.bfloat16)
+    bill = predict.activation_bill(saved_by(block, x.requires_grad_()), **SIZES)
+    (axes,) = plot.bill({"none": bill}).axes
+    widths = [patch.get_width() for patch in axes.patches]
+    assert sum(widths) * 1e3 == pytest.approx(bill.measured_bytes)
+    assert "4as/w" in texts(axes.figure) and "GELU" in texts(axes.figure)
+    with pytest.raises(ValueError, match="no bill to draw"):
+        plot.bill({})
+
+
+def test_the_front_has_every_choice_and_the_pick():
+    costs = drawn(1, 3)
+    plans = [plan_of(costs, names) for names in product(CHOICES[:3], repeat=3)]
+    pick = least_recompute(costs, plans[0].peak_bytes - 5)
+    (axes,) = plot.front(plans, pick, plans[0].peak_bytes - 5).axes
+    points, _, best, *_, chosen = axes.lines
+    assert set(zip(*points.get_data())) == {(100 * p.again, p.peak_bytes) for p in plans}
+    assert list(best.get_ydata()) == sorted(best.get_ydata(), reverse=True)
+    assert (*chosen.get_xdata(), *chosen.get_ydata()) == (100 * pick.again, pick.peak_bytes)
+    assert "full" in texts(axes.figure) and "budget" in texts(axes.figure)
+    with pytest.raises(ValueError, match="no plans to draw"):
+        plot.front([])

@@ -1,0 +1,239 @@
+"""A paced bus: real bytes, in order, no sooner than it would have delivered them; by a clock of
+the test's own, so that no time is measured. On a GPU: a stream of its own.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.comm.clock import HOST_CLOCK
+from labkit.memory import bus as module
+from labkit.memory.bus import LISTED, PIECES, Bus, StreamBus, sleep_until
+
+LIMIT_S = 20  # of waiting for something that must come
+
+
+class Clock:
+    """Stands for the module `time`: only sleeping takes time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    one = Clock()
+    monkeypatch.setattr(module, "time", one)
+    yield one
+
+
+class HeldBus(Bus):
+    """Carries nothing before it is let go."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.go = threading.Event()
+
+    def _carry(self, *args: Any) -> None:
+        assert self.go.wait(LIMIT_S)
+        super()._carry(*args)
+
+
+def test_a_copy_takes_latency_and_bytes_over_rate(clock: Clock):
+    bus = Bus(gbps=8e-6, latency_us=2e6)  # 1,000 bytes a second, 2 s before
+    target = torch.zeros(1000)
+    arrival = bus.copy(target, torch.arange(1000.0))
+    arrival.wait()
+    assert torch.equal(target, torch.arange(1000.0))
+    assert arrival.event.ended_s - arrival.event.began_s == pytest.approx(6.0)
+    assert bus.seconds(4000) == 6.0
+    assert bus.moved_bytes == arrival.event.bus_bytes == 4000
+
+
+def test_copies_leave_one_after_the_other(clock: Clock):
+    bus = Bus(gbps=8e-6)
+    arrivals = [bus.copy(torch.zeros(250), torch.ones(250)) for _ in range(3)]
+    for arrival in arrivals:
+        arrival.wait()
+    ends = [one.event.ended_s - 100.0 for one in arrivals]
+    assert ends == pytest.approx([1.0, 2.0, 3.0])
+    assert [one.event.seq for one in arrivals] == [0, 1, 2]
+
+
+def test_half_of_the_bytes_are_there_at_half_of_the_time(clock: Clock):
+    target, seen = torch.zeros(16 * PIECES), []
+    clock.sleep = lambda seconds: (
+        seen.append(int(target.sum()))
+        or setattr(  # type: ignore
+            clock, "now_s", clock.now_s + seconds
+        )
+    )
+    Bus(gbps=1e-6).copy(target, torch.ones(16 * PIECES)).wait()
+    assert seen == [16 * i for i in range(PIECES)]
+
+
+def test_reading_takes_the_bus_and_moves_nothing(clock: Clock):
+    bus = Bus(gbps=8e-6)
+    arrival = bus.read(3000)
+    arrival.wait()
+    assert arrival.event.ended_s - arrival.event.began_s == pytest.approx(3.0)
+    assert arrival.event.op == "read" and bus.moved_bytes == 3000
+
+
+def test_a_bus_without_a_rate_does_not_sleep(clock: Clock):
+    Bus().copy(torch.zeros(9), torch.ones(9)).wait()
+    assert clock.now_s == 100.0
+
+
+def test_what_is_read_too_early_is_what_was_there():
+    bus, target = HeldBus(), torch.zeros(100)
+    arrival = bus.copy(target, torch.ones(100))
+    assert not arrival.done() and target.sum() == 0
+    bus.go.set()
+    arrival.wait()
+    assert arrival.done() and target.sum() == 100
+
+
+def test_a_copy_that_is_over_keeps_no_tensor_alive():
+    """Asked in the engine's own thread, before it has let go of the job."""
+    bus, alive = HeldBus(), []
+    ends = [torch.zeros(100), torch.ones(100)]
+    storages = [weakref.ref(x.untyped_storage()) for x in ends]
+    arrival = bus.copy(*ends)
+    arrival.future.add_done_callback(  # type: ignore[attr-defined]
+        lambda _: alive.extend(one() for one in storages)
+    )
+    ends.clear()
+    assert all(one() is not None for one in storages), "the engine holds what it is to copy"
+    bus.go.set()
+    bus.copy(torch.zeros(1), torch.ones(1)).wait()  # its callback is over, too
+    assert alive == [None, None]
+
+
+def test_a_bus_lists_its_last_copies():
+    bus = Bus()
+    arrivals = [bus.read(1) for _ in range(LISTED + 3)]
+    arrivals[-1].wait()
+    assert list(bus.events) == [one.event for one in arrivals[3:]]
+
+
+def test_an_arrival_says_who_waited_when():
+    bus = Bus()
+    arrival = bus.copy(torch.zeros(9), torch.ones(9))
+    assert arrival.event.wait_ended_s == 0.0
+    arrival.wait()
+    its = arrival.event
+    assert its.issued_s <= its.began_s <= its.ended_s <= its.wait_ended_s
+    assert its.wait_began_s <= its.wait_ended_s and arrival.clock is HOST_CLOCK
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_a_bus_writes_to_any_tensor_and_leaves_no_graph(block: Any):
+    with block():
+        target = torch.zeros(4)
+    weight = torch.nn.Parameter(torch.ones(4))
+    Bus().copy(target, weight).wait()
+    assert target.sum() == 4 and not target.requires_grad
+    Bus().copy(weight.data, torch.zeros(4)).wait()
+    assert weight.sum() == 0 and weight.is_leaf
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "says"),
+    [
+        (torch.zeros(4), torch.zeros(5), r"float32 \[5\], the target .*float32 \[4\]"),
+        (torch.zeros(4).half(), torch.zeros(4), "cast before or after the copy"),
+        (torch.zeros(4, 4).T, torch.zeros(4, 4), "call x.contiguous()"),
+    ],
+)
+def test_what_a_bus_cannot_carry_is_refused(target: Any, source: Any, says: str):
+    with pytest.raises(ValueError, match=says):
+        Bus().copy(target, source)
+
+
+def test_what_goes_wrong_on_the_way_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch):
+    bus = Bus()
+    monkeypatch.setattr(module, "sleep_until", lambda when_s: 1 / 0)
+    arrival = bus.copy(torch.zeros(9), torch.ones(9))
+    with pytest.raises(ZeroDivisionError):
+        arrival.wait()
+
+
+@pytest.mark.parametrize("options", [{"gbps": 0}, {"gbps": -1}, {"gbps": 1, "latency_us": -1}])
+def test_a_bus_that_cannot_be_is_refused(options: dict[str, float]):
+    with pytest.raises(ValueError):
+        Bus(**options)
+
+
+def test_a_bus_that_is_gone_leaves_no_thread():
+    before, bus = set(threading.enumerate()), Bus()
+    bus.copy(torch.zeros(9), torch.ones(9)).wait()
+    (its,) = set(threading.enumerate()) - before
+    del bus
+    its.join(LIMIT_S)
+    assert not its.is_alive()
+
+
+def test_the_moment_that_is_past_is_not_slept_for(clock: Clock):
+    sleep_until(99.0)
+    assert clock.now_s == 100.0
+    sleep_until(101.5)
+    assert clock.now_s == 101.5
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_on_a_gpu_memory_is_let_go_after_a_wait_only(waits: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whether somebody waits for the copy, or nobody ever does."""
+    log: list[str] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            assert storage() is not None, "its memory may be another tensor's by now"
+            log.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    x = torch.zeros(100)
+    storage = weakref.ref(x.untyped_storage())
+    arrival = module._OnStream((x,), torch.device("cuda:0"), "load", 0, 400, HOST_CLOCK, "cuda")
+    del x
+    assert storage() is not None
+    if waits:
+        arrival.wait()
+    else:
+        del arrival
+    assert storage() is None and log == ["waited"]
+
+
+@pytest.mark.gpu
+def test_the_bus_of_a_gpu_carries_beside_the_program():
+    bus = StreamBus()
+    source = torch.randn(1 << 20).pin_memory()
+    target = torch.zeros(1 << 20, device="cuda")
+    arrival = bus.copy(target, source)
+    arrival.wait()  # the current stream waits, the program does not
+    total = target.double().sum()
+    assert total.item() == pytest.approx(source.double().sum().item())
+    back = torch.empty(1 << 20).pin_memory()
+    returned = bus.copy(back, target)
+    returned.there.synchronize()  # type: ignore[attr-defined]
+    assert returned.done() and torch.equal(back, source)
+    bus.clock.settle(1.0)
+    assert 0 < arrival.event.began_s <= arrival.event.ended_s <= returned.event.ended_s
+
+
+@pytest.mark.gpu
+def test_the_bus_of_a_gpu_refuses_pageable_memory():
+    with pytest.raises(ValueError, match="the source is in pageable memory"):
+        StreamBus().copy(torch.zeros(4, device="cuda"), torch.zeros(4))

@@ -1,0 +1,89 @@
+"""Buffers for the wire do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, section 5.2),
+counted by the recorder on two ranks. And where a fused buffer is as large as the model, it is seen.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import MLP, World, ZeroOptimizer, attach, record
+from labkit.precision import master
+from labkit.precision.master import MasterWeights
+from labkit.trace import CATEGORIES
+
+BUCKET_MB = 0.02
+WIDTH = 64
+
+
+def train(layers: int, bucket_mb: float) -> None:
+    me = attach()
+    torch.manual_seed(0)
+    model = MLP([WIDTH] * (layers + 1))
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.SGD, stage=2, bucket_mb=bucket_mb, lr=0.1
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH) * (me.rank + 1)).sum().backward()
+        optimizer.step()
+
+
+@cache
+def gradients_beyond_the_share(layers: int, bucket_mb: float) -> int:
+    """The most bytes of gradients on a rank during backward, less what it keeps in the end."""
+    with World(2, backend="gloo") as world, record(detail_step=1) as trace:
+        world.run(train, layers, bucket_mb)
+    one = trace.ranks[0]
+    (backward,) = (x for x in one.spans if x.phase == "backward" and x.depth == 0 and x.step == 1)
+    place = CATEGORIES.index("gradients")
+    held = [
+        point.held_bytes[place]
+        for point in one.memory
+        if backward.began_s <= point.when_s <= backward.ended_s
+    ]
+    share = 4 * sum(p.numel() for p in MLP([WIDTH] * (layers + 1)).parameters()) // 2
+    return max(held) - share
+
+
+@pytest.mark.slow
+def test_what_is_on_its_way_does_not_grow_with_the_model():
+    small, large = (gradients_beyond_the_share(layers, BUCKET_MB) for layers in (8, 32))
+    assert small == large > 0
+
+
+@pytest.mark.slow
+def test_one_bucket_for_everything_would_be_seen():
+    small, large = (gradients_beyond_the_share(layers, 100) for layers in (8, 32))
+    assert large > 3 * small
+
+
+class CountedSGD(torch.optim.SGD):
+    """How many fp32 bytes of gradients it is given at once."""
+
+    most_bytes = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        found = [p.grad for group in self.param_groups for p in group["params"]]
+        nbytes = sum(g.nbytes for g in found if g is not None)
+        CountedSGD.most_bytes = max(CountedSGD.most_bytes, nbytes)
+        super().step()
+
+
+def most_fp32_gradients(layers: int) -> int:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).bfloat16()
+    optimizer = MasterWeights(model.parameters(), CountedSGD, lr=0.1)
+    model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    CountedSGD.most_bytes = 0
+    optimizer.step()
+    return CountedSGD.most_bytes
+
+
+def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(master, "CHUNK_BYTES", 4 * WIDTH * WIDTH)
+    assert most_fp32_gradients(4) == most_fp32_gradients(16) <= 2 * 4 * WIDTH * WIDTH
+    monkeypatch.setattr(master, "CHUNK_BYTES", 2**40)  # a mistake: all at once
+    assert most_fp32_gradients(16) == 4 * most_fp32_gradients(4)

@@ -1,0 +1,222 @@
+"""Attention tile by tile is torch's, in values and gradients; what it holds is linear in s."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit import predict, record
+from labkit.memory import flash_attention
+from labkit.memory.flash_attention import FlashAttention, flash
+from labkit.models import GPT, PlainAttention
+from labkit.trace import CATEGORIES
+
+ACTIVATIONS, OTHER = CATEGORIES.index("activations"), CATEGORIES.index("other")
+
+
+def some(
+    heads: int, groups: int, s: int, t: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (2, heads, s, 8), (2, groups, t, 8), (2, groups, t, 8)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def off(given: list[Tensor], causal: bool, tile: int) -> float:
+    """How far values and gradients are from torch's in float64, over the largest of each (or 1)."""
+    found = flash(*given, causal, tile)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    expected = F.scaled_dot_product_attention(*exact, is_causal=causal, enable_gqa=True)
+    dout = torch.randn_like(found)
+    here = [found, *torch.autograd.grad(found, given, dout)]
+    there = [expected, *torch.autograd.grad(expected, exact, dout.double())]
+    assert all(x.dtype == given[0].dtype for x in here)
+    pairs = zip(here, there, strict=True)
+    return max(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in pairs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("s", "t", "tile"),
+    [(64, 64, 16), (37, 37, 16), (37, 37, 64), (1, 1, 16), (1, 37, 16), (64, 37, 16), (37, 64, 7)],
+)
+def test_values_and_gradients_are_torchs(
+    s: int, t: int, tile: int, heads: int, groups: int, causal: bool
+) -> None:
+    assert off(some(heads, groups, s, t), causal, tile) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
+def test_two_byte_types_are_off_by_rounding_only(dtype: torch.dtype, limit: float) -> None:
+    assert off(some(4, 2, 100, 100, dtype), True, 32) < limit
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v = some(2, 2, 40, 40)
+    given = [(200 * q).detach().requires_grad_(), k, v]
+    assert off(given, False, 16) < 1e-12
+    assert flash(*given).isfinite().all()
+
+
+def test_numerical_derivatives() -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
+    assert torch.autograd.gradcheck(lambda *x: flash(*x, True, 2), given)
+
+
+def test_the_model_trains_as_with_its_own_core() -> None:
+    torch.manual_seed(0)
+    model = GPT.preset("tiny", kv_heads=2).double()
+    edited = copy.deepcopy(model)
+    for block in edited.blocks:
+        block.attn.core = FlashAttention(tile=5)  # type: ignore[union-attr]
+    tokens = torch.randint(256, (2, 16))
+    for one in (model, edited):
+        one(tokens).square().mean().backward()
+    for mine, its in zip(edited.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_on_a_gpu_as_on_a_cpu(dtype: torch.dtype) -> None:
+    given = [x.detach().cuda().requires_grad_() for x in some(4, 2, 100, 100, dtype)]
+    assert off(given, True, 32) < (1e-12 if dtype == torch.float64 else 2**-7)
+
+
+# ---- memory, counted
+
+
+def held_bytes(core: Callable[..., Tensor], s: int) -> tuple[int, int, int]:
+    """What is kept from forward to backward, and the peaks of forward and of both, in bytes."""
+
+    class Core(nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return core(*given)
+
+    module = Core()
+    given = [torch.randn(1, 2, s, 8, requires_grad=True) for _ in range(3)]
+    with record(detail_step=0) as trace:
+        module(*given).sum().backward()
+    points = [
+        (x.when_s, x.held_bytes[ACTIVATIONS] + x.held_bytes[OTHER]) for x in trace.ranks[0].memory
+    ]
+    (ended_s,) = (
+        x.ended_s for x in trace.ranks[0].spans if x.kind == "Core" and x.phase == "forward"
+    )
+    before = [held for when_s, held in points if when_s <= ended_s]
+    return (
+        before[-1] - points[0][1],
+        max(before) - points[0][1],
+        max(held for _, held in points) - points[0][1],
+    )
+
+
+LENGTHS = (256, 512, 1024, 2048)
+
+
+@pytest.mark.slow
+def test_memory_is_linear_in_the_length() -> None:
+    found = [held_bytes(lambda *x: flash(*x, True, 256), s) for s in LENGTHS]
+    for s, (kept, _, _) in zip(LENGTHS, found, strict=True):
+        assert kept == 4 * 2 * s * 8 + 4 * 2 * s, "out, and 4 bytes a row"
+    for what in (1, 2):  # the peaks; where there is but one tile, no two are there at a time
+        _, short, middle, long = (one[what] for one in found)
+        assert long - middle == 2 * (middle - short), "each row takes as many bytes as the others"
+        assert middle - short < 512 * (8 * 4 * 2 * 8), "a few times a row of q"
+
+
+@pytest.mark.slow
+def test_that_of_plain_attention_is_not() -> None:
+    peaks = [held_bytes(PlainAttention(), s)[2] for s in LENGTHS[:3]]
+    assert peaks[2] - peaks[1] > 3.5 * (peaks[1] - peaks[0])
+
+
+@pytest.mark.slow
+def test_a_layer_keeps_what_the_formula_says() -> None:
+    """As with torch's kernel: 34sbh, and 4 bytes for each row of scores."""
+    b, s, w, h = 1, 128, 256, 8
+
+    def kept_bytes(depth: int) -> int:
+        torch.manual_seed(0)
+        model = GPT(64, w, depth, h, s, dropout=0.1).bfloat16()
+        for block in model.blocks:
+            block.attn.core = FlashAttention()  # type: ignore[union-attr]
+        with record(detail_step=0) as trace:
+            model(torch.randint(64, (b, s))).logsumexp(-1).sum().backward()
+        one = trace.ranks[0]
+        (end_s,) = (x.ended_s for x in one.spans if x.kind == "GPT" and x.phase == "forward")
+        return [x for x in one.memory if x.when_s <= end_s][-1].held_bytes[ACTIVATIONS]
+
+    expected = predict.flash_activation_bytes(sequence=s, rows=b, width=w, heads=h)
+    statistics = 2 * 2 * 2 * s * b
+    assert (kept_bytes(3) - kept_bytes(1)) / 2 - expected in (statistics, 2 * statistics)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), "4 heads do not divide over 3"),
+        (((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 6, 8)), "do not fit together"),
+        (((2, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8)), "do not fit together"),
+        (((2, 4, 5, 8), (2, 4, 5, 6), (2, 4, 5, 6)), "do not fit together"),
+        (((4, 5, 8), (4, 5, 8), (4, 5, 8)), "do not fit together"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_told(shapes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_types_and_tiles_that_cannot_be_are_told() -> None:
+    q, k, v = (x.detach() for x in some(2, 2, 4, 4))
+    with pytest.raises(ValueError, match="one floating-point type"):
+        flash(q, k.float(), v)
+    with pytest.raises(ValueError, match="one floating-point type"):
+        flash(q.int(), k.int(), v.int())
+    with pytest.raises(ValueError, match="tile=0"):
+        flash(q, k, v, tile=0)
+
+
+# ---- the proofs can fail
+
+
+def without_rescaling(source: str) -> str:
+    return source.replace("smaller = torch.exp(highest - higher)", "smaller = 1.0")
+
+
+def without_row_sums(source: str) -> str:
+    return source.replace("dweights - _folded(along, rows, groups)", "dweights")
+
+
+def looks_ahead(source: str) -> str:
+    return source.replace("keys > queries", "keys > 1 + queries")
+
+
+def skips_the_diagonal(source: str) -> str:
+    return source.replace("columns.stop <= rows.start + 1", "columns.start <= rows.start")
+
+
+def unscaled(source: str) -> str:
+    return source.replace("q.shape[1]) * scale", "q.shape[1])")
+
+
+@pytest.mark.parametrize(
+    "fault", [without_rescaling, without_row_sums, looks_ahead, skips_the_diagonal, unscaled]
+)
+def test_a_fault_is_seen(fault: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(flash_attention.__file__, encoding="utf-8") as file:
+        source = file.read()
+    assert fault(source) != source
+    faulty: dict[str, Any] = {"__name__": "faulty"}
+    exec(compile(fault(source), "faulty", "exec"), faulty)
+    monkeypatch.setitem(globals(), "flash", faulty["flash"])
+    assert off(some(4, 2, 37, 37), True, 16) > 1e-3

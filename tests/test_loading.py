@@ -1,0 +1,380 @@
+"""Weights that wait in CPU memory: three ways to compute with them give the same, hold what they
+must, and overlap where they say so. What overlaps is proven by blocks that will not finish before
+the bus has done something: no time is asserted.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labkit import predict
+from labkit.check.peak import PeakMemory
+from labkit.memory import loading
+from labkit.memory.bus import Arrival, Bus, StreamBus
+from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run_pipelined
+from labkit.memory.packing import ALIGN_BYTES, Packed, on_device
+from labkit.models import GPT
+from labkit.replaying import Compute, Issue, Wait, run
+from labkit.trace.laws import broken_laws
+
+LIMIT_S = 20  # of waiting for something that must come
+
+WAYS: dict[str, Callable[[Waiting, Tensor], Run]] = {
+    "load, then run": load_then_run,
+    "one after the other": partial(run_pipelined, ahead=0),
+    "pipelined": run_pipelined,
+    "three ahead": partial(run_pipelined, ahead=3),
+    "more ahead than there are": partial(run_pipelined, ahead=9),
+    "in place": run_in_place,
+}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def blocks(sizes: tuple[int, ...] = (8, 24, 16, 8, 40)) -> list[nn.Module]:
+    """Of different size, so that a mix-up of buffers or places shows."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, n), nn.GELU(), nn.Linear(n, 6)) for n in sizes]
+
+
+def plain(modules: list[nn.Module], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for one in modules:
+            x = one(x)
+    return x
+
+
+# ---- the same numbers
+
+
+@each_way
+@pytest.mark.parametrize("gbps", [None, 0.02])
+def test_every_way_computes_the_same(way: Any, gbps: float | None):
+    modules, x = blocks(), torch.randn(3, 6)
+    right = plain(modules, x)
+    bus = Bus(gbps=gbps) if gbps else Bus()
+    for _ in range(2):
+        found = way(Waiting(modules, bus), x)
+        assert torch.equal(found.value, right)
+        assert not found.value.requires_grad
+
+
+@each_way
+def test_a_gpt_runs_without_its_weights_on_the_device(way: Any):
+    model = GPT.preset("tiny", tied=False)
+    tokens = torch.randint(256, (2, 16))
+    parts = [model.embed, *model.blocks, nn.Sequential(model.norm, model.head)]
+    with torch.no_grad():
+        right = model(tokens)
+    with torch.inference_mode():
+        assert torch.equal(way(Waiting(parts, Bus()), tokens).value, right)
+    model(tokens).sum().backward()  # the modules go on working
+    assert model.head.weight.grad is not None
+
+
+# ---- what is held, and moved
+
+
+def test_bytes_held_and_moved_are_as_predicted():
+    waiting = Waiting(blocks(), Bus())
+    largest, every = max(waiting.nbytes), sum(waiting.nbytes)
+    held = {"load, then run": every, "one after the other": largest, "pipelined": 2 * largest}
+    held |= {"three ahead": 4 * largest, "more ahead than there are": every, "in place": 0}
+    for name, way in WAYS.items():
+        found = way(waiting, torch.randn(3, 6))
+        assert (found.held_bytes, found.moved_bytes) == (held[name], every), name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_other_memory_is_taken_for_weights(name: str):
+    waiting, x = Waiting(blocks((512,) * 6), Bus()), torch.randn(1, 6)
+    WAYS[name](waiting, x)
+    with PeakMemory() as memory:
+        found = WAYS[name](waiting, x)
+    assert 0 <= memory.peak_bytes - found.held_bytes < 16_000  # activations: 512 numbers, some
+
+
+# ---- the order of events
+
+
+class Patient(nn.Module):
+    """A block that is not done before the bus has begun (or ended) the load of the next but
+    `later` one; then it uses its weight."""
+
+    def __init__(self, number: int, watch: "Watched", until: str, later: int = 0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((100,), 2.0 + number))
+        self.number, self.watch, self.until, self.later = number, [watch], until, later
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch[0].wait_for(self.until, self.number + 1 + self.later)
+        return x + self.weight.mean()
+
+
+class Watched(Bus):
+    """Says when each load has begun and ended."""
+
+    def __init__(self, loads: int, **options: Any):
+        super().__init__(**options)
+        self.loads, self.overdue = loads, False
+        self.moments = {
+            (what, k): threading.Event() for what in ("began", "ended") for k in range(loads)
+        }
+        self.limit_s = LIMIT_S
+
+    def _carry(self, event: Any, *args: Any) -> None:
+        self.moments["began", event.seq].set()
+        super()._carry(event, *args)
+        self.moments["ended", event.seq].set()
+
+    def wait_for(self, what: str, k: int) -> None:
+        if k < self.loads and not self.moments[what, k].wait(self.limit_s):
+            self.overdue = True
+
+
+def patient_run(
+    way: Callable[[Waiting, Tensor], Run], until: str, later: int = 0, limit_s: float = LIMIT_S
+) -> tuple[bool, bool]:
+    """Whether a load was overdue, and whether the sum of all weights came out."""
+    bus = Watched(5)
+    bus.limit_s = limit_s
+    modules = [Patient(k, bus, until, later) for k in range(5)]
+    found = way(Waiting(modules, bus), torch.zeros(()))
+    return bus.overdue, found.value.item() == sum(2.0 + k for k in range(5))
+
+
+@pytest.mark.parametrize("until", ["began", "ended"])
+def test_the_next_block_is_loaded_while_this_one_computes(until: str):
+    """It begins before this one has ended, even ends; and overwrites no weight in use."""
+    assert patient_run(run_pipelined, until) == (False, True)
+
+
+def test_three_ahead_are_three_ahead():
+    assert patient_run(partial(run_pipelined, ahead=3), "ended", later=2) == (False, True)
+
+
+def test_no_more_than_asked_for_are_loaded_ahead():
+    overdue, right = patient_run(run_pipelined, "began", later=1, limit_s=0.05)
+    assert overdue and right
+
+
+def test_load_then_run_computes_nothing_before_all_is_there():
+    bus = Watched(5)
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert bus.moments["ended", 4].is_set()
+            return super().forward(x)
+
+    load_then_run(Waiting([Last(3, 3) for _ in range(5)], bus), torch.ones(3))
+
+
+# ---- deliberate faults: each of them must show
+
+
+def one_buffer_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = loading._Course.__init__
+    monkeypatch.setattr(
+        loading._Course, "__init__", lambda self, waiting, n: begin(self, waiting, max(1, n - 1))
+    )
+
+
+def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrival, "wait", lambda self: None)
+
+
+def loads_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
+        return run_pipelined(waiting, x, ahead=0)
+
+    monkeypatch.setitem(globals(), "pipelined_under_test", late)
+
+
+def always_the_same_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading._Course, "_buffer", lambda self, k: self.buffers[0])
+
+
+pipelined_under_test = run_pipelined
+
+
+@pytest.mark.parametrize(
+    "fault", [one_buffer_too_few, nobody_waits, loads_when_needed, always_the_same_buffer]
+)
+def test_a_fault_turns_a_proof_red(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    fault(monkeypatch)
+    overdue, right = patient_run(pipelined_under_test, "ended", limit_s=0.1)
+    slow = Waiting(blocks(), Bus(gbps=0.01))
+    x = torch.randn(3, 6)
+    same = torch.equal(pipelined_under_test(slow, x).value, plain(slow.blocks, x))
+    assert overdue or not right or not same
+
+
+# ---- packing
+
+
+def test_packed_weights_are_the_modules_own():
+    (block,) = blocks((8,))
+    before = {name: x.detach().clone() for name, x in block.named_parameters()}
+    packed = Packed(block)
+    for name, x in block.named_parameters():
+        assert torch.equal(x, before[name])
+        assert x.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
+        assert packed.places[name].start % ALIGN_BYTES == 0
+    packed.flat.zero_()
+    assert not any(x.any() for x in block.parameters())
+
+
+def test_dtypes_buffers_and_ties_inside_a_block_are_kept():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3).to(torch.bfloat16)
+            self.b = nn.Linear(3, 3).to(torch.bfloat16)
+            self.b.weight = self.a.weight
+            self.register_buffer("count", torch.tensor(7))
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * self.count
+
+    block, x = Mixed(), torch.ones(3, dtype=torch.bfloat16)
+    right = plain([block], x)
+    waiting = Waiting([block], Bus())
+    assert block.a.weight is block.b.weight
+    for way in WAYS.values():
+        assert torch.equal(way(waiting, x).value, right)
+
+
+# ---- what is recorded
+
+
+@each_way
+def test_a_run_tells_its_events(way: Any):
+    found = way(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
+    trace = found.trace
+    assert broken_laws(trace) == []
+    (rank,) = trace.ranks.values()
+    assert [x.module for x in rank.spans] == [f"block {k}" for k in range(5)]
+    assert [x.op for x in rank.comms] == ["read" if way is run_in_place else "load"] * 5
+    assert sum(x.bus_bytes for x in rank.comms) == found.moved_bytes
+    assert trace.about["link"] == {"gbps": 0.1}
+    assert all(x.wait_ended_s for x in rank.comms), "each was waited for"
+    if way is run_in_place:
+        for read, span in zip(rank.comms, rank.spans):
+            assert span.began_s <= read.began_s and read.ended_s <= span.ended_s
+    else:
+        for load, span in zip(rank.comms, rank.spans):
+            assert load.ended_s <= span.began_s, "no block begins before its weights are there"
+
+
+def test_a_run_can_be_drawn():
+    from labkit import plot
+
+    found = run_pipelined(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
+    assert "paced to 0.1 Gbit/s" in plot.timeline(found.trace).axes[0].get_title(loc="left")
+
+
+# ---- what cannot be
+
+
+def test_weights_that_cannot_wait_are_refused():
+    one, other = blocks((8, 8))
+    other[0].weight = one[0].weight  # type: ignore[index]
+    with pytest.raises(ValueError, match="blocks 0 and 1 share a weight"):
+        Waiting([one, other], Bus())
+    with pytest.raises(ValueError, match="weight is on meta, but weights wait in CPU memory"):
+        Waiting([nn.Linear(2, 2, device="meta")], Bus())
+    with pytest.raises(ValueError, match="there is no block to run"):
+        load_then_run(Waiting([], Bus()), torch.ones(1))
+    with pytest.raises(ValueError, match="ahead=-1: give how many"):
+        run_pipelined(Waiting(blocks(), Bus()), torch.ones(6), ahead=-1)
+
+
+# ---- the formulas, by the clock of the replays
+
+LOADS = ([2.0] * 5, [1.0, 4.0, 2.0, 7.0, 1.0])
+COMPUTES = ([3.0] * 5, [1.0] * 5, [5.0, 1.0, 3.0, 1.0, 6.0])
+
+
+@pytest.mark.parametrize("load_s", LOADS)
+@pytest.mark.parametrize("compute_s", COMPUTES)
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_the_pipelined_time_is_the_replayed_one(load_s: Any, compute_s: Any, ahead: int):
+    program: list[Compute | Issue | Wait] = []
+    asked = 0
+    for k, seconds in enumerate(compute_s):
+        while asked <= min(k + ahead, 4):
+            program.append(Issue(asked, (0,), load_s[asked]))
+            asked += 1
+        program += [Wait(k), Compute(seconds)]
+    found = predict.pipelined_loading_s(load_s, compute_s, ahead)
+    assert found == run({0: program})[0][-1].ended_s
+    assert found <= predict.load_then_run_s(load_s, compute_s) == sum(load_s) + sum(compute_s)
+
+
+def test_blocks_alike_have_a_closed_formula():
+    for load, compute in ((2.0, 3.0), (3.0, 2.0), (0.0, 1.0), (1.0, 0.0)):
+        right = load + 4 * max(load, compute) + compute
+        assert predict.pipelined_loading_s([load] * 5, [compute] * 5) == right
+    assert predict.in_place_s([2.0] * 5, [3.0] * 5, reads=2) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
+        (lambda: predict.pipelined_loading_s([], []), "give both for each block"),
+        (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: give a whole"),
+        (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: give 0 or more"),
+        (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: give a whole"),
+    ],
+)
+def test_a_formula_refuses_what_cannot_be(wrong: Callable[[], float], says: str):
+    with pytest.raises(ValueError, match=says):
+        wrong()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@each_way
+def test_every_way_computes_the_same_on_a_gpu(way: Any):
+    modules, x = blocks((8, 24, 16, 8, 4096)), torch.randn(3, 6, device="cuda")
+    with torch.no_grad():
+        right = x
+        for one in modules:
+            right = torch.func.functional_call(
+                one, {name: p.cuda() for name, p in one.named_parameters()}, (right,)
+            )
+    found = way(Waiting(modules, StreamBus()), x)
+    assert torch.equal(found.value, right)
+    assert all(span.ended_s for span in found.computed)
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_as_many_blocks_as_it_says():
+    waiting = Waiting(blocks((1 << 16,) * 6), StreamBus())
+    x = torch.randn(1, 6, device="cuda")
+    for way in WAYS.values():
+        way(waiting, x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = way(waiting, x)
+        taken = torch.cuda.max_memory_allocated() - before
+        assert 0 <= taken - found.held_bytes < 8 << 20  # activations, and what blocks round up to
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_pinned_memory_where_it_is():
+    flat = torch.arange(1000, dtype=torch.uint8).pin_memory()
+    there = on_device(flat, torch.device("cuda"))
+    assert there.is_cuda and there.data_ptr() == flat.data_ptr()
+    assert torch.equal(there.cpu(), flat)
+    with pytest.raises(ValueError, match="kernels read pinned memory only"):
+        on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))

@@ -1,0 +1,764 @@
+"""What is computed again gives the gradients that keeping it gives, from the bytes that the papers
+name; and a function that cannot be run again is told so."""
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from labkit import predict, record
+from labkit.memory.edits import Recompute
+from labkit.memory.policies import keep_products
+from labkit.memory.recompute import recompute
+from labkit.models import GPT, PlainAttention
+from labkit.precision.autocasting import autocast
+from labkit.trace import CATEGORIES
+
+Edit = Callable[[GPT], object]
+
+
+def as_torch_does(model: GPT) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def keep_draws(op: Any) -> bool:
+    return "dropout" in str(op) or "bernoulli" in str(op)
+
+
+EDITS: dict[str, Edit] = {
+    "full": Recompute,
+    "some": lambda model: Recompute(model, blocks=model.blocks[:1]),
+    "selective": lambda model: Recompute(model, what="selective"),
+    "products kept": lambda model: Recompute(model, what=keep_products),
+    "draws kept": lambda model: Recompute(model, what=keep_draws),
+    "all kept": lambda model: Recompute(model, what=lambda op: True),
+    "none kept": lambda model: Recompute(model, what=lambda op: False),
+    "numbers compared": lambda model: Recompute(model, check="values"),
+    "torch's": as_torch_does,
+}
+
+
+def trained(edit: Edit, dtype: torch.dtype, plain: bool, dropout: float = 0.2) -> list[Tensor]:
+    """Loss, gradients, and what is drawn after the step."""
+    torch.manual_seed(0)
+    model = GPT.preset("tiny", kv_heads=2, dropout=dropout).to(dtype)
+    if plain:
+        for block in model.blocks:
+            block.attn.core = PlainAttention(dropout)  # type: ignore[union-attr]
+    edit(model)
+    tokens = torch.randint(256, (2, 16))
+    loss = model(tokens).square().mean()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(list(model.parameters()))
+    return [loss.detach(), *grads, torch.rand(3)]
+
+
+@cache
+def trained_without(dtype: torch.dtype, plain: bool) -> list[Tensor]:
+    return trained(lambda model: None, dtype, plain)
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return all(map(torch.equal, these, those)) and len(these) == len(those)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "dtype"),
+    [
+        *((edit, torch.float32) for edit in EDITS),
+        *((edit, torch.float64) for edit in ("full", "selective", "products kept")),
+        ("full", torch.bfloat16),
+    ],
+)
+def test_gradients_and_masks_are_those_without_bit_for_bit(
+    edit: str, dtype: torch.dtype, plain: bool
+) -> None:
+    assert same(trained(EDITS[edit], dtype, plain), trained_without(dtype, plain))
+
+
+# ---- any function
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (4, 4), generator=generator, dtype=torch.float64).requires_grad_()
+
+
+class Twice(torch.autograd.Function):
+    """A user's own, which keeps more than one tensor and asks for them twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, x * y)
+        return x * x * y
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        x, _, xy = ctx.saved_tensors
+        return 2 * xy * dout, ctx.saved_tensors[0] * x * dout
+
+
+def several_outputs(x: Tensor, y: Tensor) -> Any:
+    return {"a": (x @ y).tanh(), "b": [y.exp(), 3, x.sin().T]}
+
+
+def used_twice(x: Tensor, y: Tensor) -> Any:
+    return (x @ x).sin() * x + recompute(torch.exp, x) * y
+
+
+def in_place_inside(x: Tensor, y: Tensor) -> Any:
+    z = (x @ y).add_(1).sigmoid_() * y
+    z[0] = x[1]
+    return z.add_(x).sin()
+
+
+def nested(x: Tensor, y: Tensor) -> Any:
+    inner = recompute(lambda a: recompute(torch.sin, a @ y).cos(), x * y)
+    return recompute(lambda a, *, b: (a.exp() * b).tanh(), inner, b=x)
+
+
+def backward_inside(x: Tensor, y: Tensor) -> Any:
+    z = (x.sin() * y).cos()
+    (dx,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return z * dx.exp()
+
+
+def not_all_needed(x: Tensor, y: Tensor) -> Any:
+    (x * 3).exp().sum().detach()
+    return x.sin() @ y.detach() + y.exp().detach()
+
+
+FUNCTIONS = {
+    "several outputs": several_outputs,
+    "used twice": used_twice,
+    "in place inside": in_place_inside,
+    "nested": nested,
+    "backward inside": backward_inside,
+    "not all needed": not_all_needed,
+    "its own Function": Twice.apply,
+    "dropout": lambda x, y: F.dropout(x.sin(), 0.5) @ F.dropout(y, 0.3).exp(),
+    "a view": lambda x, y: x.T[1:],
+    "the input": lambda x, y: (x, y.sin()),
+    "normalised": lambda x, y: F.layer_norm((x @ y).sin(), (4,)) * y,
+}
+POLICIES = {"all again": None, "keep all": lambda op: True, "products": keep_products}
+
+
+def total(output: Any) -> Tensor:
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return sum((i + x.sin().sum() * (i + 2)) for i, x in enumerate(leaves) if hasattr(x, "sin"))  # type: ignore[return-value, misc]
+
+
+def first_and_second(run: Callable[..., Any], fn: Callable[..., Any]) -> list[Tensor]:
+    """Gradients of two backwards over one graph, of a third whose own graph is kept, and theirs."""
+    torch.manual_seed(1)
+    given = [leaf(seed=0), leaf(seed=1)]
+    z = total(run(fn, *given))
+    ask = partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
+    found = [*ask(z, given, retain_graph=True), *ask(z, given, retain_graph=True)]
+    first = ask(z, given, create_graph=True)
+    return [z.detach(), *found, *ask(sum(x.sin().sum() for x in first), given), torch.rand(2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_any_function_and_any_number_of_backwards(name: str, policy: str) -> None:
+    fn = FUNCTIONS[name]
+    run = partial(recompute, policy=POLICIES[policy])
+    without = first_and_second(lambda fn, *given: fn(*given), fn)
+    if name == "its own Function":  # it has no second derivative that counts
+        without = without[:-3]
+    for mine, expected in zip(first_and_second(run, fn), without, strict=False):
+        torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_outputs_may_go_backward_one_after_the_other() -> None:
+    x, y = leaf(), leaf(seed=1)
+    a, b = recompute(lambda x, y: (x.sin().exp(), y.sin().exp()), x, y)
+    a.sum().backward()
+    b.sum().backward()
+    for one in (x, y):
+        assert torch.allclose(one.grad, one.sin().exp() * one.cos())  # type: ignore[arg-type]
+
+
+def test_arguments_of_any_kind() -> None:
+    seen = []
+
+    def fn(a: dict[str, Any], *rest: Any, how: str, scale: Tensor) -> Tensor:
+        seen.append((how, rest, sorted(a)))
+        return a["x"][0].sin() * scale + a["n"]
+
+    x, scale = leaf(), leaf(seed=1)
+    out = recompute(fn, {"x": [x], "n": 3}, None, 4.5, how="so", scale=scale)
+    out.sum().backward()
+    assert seen == [("so", (None, 4.5), ["n", "x"])] * 2
+    assert torch.allclose(x.grad, x.cos() * scale)  # type: ignore[arg-type]
+    assert torch.allclose(scale.grad, x.sin())  # type: ignore[arg-type]
+
+
+def test_without_gradients_nothing_is_done() -> None:
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return x.sin()
+
+    with torch.no_grad():
+        assert not recompute(fn, leaf()).requires_grad
+    with torch.inference_mode():
+        recompute(fn, torch.ones(2))
+    assert not recompute(fn, torch.ones(2)).requires_grad
+    assert calls == [False, False, True]
+
+
+def test_parameters_get_gradients_where_no_input_has_one() -> None:
+    layer = nn.Linear(4, 4).double()
+    x = leaf().detach()
+    recompute(layer, x).square().sum().backward()
+    found = layer.weight.grad
+    assert found is not None
+    layer.weight.grad = None
+    layer(x).square().sum().backward()
+    assert torch.equal(found, layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_the_second_run_stops_where_all_is_there() -> None:
+    done: list[str] = []
+
+    def fn(x: Tensor) -> Tensor:
+        done.append("first")
+        y = x.sin().exp()
+        done.append("last")
+        return y
+
+    recompute(fn, leaf()).sum().backward()
+    assert done == ["first", "last", "first"]
+
+
+class Ran(TorchDispatchMode):
+    """Names of operations, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_backward_runs_it_once_more_and_a_policy_runs_less() -> None:
+    ran = {}
+    for what in ("none", "full", "selective", keep_products):
+        torch.manual_seed(0)
+        model = GPT.preset("tiny")
+        if what != "none":
+            Recompute(model, what=what)  # type: ignore[arg-type]
+        loss = model(torch.zeros(1, 16, dtype=torch.long)).sum()
+        with Ran() as ran[what]:
+            loss.backward()
+
+    def times(what: Any, name: str) -> int:
+        return ran[what].names.count(name) - ran["none"].names.count(name)
+
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    assert times("full", "addmm") == 2 * 5, "the last of six is not needed for a gradient"
+    assert times("full", "gelu") == 2 and times("full", kernel) == 2
+    assert times("selective", "addmm") == 0 and times("selective", kernel) == 2
+    assert times(keep_products, "addmm") == 0 and times(keep_products, kernel) == 0
+    assert times(keep_products, "gelu") == 2
+
+
+# ---- random numbers
+
+
+def masks(preserve_rng: bool = True, policy: Any = None) -> tuple[list[Tensor], list[Tensor]]:
+    """The masks of forward, and those of backward."""
+    found: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        for p in (0.5, 0.3):
+            x = torch.native_dropout(x, p, True)[0]
+            found.append(x != 0)
+            x = x.sin()
+        return x
+
+    y = recompute(fn, leaf(30, 30), preserve_rng=preserve_rng, policy=policy)
+    torch.rand(5)
+    y.sum().backward()
+    return found[:2], found[2:]
+
+
+@pytest.mark.parametrize("policy", [None, keep_draws])
+def test_the_same_masks_are_drawn_again(policy: Any) -> None:
+    assert same(*masks(policy=policy))
+
+
+def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn() -> None:
+    first: list[bool] = []
+    assert same(
+        *masks(policy=lambda op: keep_draws(op) and (first.append(True), len(first) == 1)[1])
+    )
+
+
+def test_without_preserve_rng_they_are_others() -> None:
+    forward, backward = masks(preserve_rng=False)
+    assert not torch.equal(forward[0], backward[0])
+
+
+def test_what_is_drawn_later_is_what_it_would_have_been() -> None:
+    def drawn(run: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        y = run(partial(F.dropout, p=0.5), leaf()).sum()
+        torch.rand(3)
+        y.backward()
+        return torch.rand(4)
+
+    assert torch.equal(drawn(recompute), drawn(lambda fn, x: fn(x)))
+
+
+def test_the_generator_is_put_back_after_an_error_too() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = F.dropout(x, 0.5).sin()
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyError("mine")
+        return y.cos()
+
+    y = recompute(fn, leaf()).sum()
+    torch.rand(3)
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        y.backward()
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(KeyError):  # and again: nothing is left half done
+        y.backward()
+
+
+# ---- casts and modes
+
+
+@pytest.mark.parametrize("region", [partial(torch.autocast, "cpu"), autocast])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_casts_are_the_same_again(policy: str, region: Callable[..., Any]) -> None:
+    """Both torch's autocast and ours are off when backward runs, as they should be."""
+
+    def found(run: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+        def twice(x: Tensor) -> Tensor:
+            y = F.gelu(layer(x)).logsumexp(-1, keepdim=True) + layer(x)
+            with region(enabled=False):
+                return F.linear(y, y.detach().to(y.dtype)[:, :8])
+
+        with region(dtype=torch.bfloat16):
+            layer(x)  # the weight is cast, and its copy used again
+            y = run(twice, x)
+        y.float().square().sum().backward()
+        return [y.detach(), layer.weight.grad, x.grad]  # type: ignore[list-item]
+
+    run = partial(recompute, policy=POLICIES[policy])
+    assert same(found(run), found(lambda fn, x: fn(x)))
+
+
+class Doubled(TorchFunctionMode):
+    """Each sine is twice as high while this is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is Tensor.sin else out
+
+
+class OnlyOnce(Doubled):
+    """A mode that says how it is entered again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered_again = Doubled
+
+
+@pytest.mark.parametrize("mode", [Doubled, OnlyOnce])
+def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]) -> None:
+    x = leaf()
+    with mode():
+        y = recompute(lambda x: x.sin().exp(), x)
+    y.sum().backward()
+    expected = (2 * x.sin()).exp() * 2 * x.cos()
+    assert torch.allclose(x.grad, expected)  # type: ignore[arg-type]
+
+
+def test_a_default_device_is_that_of_forward() -> None:
+    with torch.device("cpu"):
+        y = recompute(lambda x: x.sin() * torch.ones(4, dtype=torch.float64), leaf())
+    with torch.device("meta"):
+        z = recompute(lambda x: x.sin() * torch.ones(4, dtype=torch.float64), leaf().to("meta"))
+    y.sum().backward()
+    z.sum().backward()
+
+
+# ---- what is kept, counted by the recorder
+
+ROWS, SEQUENCE, WIDTH, HEADS = 2, 32, 64, 4
+
+
+def kept_bytes_of_a_layer(edit: Edit) -> float:
+    """In bfloat16, at the end of forward, with dropout: what two layers more keep, halved."""
+
+    def kept(depth: int) -> int:
+        torch.manual_seed(0)
+        model = GPT(64, WIDTH, depth, HEADS, SEQUENCE, dropout=0.1).bfloat16()
+        for block in model.blocks:
+            block.attn.core = PlainAttention(0.1)  # type: ignore[union-attr]
+        edit(model)
+        with record(detail_step=0) as trace:
+            model(torch.randint(64, (ROWS, SEQUENCE))).logsumexp(-1).sum().backward()
+        one = trace.ranks[0]
+        ended_s = next(x.ended_s for x in one.spans if x.kind == "GPT" and x.phase == "forward")
+        last = [point for point in one.memory if point.when_s <= ended_s][-1]
+        return last.held_bytes[CATEGORIES.index("activations")]
+
+    return (kept(3) - kept(1)) / 2
+
+
+BILL: dict[str, tuple[Edit, str, int]] = {  # and how many norms keep their statistics
+    "none": (lambda model: None, "none", 2),
+    "selective": (EDITS["selective"], "selective", 2),
+    "full": (EDITS["full"], "full", 0),
+}
+
+
+@pytest.mark.parametrize("what", BILL)
+def test_a_layer_keeps_the_bytes_that_are_published(what: str) -> None:
+    edit, recomputed, norms = BILL[what]
+    expected = predict.activation_bytes(SEQUENCE, ROWS, WIDTH, HEADS, recompute=recomputed)
+    statistics = 2 * norms * ROWS * SEQUENCE  # numbers, which the formula leaves out
+    found = kept_bytes_of_a_layer(edit)
+    assert found - expected in (2 * statistics, 4 * statistics), "in bytes: 2 each, or 4"
+
+
+def test_a_policy_keeps_its_results_and_no_more() -> None:
+    """The products of a layer have 2(3 + 1 + 4 + 1)sbh; its core is plain here: 2as/h, and what v
+    makes of it, 2. The input is 2."""
+    sbh = SEQUENCE * ROWS * WIDTH
+    found = kept_bytes_of_a_layer(EDITS["products kept"])
+    assert found == sbh * (2 + 18 + 2 + 2 * HEADS * SEQUENCE / WIDTH)
+
+
+def test_hooks_from_outside_see_the_inputs_and_only_those() -> None:
+    """So an offload takes the inputs of recompute with it."""
+    seen: list[Tensor] = []
+
+    def save(x: Tensor) -> tuple[Tensor]:
+        seen.append(x)
+        return (x.clone(),)
+
+    x = leaf()
+    with saved_tensors_hooks(save, lambda packed: packed[0]):
+        y = recompute(lambda x, n: x.sin().exp() * n, x, 3)
+    assert len(seen) == 1 and torch.equal(seen[0], x)
+    y.sum().backward()
+    assert torch.allclose(x.grad, 3 * x.sin().exp() * x.cos())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_held_when_backward_is_over(policy: str) -> None:
+    """No cycle that only Python's collector, or nothing, could free."""
+
+    class Big:
+        pass
+
+    def run(backwards: int) -> bool:
+        big = Big()
+        x = leaf()
+        y = recompute(lambda x, big: (x @ x).sin().exp() @ x, x, big, policy=POLICIES[policy]).sum()
+        for i in range(backwards):
+            y.backward(retain_graph=i + 1 < backwards)
+        gone = weakref.ref(big)
+        del big
+        if not backwards:
+            del y
+        return gone() is None
+
+    gc.disable()
+    try:
+        assert run(0) and run(1) and run(2)
+    finally:
+        gc.enable()
+
+
+def test_memory_of_the_second_run_is_let_go() -> None:
+    """Also while the graph is kept for another backward."""
+    x = leaf()
+    before = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    y = recompute(lambda x: (x.sin() @ x).exp(), x).sum()
+    y.backward(retain_graph=True)
+    known = {id(one) for one in (*before, x, x.grad, y)}
+    assert not [
+        one.shape
+        for one in gc.get_objects()
+        if type(one) is torch.Tensor and id(one) not in known and one.numel()
+    ]
+
+
+# ---- functions that cannot be run again
+
+
+def test_another_number_of_tensors_is_told() -> None:
+    calls: list[int] = []
+
+    def fewer(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin() if len(calls) == 2 else x.sin().exp()
+
+    with pytest.raises(ValueError, match=r"1 tensors were saved for backward, and 2 in forward"):
+        recompute(fewer, leaf()).sum().backward()
+
+    def more(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin().exp() if len(calls) == 2 else x.sin()
+
+    calls.clear()
+    with pytest.raises(ValueError, match="more than the 1 tensors"):
+        recompute(more, leaf(), check="values").sum().backward()
+
+
+def test_tensors_that_look_otherwise_are_told() -> None:
+    calls: list[int] = []
+
+    def other_shape(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin()[: len(calls)].exp().sum()
+
+    with pytest.raises(
+        ValueError,
+        match=r"number 2 of 2 is \[2, 4\] float64 on cpu, and was \[1, 4\] float64 on cpu in "
+        r"forward.*Let it depend on its arguments",
+    ):
+        recompute(other_shape, leaf()).backward()
+
+    def other_type(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.to(torch.float32 if len(calls) > 1 else torch.float64).exp().sum()
+
+    calls.clear()
+    with pytest.raises(ValueError, match=r"\[4, 4\] float32 on cpu, and was \[4, 4\] float64"):
+        recompute(other_type, leaf()).backward()
+
+
+def test_other_numbers_are_told_on_request() -> None:
+    random.seed(0)
+
+    def scaled(x: Tensor) -> Tensor:
+        return (x.sin() * random.random()).exp()  # not torch's generator
+
+    recompute(scaled, leaf()).sum().backward()  # wrong, and not noticed
+    with pytest.raises(ValueError, match="number 2 of 2 is .* with other numbers"):
+        recompute(scaled, leaf(), check="values").sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16])
+def test_any_numbers_can_be_compared(dtype: torch.dtype) -> None:
+    x = torch.full((3, 2), float("nan")).to(dtype).requires_grad_()
+    recompute(lambda x: x.sin().exp().real, x, check="values").sum().backward()
+
+
+def test_an_input_that_is_changed_in_place_is_told() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return x.sin() * y
+
+    with pytest.raises(ValueError, match=r"changed its input tensor 2 of 2, \[4, 4\] float64"):
+        recompute(fn, leaf(), leaf(seed=1).detach())
+
+
+def test_an_input_that_is_changed_later_is_told_as_autograd_does() -> None:
+    x = leaf() * 1
+    y = recompute(torch.sin, x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation") as told:
+        y.sum().backward()
+    assert "input of recompute" in told.value.__notes__[0]
+
+
+def test_a_tensor_that_backward_needs_and_the_function_changes_is_told_as_without() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        y[0] = 1.0
+        return y.exp()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fn(leaf()).sum().backward()
+    with pytest.raises(
+        ValueError, match=r"changed a tensor in place that backward needs, \[4, 4\]"
+    ):
+        recompute(fn, leaf()).sum().backward()
+
+
+def test_a_result_that_a_policy_kept_and_the_user_changed_is_told() -> None:
+    kept: list[Tensor] = []
+
+    def hands_out(x: Tensor) -> Tensor:
+        kept.append(x @ x)
+        return kept[0].sin()
+
+    y = recompute(hands_out, leaf(), policy=keep_products)
+    with torch.no_grad():
+        kept[0].add_(1)
+    with pytest.raises(ValueError, match="aten.mm.default made was kept, and changed in place"):
+        y.sum().backward()
+
+
+def test_a_function_that_does_more_under_a_policy_is_told() -> None:
+    calls: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        for _ in calls:
+            x.detach() @ x.detach()
+        return x.sin()
+
+    with pytest.raises(ValueError, match="called aten.mm.default 2 times, and 1 times in forward"):
+        recompute(fn, leaf(), policy=lambda op: True).sum().backward()
+
+
+def test_errors_of_the_function_pass_through() -> None:
+    def fn(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        recompute(fn, leaf())
+    x = leaf()  # and nothing is left behind
+    x.sin().sum().backward()
+    assert torch.equal(x.grad, x.cos())  # type: ignore[arg-type]
+
+
+def test_no_user_catches_the_end_of_the_second_run() -> None:
+    def fn(x: Tensor) -> Tensor:
+        try:
+            return x.sin().exp()
+        except Exception:
+            return x
+
+    x = leaf()
+    recompute(fn, x).sum().backward()
+    assert torch.allclose(x.grad, x.sin().exp() * x.cos())  # type: ignore[arg-type]
+
+
+def test_words_that_are_none_are_told() -> None:
+    with pytest.raises(ValueError, match="check='all': choose shapes, values or none"):
+        recompute(torch.sin, leaf(), check="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="what='half': choose full, selective or a policy"):
+        Recompute(GPT.preset("tiny"), what="half")  # type: ignore[arg-type]
+
+
+# ---- the edit of a model
+
+
+def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
+    model = GPT.preset("tiny")
+    names, forwards = list(model.state_dict()), [block.forward for block in model.blocks]
+    with Recompute(model):
+        assert list(model.state_dict()) == names
+        assert all(hasattr(block.forward, "policy") for block in model.blocks)
+        with pytest.raises(ValueError, match="this Block is computed again already"):
+            Recompute(model, blocks=model.blocks[1:])
+    assert [block.forward for block in model.blocks] == forwards
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:
+    model = GPT.preset("tiny")
+    Recompute(model, what="selective")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    twin(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert model.blocks[0].attn.q.weight.grad is None  # type: ignore[union-attr]
+    assert twin.blocks[0].attn.q.weight.grad.abs().sum() > 0  # type: ignore[union-attr, operator]
+
+
+def test_a_model_of_ones_own() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+
+    def grads() -> list[Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(leaf(2, 5, 8)).square().sum().backward()
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    without = grads()
+    with Recompute(model):
+        assert same(grads(), without)
+    with Recompute(model, what="selective", core="self_attn"):
+        assert same(grads(), without)
+
+
+def test_models_without_blocks_or_core_are_told() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no ModuleList.*blocks=\[...\]"):
+        Recompute(nn.Linear(2, 2))
+    layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2)])
+    with pytest.raises(ValueError, match="no module 'attn.core'.*core=.*self_attn"):
+        Recompute(layers, what="selective")
+
+
+def test_evaluation_needs_no_edit_taken_back() -> None:
+    model = GPT.preset("tiny", dropout=0.5).eval()
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    expected = model(tokens)
+    Recompute(model)
+    assert torch.equal(model(tokens), expected)
+
+
+def test_a_recording_shows_forward_inside_backward() -> None:
+    model = GPT.preset("tiny")
+    Recompute(model)
+    with record() as trace:
+        model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    spans = trace.ranks[0].spans
+    (whole,) = (x for x in spans if x.phase == "backward" and x.module == "")
+    spans = sorted((x for x in spans if x.began_s > whole.began_s), key=lambda x: x.began_s)
+    again = [x.module for x in spans if x.phase == "forward"]
+    assert again == [
+        f"blocks.{i}.{part}"
+        for i in (1, 0)
+        for part in (
+            "norm1", "attn", "attn.q", "attn.k", "attn.v", "attn.core", "attn.out", "dropout",
+            "norm2", "mlp", "mlp.up", "mlp.down",
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_are_drawn_again() -> None:
+    x = leaf(64, 64).detach().cuda().requires_grad_()
+    found: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        found.append(F.dropout(x, 0.5))
+        return found[-1].sin()
+
+    y = recompute(fn, x)
+    torch.rand(5, device="cuda")
+    y.sum().backward()
+    assert torch.equal(found[0], found[1])

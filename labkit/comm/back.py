@@ -46,6 +46,11 @@ class Back(ABC):
         """The back that has this algorithm: itself, or another whom it passes the call to."""
         return self
 
+    def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor for operations of this group, which all ranks make at once: where they
+        can reach each other's memory, there."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work: ...
     @abstractmethod

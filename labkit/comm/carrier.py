@@ -143,6 +143,11 @@ class Carrier:
             event.blocking = blocking
         return self._noted(note, event, not blocking, lambda: start(back, call), finish)
 
+    def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if like.device.type == "cpu" and self.size > 1:
+            return self._back(like).symmetric_empty(numel, like.dtype)
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
         and `x` is to be written (`finish` is given), `finish` gets the way back."""

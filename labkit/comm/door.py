@@ -104,8 +104,17 @@ class Comm:
         >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
-        probe = torch.empty(0, dtype=dtype, device=self._own_device())
+        probe = torch.empty(0, dtype=dtype, device=self.own_device())
         return self._carrier.explain(collective, nbytes, probe, op, algorithm)
+
+    def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
+        group reduces again and again, as a bucket of gradients. All ranks call it, alike.
+
+        Ranks that share memory have it where all reach it, and `all_reduce` of the same part of it
+        on all ranks copies nothing in and out; elsewhere, or without room, it is `torch.empty`.
+        """
+        return self._carrier.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------
 
@@ -274,7 +283,7 @@ class Comm:
 
     def barrier(self, algorithm: str = "") -> None:
         """Return when all ranks of the group have called it."""
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._own_device())
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
         self._carrier.collective(
             "barrier", nothing, lambda: [0], _whole, False, [],
             lambda back, call: back.barrier(nothing.new_zeros(1), call),
@@ -309,7 +318,7 @@ class Comm:
 
     def _pickled(self, thing: Any) -> torch.Tensor:
         there = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        return there.to(self._own_device())
+        return there.to(self.own_device())
 
     # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
 
@@ -346,7 +355,8 @@ class Comm:
             lambda back, call: back.receive(flat, peer, call), blocking,
         )  # fmt: skip
 
-    def _own_device(self) -> str:
+    def own_device(self) -> str:
+        """Where the tensors are that this group moves without a copy."""
         return "cuda" if self._carrier.backend_of.get("cuda") == "nccl" else "cpu"
 
 

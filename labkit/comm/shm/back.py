@@ -14,6 +14,7 @@ from labkit.comm.shm import collectives
 from labkit.comm.shm.mail import Inbox, Outbox
 from labkit.comm.shm.ring import Ring
 from labkit.comm.shm.slots import Slots
+from labkit.comm.shm.symmetric import SymmetricTensors
 from labkit.comm.surroundings import here
 from labkit.comm.wire import Lane, LaneWork, Work
 
@@ -39,6 +40,7 @@ class Shared(Back):
         self._path, self._rank, self._size, self._timeout_s = place, rank, size, timeout_s
         self._messages, self.forced = messages, messages.forced
         self._slots: Slots | None = None
+        self._symmetric = SymmetricTensors()
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self.broken = ""  # by what
@@ -98,7 +100,22 @@ class Shared(Back):
             if one is not None:
                 one.give_up()
 
+    def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made: list[torch.Tensor | None] = []
+
+        def make(slots: Slots) -> int:
+            made.append(self._symmetric.make(slots, self._path, numel, dtype))
+            return 0
+
+        self._start(Call(0, False, SLOTS), make).wait()
+        return super().symmetric_empty(numel, dtype) if made[0] is None else made[0]
+
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        found = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None
+        if found is not None:
+            return self._start(
+                call, lambda slots: collectives.all_reduce_symmetric(slots, x, *found, op)
+            )
         return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
 
     def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:

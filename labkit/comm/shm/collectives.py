@@ -20,6 +20,7 @@ from labkit.comm.algorithms import Chunks
 from labkit.comm.back import share_memory
 from labkit.comm.shm.pieces import agreed_pieces, part_bytes, pieces, slices
 from labkit.comm.shm.slots import DONE, FILLED, REDUCED, Slots
+from labkit.comm.shm.symmetric import Symmetric, grains, place_of, unseen
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -58,6 +59,39 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
                 copied_bytes += slots.take(part, rank, begin)
         slots.announce(DONE)
     return copied_bytes
+
+
+def all_reduce_symmetric(
+    slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
+) -> int:
+    """`x`, which lies at `begin` in this rank's part of `shared`, becomes the reduction of all
+    ranks' `x`, which lie likewise. Copies: (n-1)/n S, out (symmetric.py has the picture).
+
+    Raises RuntimeError where another rank gave something else.
+    """
+    own, offset = slices(x, slots.size)[slots.rank]
+    slots.begin()
+    slots.tell_place(place_of(shared, begin))
+    slots.announce(FILLED)
+    slots.wait(slots.others, FILLED)
+    slots.check_places()
+    copied_bytes = 0
+    with unseen():
+        parts = [
+            own if rank == slots.rank
+            else shared.part(rank, begin + offset, own.numel(), own.dtype)
+            for rank in range(slots.size)
+        ]  # fmt: skip
+        for first, last in grains(own, slots.slot_bytes):
+            total = slots.view(slots.rank, 0, last - first, own.dtype)
+            _reduce_parts(total, [part[first:last] for part in parts], op)
+            for rank in range(slots.size):
+                place = begin + offset + first * own.element_size()
+                copied_bytes += shared.write(total, rank, place)
+    slots.announce(REDUCED)
+    slots.wait(slots.others, REDUCED)
+    slots.announce(DONE)
+    return copied_bytes - own.nbytes  # what stays here is no transport
 
 
 def _reduce_at_once(slots: Slots, x: torch.Tensor, op: str, wanted: bool) -> int:
@@ -202,15 +236,21 @@ def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
 
 
 def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str) -> None:
-    """`out` becomes the reduction of all ranks in their order: of `own` on this one, and of what
-    stands at `begin` in the slots of the others. It may be none of them but the first two."""
-    total, *rest = (
+    """`out` becomes the reduction of all ranks: of `own` on this one, and of what stands at
+    `begin` in the slots of the others. It may be none of them but the first two."""
+    parts = [
         own if rank == slots.rank else slots.view(rank, begin, out.numel(), out.dtype)
         for rank in range(slots.size)
-    )
+    ]
+    _reduce_parts(out, parts, op)
+
+
+def _reduce_parts(out: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
+    """In the order of the ranks."""
+    total, *rest = parts
     for x in rest:
         total = PAIRWISE[op](total, x, out=out)
     if total is not out:  # a group of one
         out.copy_(total)
     if op == "mean":
-        out.div_(slots.size)
+        out.div_(len(parts))

@@ -28,6 +28,7 @@ BUFFERS = 2
 SLOT_BYTES = 1 << 20
 MOST_BYTES = 32 << 20  # of all slots of a group: many ranks have smaller ones
 LENGTH_BYTES = 64  # before a slot: how long what its rank has is, for those who cannot know
+NOWHERE = 0  # the place of what lies in no memory that all ranks reach
 MOST_VIEWS = 512  # that are kept for the next time
 
 
@@ -40,7 +41,8 @@ class Slots:
         self.others = [r for r in range(size) if r != rank]
         self.slot_bytes = min(SLOT_BYTES, MOST_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
         self._stride = LENGTH_BYTES + self.slot_bytes
-        self._region = Region(path, rank, size, size, size * BUFFERS * self._stride)
+        words = size + BUFFERS * size  # stages; places, for each slot one
+        self._region = Region(path, rank, size, words, size * BUFFERS * self._stride)
         self._words = self._region.words
         self._piece = 0
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
@@ -53,6 +55,7 @@ class Slots:
         """Go on to the next piece, once its slot is free."""
         self._piece += 1
         self._wait(self.others, DONE, self._piece - BUFFERS)
+        self.tell_place(NOWHERE)
 
     def announce(self, stage: int) -> None:
         self._words.announce(self.rank, 3 * self._piece + stage)
@@ -86,6 +89,32 @@ class Slots:
     def longest(self) -> int:
         """The longest that any rank has told with this piece."""
         return max(int(self._length(rank)) for rank in range(self.size))
+
+    def all_agree(self, mine: bool) -> bool:
+        """Whether all ranks say yes: a piece of its own."""
+        self.begin()
+        self.tell_length(int(mine))
+        self.announce(FILLED)
+        self.wait(self.others, FILLED)
+        agreed = all(int(self._length(rank)) for rank in range(self.size))
+        self.announce(DONE)
+        return agreed
+
+    def tell_place(self, place: int) -> None:
+        """Say, with this piece, where in memory that all reach this rank's tensor lies."""
+        self._words.tell(self._place(self.rank), place)
+
+    def check_places(self) -> None:
+        """Raises RuntimeError where another rank's tensor lies elsewhere, once all are FILLED."""
+        places = [self._words[self._place(rank)] for rank in range(self.size)]
+        if len({*places}) > 1:
+            raise RuntimeError(
+                "the ranks gave different parts of the memory that they share; all must give the "
+                "same elements of one tensor of Comm.symmetric_empty, or none of them such a one"
+            )
+
+    def _place(self, rank: int) -> int:
+        return self.size + BUFFERS * rank + self._piece % BUFFERS
 
     def _length(self, rank: int) -> torch.Tensor:
         return self.view(rank, -LENGTH_BYTES, 1, torch.int64)

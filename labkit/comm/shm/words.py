@@ -51,6 +51,10 @@ class Words:
     def __getitem__(self, i: int) -> int:
         return self._words[i]
 
+    def tell(self, i: int, value: int) -> None:
+        """Write word `i`, which others read after this process's next announcement."""
+        self._words[i] = value
+
     def announce(self, i: int, value: int) -> None:
         """Write word `i`, after all that this process has written, and wake those who wait."""
         words = self._words

@@ -10,7 +10,15 @@
     plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
     plot.movement(movement)  # a collective, step by step: which chunk is where
     plot.steps(movement)  # the same, one step at a time
+    plot.bill({"none": bill})  # what a layer keeps, term by term
+    plot.front(plans, pick)  # memory and time of all choices
+    plot.step_memory({"none": trace, "full": other})  # one step under each
     plot.nccl(log)  # rings and trees of what NCCL printed
+    plot.transfers(measured)  # ways to move a tensor, measured beside predicted
+    plot.loading({"pipelined": run})  # what the bus carried while blocks computed
+    plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
+    plot.flip_bits(0.1, "fp16")  # the same, with bits to flip
+    plot.number_line()  # what each number format can hold
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
 """
@@ -21,13 +29,22 @@ __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
         "bandwidth": "labkit.plot.bandwidths",
+        "bill": "labkit.plot.activations",
+        "bits": "labkit.plot.bit_patterns",
         "compare": "labkit.plot.strategies",
+        "flip_bits": "labkit.plot.bit_flips",
+        "front": "labkit.plot.activations",
+        "loading": "labkit.plot.moving",
+        "magnitudes": "labkit.plot.magnitudes",
         "memory": "labkit.plot.memories",
         "mesh": "labkit.plot.meshes",
         "movement": "labkit.plot.movements",
         "nccl": "labkit.plot.nccl_logs",
+        "number_line": "labkit.plot.format_ranges",
+        "step_memory": "labkit.plot.activations",
         "steps": "labkit.plot.stepper",
         "timeline": "labkit.plot.timelines",
+        "transfers": "labkit.plot.moving",
         "view": "labkit.plot.widget",
     },
 )

@@ -1,0 +1,123 @@
+"""A pattern whose bits a student flips, and the number that it is."""
+
+from base64 import b64encode
+from typing import Any
+
+from labkit.plot.bit_patterns import bits, field_of
+from labkit.plot.picture import png
+from labkit.precision.formats import FORMATS, Exact, Format, decimal, format_of
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise ImportError(
+        "plot.flip_bits needs ipywidgets, which is not installed: pip install 'labkit[lab]'; "
+        "plot.bits draws the same picture without it"
+    ) from error
+
+MOST_BITS = 32  # buttons that stand in two rows
+COLOURS = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
+
+
+def flip_bits(value: Exact | int = 1.0, format: Format | str = "fp16") -> "FlipBits":
+    """Flip bits and see the number: sign, exponent, fraction, formula and neighbours.
+
+    Raises ValueError for a format of more than 32 bits, ImportError without ipywidgets.
+    """
+    return FlipBits(value, format_of(format))
+
+
+class FlipBits(ipywidgets.VBox):
+    """A button for each bit, a slider through all patterns in turn, and the picture.
+
+    `pattern` is what they show; set it, and they follow. Where no kernel runs, the picture is shown
+    as it was when the cell was run."""
+
+    def __init__(self, value: Exact | int, format: Format):
+        if format.width_bits > MOST_BITS:
+            raise ValueError(
+                f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
+                f"({MOST_BITS}); see plot.bits({value}, {format.name!r})"
+            )
+        small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}
+        options = {**small, format.name: format}
+        self.format = ipywidgets.Dropdown(
+            options=options, value=format, description="format", layout={"width": "14em"}
+        )
+        self.step = ipywidgets.IntSlider(
+            description="pattern", readout_format="d", layout={"width": "34em"}
+        )
+        self.buttons: list[Any] = []
+        self._row = ipywidgets.Box(layout={"flex_flow": "row wrap"})
+        self.neighbours = ipywidgets.HTML()
+        self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self.format.observe(self._other_format, names="value")
+        self.step.observe(lambda change: self._show(change["new"]), names="value")
+        top = ipywidgets.Box([self.format, self.step], layout={"flex_flow": "row wrap"})
+        super().__init__([top, self._row, self.neighbours, self.picture])
+        self._showing = False
+        self._new_buttons(format.encode(value))
+
+    @property
+    def pattern(self) -> int:
+        return int(self.step.value)
+
+    @pattern.setter
+    def pattern(self, pattern: int) -> None:
+        self.format.value.fields(pattern)  # raises ValueError for one that is too long
+        self._show(pattern)
+
+    def _other_format(self, change: dict[str, Any]) -> None:
+        """The same number, as near as the new format has it."""
+        self._new_buttons(change["new"].encode(change["old"].decode(self.pattern)))
+
+    def _new_buttons(self, pattern: int) -> None:
+        one = self.format.value
+        self.buttons = [
+            ipywidgets.ToggleButton(
+                button_style=COLOURS[field_of(one, place)],
+                layout={"width": "1.95em", "padding": "0", "margin": "1px"},
+            )
+            for place in range(one.width_bits)
+        ]
+        for button in self.buttons:
+            button.observe(lambda change: self._flipped(), names="value")
+        self._row.children = self.buttons
+        self._showing = True  # a slider may move when it gets other ends
+        self.step.max = 2**one.width_bits - 1
+        self._showing = False
+        self._show(pattern)
+
+    def _flipped(self) -> None:
+        self._show(int("".join(str(int(button.value)) for button in self.buttons), 2))
+
+    def _show(self, pattern: int) -> None:
+        """All of it follows; what they tell about that meanwhile is no news."""
+        if self._showing:
+            return
+        self._showing = True
+        one = self.format.value
+        for button, digit in zip(self.buttons, f"{pattern:0{one.width_bits}b}", strict=True):
+            button.value, button.description = digit == "1", digit
+        self.step.value = pattern
+        self.neighbours.value = neighbours(one, pattern)
+        self.picture.value = png(bits(0, one, patterns=[pattern]))
+        self._showing = False
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        """The widget, and the picture for whoever cannot show one."""
+        as_text = b64encode(self.picture.value).decode()
+        return {**super()._repr_mimebundle_(**kwargs), "image/png": as_text}
+
+
+def neighbours(one: Format, pattern: int) -> str:
+    """The kind of a number, and where the next ones away from zero and towards it are."""
+    kind = one.kind(pattern)
+    if kind in ("nan", "infinity"):
+        return f"<b>{kind}</b>"
+    last = 2 ** (one.width_bits - 1) - 1
+    size = pattern & last
+    words = [f"<b>{kind}</b>", f"step here {decimal(one.ulp(one.decode(pattern)), 6)}"]
+    if size:
+        words.append(f"towards zero: {decimal(one.decode(pattern - 1), 9)}")
+    return "  ·  ".join([*words, f"away from zero: {decimal(one.decode(pattern + 1), 9)}"])

@@ -1,0 +1,123 @@
+"""A number as the bits of one or more formats: sign, exponent, fraction, and the formula."""
+
+from fractions import Fraction
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import BLUE, GREEN, INK, MUTED, PAPER, SMALL_PT, VERMILION, text_on
+from labkit.precision.formats import Exact, Format, decimal, format_of
+
+SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": "#5E6670", "fraction": GREEN}
+CLEAR = {"sign": "#FBE3D5", "exponent": "#DCEBF5", "leading bit": "#E3E6EA", "fraction": "#DDF1EA"}
+LEFT_IN, ROW_IN, AROUND_IN = 1.0, 0.78, 0.46
+BOX_IN, READABLE_IN, ALL_BOXES_IN = 0.27, 0.12, 8.8
+
+
+@styled
+def bits(
+    value: Exact | int,
+    *formats: Format | str,
+    patterns: "list[int] | None" = None,
+    figure: Figure | None = None,
+) -> Figure:
+    """What a number becomes in each format: its pattern, its parts as a formula, the error.
+
+    Args:
+        value: what is rounded to each format.
+        formats: names of `labkit.precision.FORMATS`, or a `Format` of your own.
+        patterns: show these, one for each format, instead of those of `value`.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError without a format, or for a name that is none.
+    """
+    chosen = [format_of(one) for one in formats]
+    if not chosen:
+        raise ValueError(f"bits({value}): in which format? bits({value}, 'fp16', 'bf16')")
+    shown = patterns or [one.encode(value) for one in chosen]
+    if figure is None:
+        figure = Picture(AROUND_IN + ROW_IN * len(chosen))
+    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width_in), ylim=(0, height_in))
+    axes.axis("off")
+    box_in = min(BOX_IN, ALL_BOXES_IN / max(one.width_bits for one in chosen))
+    for i, (one, pattern) in enumerate(zip(chosen, shown, strict=True)):
+        top = height_in - AROUND_IN - i * ROW_IN
+        _boxes(axes, one, pattern, top, box_in)
+        words = formula(one, pattern)
+        if patterns is None:
+            words += _error(value, one.decode(pattern))
+        axes.text(LEFT_IN, top - 0.42, words, va="center")
+    there = [name for name in SET if name != "leading bit" or any(x.leading_bit for x in chosen)]
+    axes.legend(
+        handles=[Patch(facecolor=SET[name], label=name) for name in there], loc="upper left",
+        bbox_to_anchor=(LEFT_IN / width_in, 1.0), ncols=len(there), borderaxespad=0.6,
+        borderpad=0, handlelength=1, fontsize=SMALL_PT,
+    )  # fmt: skip
+    return figure
+
+
+def formula(one: Format, pattern: int) -> str:
+    """What a pattern stands for, as its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
+    sign, exponent, leading, fraction = one.fields(pattern)
+    plus_or_minus = "−" if sign else "+"
+    match one.kind(pattern):
+        case "nan":
+            return "NaN: not a number"
+        case "infinity":
+            return f"{plus_or_minus} infinity"
+        case "zero":
+            return f"{plus_or_minus} 0"
+    power = f"$2^{{{max(exponent, 1)}-{one.bias}}}$"
+    if one.fraction_bits <= 23:
+        significand = f"({leading} + {fraction}/{2**one.fraction_bits})"
+    else:
+        significand = decimal(leading + Fraction(fraction, 2**one.fraction_bits), 17)
+    value = decimal(one.decode(pattern), 8 if one.fraction_bits <= 23 else 17)
+    small = "   (subnormal)" if one.kind(pattern) == "subnormal" else ""
+    return f"{plus_or_minus} {power} × {significand} = {value}{small}"
+
+
+def _error(value: Exact | int, found: Exact) -> str:
+    """By how much a number is off, where it is."""
+    try:
+        error = Fraction(found) - Fraction(value)
+    except (ValueError, OverflowError):  # one of them is no number
+        return ""
+    if not error:
+        return "   exactly"
+    relative = f", {decimal(abs(error / Fraction(value)), 2)} of it" if value else ""
+    return f"   off by {decimal(abs(error), 2)}{relative}"
+
+
+def field_of(one: Format, place: int) -> str:
+    """What the bit at `place` belongs to; place 0 is the sign."""
+    if place == 0:
+        return "sign"
+    if place <= one.exponent_bits:
+        return "exponent"
+    first = place == one.exponent_bits + 1
+    return "leading bit" if one.leading_bit and first else "fraction"
+
+
+def _boxes(axes: Axes, one: Format, pattern: int, top: float, box_in: float) -> None:
+    digits = f"{pattern:0{one.width_bits}b}"
+    height = 0.27
+    squares, colours = [], []
+    for place, digit in enumerate(digits):
+        x = LEFT_IN + place * box_in
+        colour = (SET if digit == "1" else CLEAR)[field_of(one, place)]
+        squares.append(Rectangle((x, top - height), box_in, height))
+        colours.append(colour)
+        if box_in >= READABLE_IN:
+            axes.text(
+                x + box_in / 2, top - height / 2, digit, ha="center", va="center_baseline",
+                fontsize=SMALL_PT, color=text_on(colour),
+            )  # fmt: skip
+    axes.add_collection(PatchCollection(squares, facecolor=colours, edgecolor=PAPER, linewidth=0.8))
+    axes.text(0.12, top - height / 2, one.name, va="center", color=INK, fontsize="large")
+    axes.text(0.12, top - 0.42, f"{one.width_bits} bits", va="center", color=MUTED)

@@ -1,0 +1,173 @@
+"""What each format can hold: its range from end to end, and its numbers near zero, one by one."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import log10
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import BLUE, FAINT, GREY, INK, MUTED, ORANGE, SMALL_PT
+from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of
+from labkit.precision.rounding import rounded
+
+NORMAL, SUBNORMAL = BLUE, ORANGE
+ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and what is shorter are seen whole
+VALUES_10 = (-16.0, 7.0)  # with values: fp16 and what is shorter; more, if the values go beyond
+ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
+LEFT, RIGHT = 0.09, 0.70
+MOST_NUMBERS = 2000
+
+Formats = Sequence[Format | str]
+
+
+@styled
+def number_line(
+    formats: Formats = tuple(FORMATS),
+    near_zero: Formats = ("e5m2", "e4m3"),
+    upto: float = 2**-4,
+    values: torch.Tensor | None = None,
+    figure: Figure | None = None,
+) -> Figure:
+    """The range of each format, on an axis of powers of ten; below, single numbers near zero.
+
+    Args:
+        formats: those in the upper part, names or `Format`s.
+        near_zero: those whose numbers from 0 to `upto` are drawn, one line each; () for none.
+        values: numbers, as all gradients of a step: their sizes are drawn above the ranges, and
+            each format says how many of them it makes zero. The axis then shows the middle, and
+            the lower part is left out.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError where more than 2,000 numbers would be drawn.
+    """
+    chosen = [format_of(one) for one in formats]
+    near = [] if values is not None else [format_of(one) for one in near_zero]
+    heights = [ROW_IN * len(chosen)]
+    if values is not None:
+        heights.insert(0, VALUES_IN)
+    if near:
+        heights.append(NEAR_IN * len(near))
+    if figure is None:
+        figure = Picture(sum(heights) + AROUND_IN * (1 + len(heights)))
+    height_in = figure.bbox.height / figure.dpi
+    grid = figure.add_gridspec(
+        len(heights), 1, height_ratios=heights, left=LEFT, right=RIGHT, top=1 - 0.36 / height_in,
+        bottom=0.5 / height_in, hspace=AROUND_IN * len(heights) / sum(heights) * 1.15,
+    )  # fmt: skip
+    panels = [figure.add_subplot(grid[i]) for i in range(len(heights))]
+    ranges = panels[0 if values is None else 1]
+    ends = ALL_10 if values is None else _sizes(panels[0], values)
+    _ranges(ranges, chosen, ends, values)
+    if near:
+        _near_zero(panels[-1], near, upto)
+    return figure
+
+
+def lost(values: torch.Tensor, one: Format) -> float:
+    """The share of those numbers, not zero before, that are zero in this format."""
+    some = values[values != 0]
+    return float((rounded(some.float(), one) == 0).double().mean()) if len(some) else 0.0
+
+
+def _log10(exponent_of_2: float) -> float:
+    return exponent_of_2 * log10(2)
+
+
+def _ranges(
+    axes: Axes, formats: list[Format], ends: tuple[float, float], values: torch.Tensor | None
+) -> None:
+    left, right = ends
+    for row, one in enumerate(formats):
+        smallest = _log10(floor_log2(one.smallest_subnormal))
+        normal = _log10(one.min_exponent)
+        largest = _log10(floor_log2(one.largest) + 1)
+        for begin, end, colour in ((smallest, normal, SUBNORMAL), (normal, largest, NORMAL)):
+            begin, end = max(begin, left), min(end, right)
+            if begin < end:
+                axes.barh(row, end - begin, left=begin, height=0.62, color=colour)
+        for beyond, place, arrow in (
+            (smallest < left, left, "◀"), (largest > right, right, "▶"),
+        ):  # fmt: skip
+            if beyond:
+                axes.text(
+                    place, row, arrow, color="white", va="center", fontsize=SMALL_PT,
+                    ha="left" if arrow == "◀" else "right",
+                )  # fmt: skip
+        words = (
+            f"{decimal(one.smallest_subnormal, 2)} to {decimal(one.largest, 3)},  "
+            f"{one.fraction_bits + 1} bits"
+        )
+        if values is not None:
+            words = f"{lost(values, one):.1%} become zero"
+        axes.text(right + (right - left) / 60, row, words, va="center", fontsize=SMALL_PT)
+    axes.set_yticks(range(len(formats)), [one.name for one in formats])
+    axes.tick_params(axis="y", length=0, labelsize=SMALL_PT + 0.5)
+    axes.set(ylim=(len(formats) - 0.4, -0.6))
+    _powers_of_ten(axes, ends)
+    axes.set_title("What each format can hold", loc="left")
+    axes.legend(
+        handles=[Patch(color=NORMAL, label="normal"), Patch(color=SUBNORMAL, label="subnormal")],
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.1,
+        handlelength=1, fontsize=SMALL_PT,
+    )  # fmt: skip
+
+
+def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
+    step = 10 if ends[1] - ends[0] > 40 else 5 if ends[1] - ends[0] > 26 else 2
+    ticks = [tick for tick in range(-400, 400, step) if ends[0] <= tick <= ends[1]]
+    axes.set_xlim(*ends)
+    axes.set_xticks(ticks, [f"$10^{{{tick}}}$" for tick in ticks])
+    axes.axvline(0, color=INK, linewidth=0.8, linestyle=":")
+    axes.spines["left"].set_visible(False)
+
+
+def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
+    """How many of the values have which size. Returns the ends of the axis, as powers of ten."""
+    flat = values.detach().double().cpu().flatten()
+    some = flat[(flat != 0) & flat.isfinite()].abs()
+    sizes = np.log10(some.numpy())
+    low, high = VALUES_10
+    if len(sizes):
+        low, high = min(low, float(sizes.min()) - 1), max(high, float(sizes.max()) + 1)
+    ends = (low, high)
+    axes.hist(sizes, bins=np.arange(ends[0], ends[1], 0.25).tolist(), color=GREY)
+    axes.set(yticks=[])
+    _powers_of_ten(axes, ends)
+    zeros = int((flat == 0).sum())
+    words = f"{len(flat):,} values by their size" + (f"; {zeros:,} are zero" if zeros else "")
+    axes.set_title(words, loc="left")
+    return ends
+
+
+def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
+    """One line for each number; those with the step of the subnormals in their colour."""
+    for row, one in enumerate(formats):
+        last = one.rank(Fraction(upto)) if upto < one.largest else one.count // 2
+        if last > MOST_NUMBERS:
+            raise ValueError(
+                f"number_line: {one.name} has {last + 1:,} numbers up to {upto:g}; give an `upto` "
+                f"with {MOST_NUMBERS:,} at most, or fewer formats in `near_zero`"
+            )
+        numbers = np.array([float(one.number(rank)) for rank in range(last + 1)])
+        small = numbers < float(one.smallest_normal)
+        for which, colour in ((small, SUBNORMAL), (~small, NORMAL)):
+            lines = [[(x, row - 0.36), (x, row + 0.36)] for x in numbers[which] if x <= upto]
+            axes.add_collection(LineCollection(lines, colors=colour, linewidths=1.1))
+        words = f"subnormal below {decimal(one.smallest_normal, 2)}, in steps of "
+        axes.text(
+            upto * 1.015, row, f"{words}{decimal(one.smallest_subnormal, 2)}", va="center",
+            fontsize=SMALL_PT,
+        )  # fmt: skip
+    axes.set_yticks(range(len(formats)), [one.name for one in formats])
+    axes.tick_params(axis="y", length=0, labelsize=SMALL_PT + 0.5)
+    axes.set(ylim=(len(formats) - 0.4, -0.6), xlim=(0, upto))
+    axes.spines["left"].set_visible(False)
+    axes.set_title("Their numbers near zero, each a line", loc="left")
+    axes.set_xlabel("value", color=MUTED)
+    axes.grid(axis="x", color=FAINT, linewidth=0)

@@ -1,0 +1,120 @@
+"""The bench of transfers and its pictures: what is saved is read again, and drawn is what was
+measured. Times are given, none is measured.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import plot
+from labkit.bench.transfers import (
+    TransferTimes,
+    bench_transfers,
+    fastest_of,
+    read_transfers,
+    stored_transfers,
+    table,
+)
+from labkit.cli import app
+from labkit.memory.bus import Bus
+from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
+from labkit.memory.timing import Measured
+from labkit.memory.transfers import Transfer, ways
+
+ABOUT = {"device": "a device", "torch": "2.11", "date": "2026-01-01", "paced_gbps": 16.0}
+
+
+@pytest.fixture
+def found() -> TransferTimes:
+    """Every way of this machine with a paced bus, each a millisecond slower than the one before."""
+    measured = [
+        Measured(way, 1000, done_s=(2 + i) * 1e-3, returned_s=1e-3 * (1 + i))
+        for i, way in enumerate(ways(Bus()))
+    ]
+    return TransferTimes(dict(ABOUT), measured)
+
+
+def test_what_is_saved_is_read_again(found: TransferTimes, tmp_path: Path):
+    path = found.save(tmp_path / "folder" / "transfers-here.json")
+    assert read_transfers(path) == found
+    assert stored_transfers(path.parent) == [found]
+    assert stored_transfers(tmp_path / "nowhere") == []
+
+
+def test_results_that_labkit_brings_say_on_what_they_were_measured():
+    for one in stored_transfers():
+        assert {"device", "torch", "date", "turns"} <= one.about.keys() and one.measured
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"measured": [{"done_s": 1}]}'])
+def test_another_file_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match="is no file of `labkit bench transfers --save`"):
+        read_transfers(tmp_path / "other.json")
+
+
+def test_a_table_has_a_row_for_each_way(found: TransferTimes):
+    shown = table(found)
+    assert shown.row_count == len(found.measured)
+    assert "a device, torch 2.11, 2026-01-01" in str(shown.title)
+    assert "16 Gbit/s, modelled" in str(shown.caption)
+
+
+def test_the_fastest_of_each_ends_and_dtypes():
+    slow, fast = (
+        Measured(Transfer("cpu", "cpu", torch.float32, torch.float16, cast), 10, done_s, done_s)
+        for cast, done_s in (("before", 2.0), ("after", 1.0))
+    )
+    other = Measured(Transfer("cpu", "cpu"), 10, 3.0, 3.0)
+    assert fastest_of([slow, fast, other]) == [fast, other]
+
+
+@pytest.mark.parametrize("options", [{"mb": 0}, {"turns": 0}, {"gbps": -1}, {"to": "fp32"}])
+def test_a_bench_of_nothing_is_refused(options: dict[str, float]):
+    with pytest.raises(ValueError):
+        bench_transfers(**options)  # type: ignore[arg-type]
+
+
+def test_the_command_measures_saves_and_draws(tmp_path: Path):
+    from typer.testing import CliRunner
+
+    files = {"--save": tmp_path / "found.json", "--plot": tmp_path / "found.png"}
+    options = [str(word) for pair in files.items() for word in pair]
+    arguments = ["bench", "transfers", "--mb", "0.1", "--turns", "3", "--gbps", "1", *options]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    measured = json.loads(files["--save"].read_text())
+    assert measured["numel"] == 25_000 and measured["about"]["paced_gbps"] == 1.0
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):
+    over_bus = [one for one in found.measured if one.way.ends == ("cpu", "paced")]
+    axes = plot.transfers(over_bus, found.rates).axes[0]
+    widths = {round(bar.get_width(), 6) for bar in axes.patches}  # type: ignore[attr-defined]
+    assert {round(one.done_s * 1e3, 6) for one in over_bus} <= widths
+    bus_s = {r[1]: x for r, x in found.rates.bytes_per_s.items() if r[0] == "bus"}["cpu → paced"]
+    limits = {round(line.get_xdata()[0], 6) for line in axes.lines if len(line.get_xdata()) == 2}
+    assert limits == {round(nbytes / bus_s * 1e3, 6) for nbytes in (2000, 4000)}
+    assert len(axes.get_yticklabels()) == len(over_bus) == 12
+
+
+def test_the_picture_of_loads_has_two_lanes_for_each_run():
+    waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
+    ways_to_run = (load_then_run, run_pipelined, run_in_place)
+    figure = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run})
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["bus", "compute"] * 3
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert any("holds 0 MB" in text for text in texts) and "run_pipelined" in texts
+    assert "paced to 0.1 Gbit/s" in figure.axes[0].get_title(loc="left")
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ValueError, match="measure at least one way"):
+        plot.transfers([])
+    with pytest.raises(ValueError, match="give a run with its name"):
+        plot.loading({})

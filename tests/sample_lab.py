@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import display
 
-from labkit import Comm, World
+from labkit import DDP, GPT, Comm, World, cluster, dry_run, plot, record, watch_collective, what_if
 
 # %%
 world = World(2)
@@ -91,5 +91,32 @@ display(slider, picture)
 
 # %%
 _ = widgets.interact(lambda height: display(bar(height)) or plt.close(), height=(0, 10))
+
+# %% [markdown]
+# The widgets of the labs.
+
+# %%
+plot.flip_bits(1.0, "fp16")
+
+# %%
+plot.steps(watch_collective(world, "all_reduce", "tree"))
+
+
+# %%
+def train(steps=3):
+    model = DDP(GPT.preset("tiny"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.zeros(4, 16, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+
+with record() as trace:
+    world.run(train)
+plot.view(trace)
+
+# %%
+what_if(dry_run(train, ranks=64), cluster("v100-cloud"), ranks=2)
+
 # %%
 world.close()

@@ -328,6 +328,16 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
         assert (memory.held_bytes, memory.peak_bytes) == (0, 400)
 
 
+def test_memory_of_a_storage_that_is_resized_is_what_it_has():
+    with PeakMemory() as memory:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        assert memory.held_bytes == 0
+        x.untyped_storage().resize_(1000)
+        torch.zeros(1)
+        assert memory.peak_bytes == 1004
+
+
 # ---- comparing values
 
 

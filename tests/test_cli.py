@@ -63,12 +63,15 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_in_float32_and_with_the_users_text(tmp_path: Path) -> None:
+def test_compare_in_float32_and_with_the_users_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
     options = [*TINY, "--dtype", "float32", "--text", "notes.txt", "--ranks", "2"]
-    done = labkit("labkit", "compare", "ddp", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "naive" not in done.stdout
+    done = CliRunner().invoke(app, ["compare", "ddp", *options])
+    assert done.exit_code == 0, done.output
+    assert "naive" not in done.output
 
 
 class HalfSent(DDP):
@@ -126,33 +129,26 @@ def test_a_nan_is_not_equal_wherever_it_stands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], ["torch.distributed.run", "--nproc-per-node", "2", "-m"]])
-def test_a_run_is_recorded_and_viewed(launcher: list[str], tmp_path: Path) -> None:
-    ranks = [] if launcher else ["--ranks", "2"]
-    done = labkit(
-        *launcher, "labkit", "run", "ddp", *TINY, *ranks, "--record", "mine", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    trace = read_run(tmp_path / "mine")
-    assert trace.complete and sorted(trace.ranks) == [0, 1] and broken_laws(trace) == []
-    assert trace.steps(detail=True) and len(trace.metrics) == 2 * len(trace.steps())
-    viewed = labkit("labkit", "view", "mine", "--chrome", "trace.json", cwd=tmp_path)
-    assert viewed.returncode == 0 and "all_reduce" in viewed.stdout
-    for name in ("mine/timeline.png", "mine/memory.png", "trace.json"):
-        assert (tmp_path / name).stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_run_serves_torchrun_and_a_world_alike(tmp_path: Path) -> None:
-    options = ["labkit", "run", "ddp", *TINY]
-    alone = labkit(*options, "--ranks", "2", cwd=tmp_path)
-    launched = labkit(
-        "torch.distributed.run", "--nproc-per-node", "2", "-m", *options, cwd=tmp_path
-    )
-    assert alone.returncode == launched.returncode == 0, launched.stderr
-    told = [re.search(r"loss [\d.]+ -> [\d.]+", done.stdout) for done in (alone, launched)]
-    assert told[0] and told[1] and told[0][0] == told[1][0]
-    assert launched.stdout.count("ddp on 2 ranks") == 1
+def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun, losses = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], set()
+    for name, launcher, ranks in (("world", [], ["--ranks", "2"]), ("torchrun", torchrun, [])):
+        (folder := tmp_path / name).mkdir()
+        options = ["labkit", "run", "ddp", *TINY, *ranks, "--record", "mine"]
+        done = labkit(*launcher, *options, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        losses |= set(re.findall(r"loss [\d.]+ -> [\d.]+", done.stdout))
+        assert done.stdout.count("ddp on 2 ranks") == 1, "rank 0 speaks for both"
+        trace = read_run(folder / "mine")
+        assert trace.complete and sorted(trace.ranks) == [0, 1] and broken_laws(trace) == []
+        assert trace.steps(detail=True) and len(trace.metrics) == 2 * len(trace.steps())
+        monkeypatch.chdir(folder)
+        viewed = CliRunner().invoke(app, ["view", "mine", "--chrome", "trace.json"])
+        assert viewed.exit_code == 0 and "all_reduce" in viewed.output
+        for file in ("mine/timeline.png", "mine/memory.png", "trace.json"):
+            assert (folder / file).stat().st_size > 1000
+    assert len(losses) == 1
 
 
 @pytest.mark.parametrize(

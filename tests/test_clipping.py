@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, World
-from labkit.parallel.parts.clipping import clip_grad_norm
+from labkit.parallel.parts.clipping import clip_grad_norm, norm_of_pieces
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
 
@@ -121,3 +121,12 @@ def test_powers_of_fp16_pieces_do_not_overflow(trio: World) -> None:
     for norm, element in trio.run(run):
         assert norm == pytest.approx(3**0.5 * 3840)
         assert element == pytest.approx(60 / (3**0.5 * 3840), rel=1e-3)
+
+
+def test_a_rank_may_have_no_pieces_at_all(trio: World) -> None:
+    def norm() -> float:
+        comm = Comm()
+        pieces = [torch.tensor([3.0, 4.0])] if comm.rank == 1 else []
+        return norm_of_pieces(pieces, comm).item()
+
+    assert trio.run(norm) == [5.0] * 3

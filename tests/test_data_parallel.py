@@ -24,7 +24,7 @@ from torch import nn
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
 from labkit.parallel.footprint import held
-from labkit.parallel.parts.buckets import buckets_of
+from labkit.parallel.parts.buckets import cut
 
 
 def small_buckets(module: nn.Module) -> DDP:
@@ -246,10 +246,9 @@ def test_gradients_are_views_of_their_bucket_and_held_once(pair: World) -> None:
 def test_buckets_are_filled_last_parameter_first_and_by_dtype() -> None:
     parameters = [nn.Parameter(torch.zeros(n)) for n in (4, 1, 2, 9)]
     parameters.insert(1, nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    buckets = buckets_of(parameters, bucket_bytes=12)
-    sizes = [[p.numel() for p in bucket.view] for bucket in buckets]
-    assert sizes == [[9], [2, 1], [4], [3]]
-    assert [bucket.flat.dtype for bucket in buckets].count(torch.float64) == 1
+    buckets = cut(parameters, bucket_bytes=12)
+    assert [[p.numel() for p in bucket] for bucket in buckets] == [[9], [2, 1], [4], [3]]
+    assert [{p.dtype for p in bucket} for bucket in buckets].count({torch.float64}) == 1
 
 
 def test_buckets_leave_while_backward_still_runs() -> None:

@@ -333,7 +333,9 @@ def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(how: str, tmp_path: 
     kernel = Kernel(tmp_path)
     try:
         kernel.run("%load_ext labkit")
-        assert "rank 1: 1" in text_of(kernel.run("%%ranks 2\nrank"), "execute_result")
+        # The server was warmed up early: even the first ranks have what an optimizer imports.
+        loaded = kernel.run("%%ranks 2\nimport sys\n'torch._dynamo' in sys.modules")
+        assert "rank 1: True" in text_of(loaded, "execute_result")
         process = psutil.Process(kernel.manager.provisioner.pid)
         family = [child.pid for child in process.children(recursive=True)]
         assert len(family) == 3 and all(map(alive, family))

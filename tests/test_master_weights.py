@@ -135,3 +135,21 @@ def _check_held(trace: Trace, expected: Callable[[int], tuple[float, ...]]) -> N
     last = trace.ranks[0].memory[-1].held_bytes
     for category, per_number in zip((PARAMETERS, GRADIENTS, OPTIMIZER), expected(numbers)):
         assert last[category] == pytest.approx(per_number * numbers, rel=0.02), CATEGORIES[category]
+
+
+class UpdatedInBf16(MasterWeights):
+    """Masters of 4 bytes that are no better than the model's 2."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        for master in self._masters():
+            master.detach().copy_(master.bfloat16())
+        return value
+
+
+def test_a_master_that_is_updated_in_bf16_turns_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MasterWeights", UpdatedInBf16)
+    with pytest.raises(AssertionError):
+        test_small_updates_add_up(torch.bfloat16)
+    with pytest.raises(AssertionError):
+        test_the_masters_are_those_of_fp32_training_with_the_same_gradients()

@@ -848,7 +848,25 @@ def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot
 
 
 def test_plot_names_what_it_has():
-    names = ["bandwidth", "compare", "memory", "mesh", "movement", "nccl", "steps", "timeline"]
+    names = [
+        "bandwidth",
+        "bill",
+        "bits",
+        "compare",
+        "flip_bits",
+        "front",
+        "loading",
+        "magnitudes",
+        "memory",
+        "mesh",
+        "movement",
+        "nccl",
+        "number_line",
+        "step_memory",
+        "steps",
+        "timeline",
+        "transfers",
+    ]
     names.append("view")
     assert plot.__all__ == names and set(names) <= set(dir(plot))
     with pytest.raises(AttributeError, match=f"it has {', '.join(names)}"):

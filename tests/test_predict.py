@@ -465,7 +465,9 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 # --- examples ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pipelines", "states", "steps", "tables", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["loading", "pipelines", "states", "steps", "tables", "transformer"]
+)
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
     assert tried.attempted and not tried.failed

@@ -896,7 +896,7 @@ class Page:
 def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     page = Page()
     monkeypatch.setattr("IPython.display.display", page)
-    monkeypatch.setattr(output_module, "_in_notebook", lambda: True)
+    monkeypatch.setattr(output_module, "in_notebook", lambda: True)
     return page
 
 

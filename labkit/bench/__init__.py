@@ -9,8 +9,12 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_door": "labkit.bench.door",
         "bench_plot": "labkit.bench.plot",
+        "bench_precision": "labkit.bench.precision",
+        "bench_transfers": "labkit.bench.transfers",
         "bench_world": "labkit.bench.world",
         "fit": "labkit.bench.fits",
         "read_sweep": "labkit.bench.sweep",
+        "read_transfers": "labkit.bench.transfers",
+        "stored_transfers": "labkit.bench.transfers",
     },
 )

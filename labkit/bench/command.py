@@ -70,6 +70,37 @@ def data_parallel(
     _shown("data-parallel", lambda: module.table(measure()))
 
 
+@bench.command(
+    epilog="Examples:  labkit bench precision  ·  labkit bench precision --only recompute  ·  "
+    "labkit bench precision --save precision.json"
+)
+def precision(
+    turns: Turns = 20,
+    only: Annotated[
+        str | None,
+        typer.Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+) -> None:
+    """A step in each number format, and mixed precision and recompute against torch's."""
+    from labkit.bench import precision as module
+    from labkit.bench.precision_found import Steps, table
+
+    names = _words(only or "")
+    module.check_names(names)
+    if save is not None and save.is_dir():
+        raise ValueError(f"{save} is a folder; give the name of a file")
+    found: list[Steps] = []
+
+    def measured() -> Any:
+        found.append(module.bench_precision(names, turns=turns))
+        return table(found[0])
+
+    _shown("precision", measured)
+    if save is not None:
+        console.print(f"All that was measured: {found[0].save(save)}", soft_wrap=True)
+
+
 @bench.command()
 def recording(turns: Turns = 20) -> None:
     """What recording adds to a step."""
@@ -204,6 +235,35 @@ def collectives(
     if wrong := sum(point.wrong or 0 for point in found.points):
         console.print(f"[red]wrong:[/] {wrong} elements")
         raise typer.Exit(1)
+
+
+@bench.command(
+    epilog="Examples:  labkit bench transfers  ·  labkit bench transfers --mb 256 --to bf16  ·  "
+    "labkit bench transfers --save transfers-h100.json --plot transfers.png"
+)
+def transfers(
+    mb: Annotated[float, typer.Option(help="Megabytes (1e6 bytes) of fp32 that move.")] = 64.0,
+    gbps: Annotated[
+        float, typer.Option(help="Gigabits per second of the paced bus; 0 leaves it out.")
+    ] = 16.0,
+    turns: Turns = 9,
+    to: Annotated[str, typer.Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
+    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw measured beside predicted.")] = None,
+) -> None:
+    """Ways to move a tensor between memories: cast before or after, pinned or not, and so on."""
+    from labkit.bench import transfers as module
+
+    with console.status("measuring transfers ..."):
+        found = module.bench_transfers(mb, gbps, turns, to)
+    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    if save:
+        console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
+    if plot:
+        from labkit.plot.moving import transfers as draw
+
+        draw(found.measured, found.rates).savefig(plot)
+        console.print(f"The picture: {plot}", soft_wrap=True)
 
 
 def _words(text: str) -> list[str]:

@@ -17,6 +17,7 @@ STEPS = 2
 
 
 def weights_of(model: nn.Module) -> Weights:
+    """A copy of each parameter, by its name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -89,6 +90,7 @@ LR, PUSHES = 0.25, 3
 
 
 def gradient(worker: int, weights: Tensor) -> Tensor:
+    """Of worker's squared distance to a target of its own, at `weights` [3]."""
     return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
 
 
@@ -164,5 +166,6 @@ def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
 
 
 def is_placement(servers: Any, count: int, size: int) -> bool:
+    """Whether `servers` names a rank below `size` for each of `count` parameters."""
     right = isinstance(servers, list) and len(servers) == count
     return right and all(isinstance(x, int) and 0 <= x < size for x in servers)

@@ -51,6 +51,7 @@ class Step(NamedTuple):
 
 
 def buckets_of_small_model(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Its parameters in the order of backward, cut as CUTS says."""
     last_first = list(model.parameters())[::-1]
     ends = [sum(CUTS[:i]) for i in range(len(CUTS) + 1)]
     return [last_first[begin:end] for begin, end in pairwise(ends)]
@@ -71,6 +72,7 @@ def right_shares(size: int, rank: int, seed: int) -> list[Tensor]:
 
 
 def two_steps(comm: Any, student: Student) -> list[Step]:
+    """What this rank sees while the student's class reduces two backwards to their owners."""
     model, steps = small_model(), []
     buckets = buckets_of_small_model(model)
     to_owners = student(comm, buckets)
@@ -103,6 +105,7 @@ def two_steps(comm: Any, student: Student) -> list[Step]:
 
 
 def _copied(shares: Any) -> Any:
+    """What finish() leaves, safe from the next step."""
     if not isinstance(shares, (list, tuple)):
         return shares
     return [x.detach().clone() if isinstance(x, Tensor) else x for x in shares]
@@ -118,6 +121,7 @@ def some_weights(size: int, share: int = 500) -> Tensor:
 
 
 def gradients_of_step(weights: Tensor, step: int) -> Tensor:
+    """In bf16, the same on all ranks, another in each step."""
     generator = torch.Generator().manual_seed(100 + step)
     return (0.5 + torch.rand(len(weights), generator=generator)).bfloat16()
 
@@ -156,6 +160,7 @@ def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
 
 
 def clipped(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
+    """What the student's function returns, and this rank's shares afterwards."""
     mine = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
     norm = student(comm, mine, max_norm)
     return norm, mine

@@ -15,6 +15,7 @@ from labkit.check.ranks import Ran
 
 
 def same_pieces(found: Any, right: list[tuple[int, int, int]], where: str, share: int) -> None:
+    """Are these the pieces of `share` elements that lie in this rank's share?"""
     triples = isinstance(found, (list, tuple)) and all(
         isinstance(one, (list, tuple)) and len(one) == 3 and all(isinstance(x, int) for x in one)
         for one in found
@@ -38,6 +39,7 @@ def same_pieces(found: Any, right: list[tuple[int, int, int]], where: str, share
 
 
 def under_way(rank: int, step: Any, full: int) -> None:
+    """Were all `full` buckets sent and freed, and none waited for, in the middle of backward?"""
     moment = "when backward came to the first layer"
     if step.asked != full:
         fail(
@@ -67,6 +69,7 @@ def under_way(rank: int, step: Any, full: int) -> None:
 
 
 def same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor]) -> None:
+    """Has the rank its share of the mean, for each bucket?"""
     place = f"on {size} ranks" + (", in the second step" if seed else "")
     if not isinstance(found, (list, tuple)) or len(found) != len(right):
         fail(
@@ -92,6 +95,7 @@ def same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor]
 
 
 def freed(rank: int, step: Any, shares_bytes: int) -> None:
+    """Is nothing but the shares left after finish()?"""
     if step.left:
         fail(
             f"after finish(), rank {rank} still has the gradient of {step.left[0]}.",
@@ -107,6 +111,7 @@ def freed(rank: int, step: Any, shares_bytes: int) -> None:
 
 
 def bytes_to_owners(size: int, ran: Ran) -> None:
+    """Did each padded bucket travel once, in reduce-scatters alone?"""
     for rank, ops in enumerate(ran.ops):
         if others := [op for op in ops if op != "reduce_scatter"]:
             fail(f"rank {rank} calls {others[0]}.", expected="reduce-scatters alone")
@@ -121,6 +126,7 @@ def bytes_to_owners(size: int, ran: Ran) -> None:
 
 
 def same_weights(size: int, rank: int, found: Tensor, right: Tensor, before: Tensor) -> None:
+    """Are `found`, the weights of a rank, those of one process?"""
     if found.dtype != right.dtype:
         fail(f"rank {rank}'s weights are {found.dtype} now.", expected=str(right.dtype))
     places = len(right) // size
@@ -151,6 +157,7 @@ def same_weights(size: int, rank: int, found: Tensor, right: Tensor, before: Ten
 
 
 def bytes_of_adam(size: int, ran: Ran, weights_bytes: int) -> None:
+    """Was each rank's share of the bf16 weights sent once to all others, in each step?"""
     right = ADAM_STEPS * (size - 1) * weights_bytes
     if sum(ran.sent_bytes) != right:
         fail(
@@ -161,6 +168,7 @@ def bytes_of_adam(size: int, ran: Ran, weights_bytes: int) -> None:
 
 
 def same_norm(size: int, rank: int, found: Any, right: float) -> None:
+    """Is it the norm of the whole gradient?"""
     try:
         its = float(found)
     except (TypeError, ValueError):

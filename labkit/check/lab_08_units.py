@@ -78,11 +78,13 @@ class Right(torch.autograd.Function):
 
 
 def weights() -> list[Tensor]:
+    """Of three layers, whole; the same on all ranks."""
     draw = torch.Generator().manual_seed(80)
     return [0.3 * torch.randn(shape, generator=draw) for shape in LAYERS]
 
 
 def rows_of(rank: int) -> Tensor:
+    """The input of this rank, 6 rows, its own."""
     return torch.randn(6, LAYERS[0][1], generator=torch.Generator().manual_seed(800 + rank))
 
 
@@ -100,6 +102,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """A number from `x`, through the layers with tanh between."""
     for layer in layers:
         x = layer(x).tanh()
     return x.square().sum()
@@ -172,6 +175,7 @@ def watched(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[st
 
 
 def right_output(size: int) -> Tensor:
+    """What the units give, one after the other, for an x of ones."""
     x = torch.ones(3)
     for i in range(len(UNITS)):
         x = 0.5 * x + unit_flat(i, size).sum()

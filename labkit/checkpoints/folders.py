@@ -107,6 +107,7 @@ def standing(folder: Path) -> list[Path]:
 
 
 def finished(path: Path) -> bool:
+    """Whether a save came to its end there: the metadata are written last."""
     return (path / METADATA).is_file()
 
 

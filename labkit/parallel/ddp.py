@@ -92,7 +92,7 @@ class DDP(nn.Module):
         self._parameters_to_average = trainable(module)
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._bucket_bytes = bucket_mb * MB
-        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes))
+        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes, self.comm))
         several = len(self._buckets) > 1
         self._came: list[nn.Parameter] | None = [] if several or static_graph else None
         self._roll: RollCall | None = None  # inside join()
@@ -193,7 +193,7 @@ class DDP(nn.Module):
             mine = None if self._roll and not self._roll.i_am_active else {*order} - unused
             used = agreed_used(self._names, mine, self.comm)
             order = [p for p in order if p in used]
-        buckets = buckets_of(order[::-1], self._bucket_bytes)
+        buckets = buckets_of(order[::-1], self._bucket_bytes, self.comm)
         if [set(b.view) for b in buckets] != [set(b.view) for b in self._buckets]:
             for bucket in buckets:
                 bucket.take_over()

@@ -66,13 +66,14 @@ class ZeroOptimizer(StandIns):
     rank's share is averaged, the rest is zero. In stage 2 `.grad` is None, and the averages stay
     until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_` of this
     optimizer: torch's own sees a share (stage 1) or nothing (stage 2), and silently clips wrong.
+    Scale losses with labkit.GradScaler; torch's is refused.
 
     What is written to the model from elsewhere (`load_state_dict`) fp32 master copies take, too.
     Past autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
     `torch.no_grad()` instead.
     """
 
-    _step_supports_amp_scaling = True  # so GradScaler comes to `step`, which refuses it
+    _step_supports_amp_scaling = True  # so torch's scaler comes to `step`, to be refused
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class ZeroOptimizer(StandIns):
         self._sends.check_unchanged()
         self._sends.check_averaged()
         self._hand_down_options()
+        self._hand_down_factor()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.take_what_was_written()
             bucket.step(self.inner)
@@ -141,15 +143,27 @@ class ZeroOptimizer(StandIns):
             self.wait()
         return value
 
+    def _hand_down_factor(self) -> None:
+        """For this step, what a loss scaler and clipping have left to be done in it."""
+        for bucket in self._buckets:
+            bucket.gradient_factor = self.gradient_factor
+        self.gradient_factor = None
+
+    def skip(self) -> None:
+        """In place of `step`, on all ranks, where gradients are inf or NaN (labkit.GradScaler)."""
+        super().skip()
+        for bucket in self._buckets:
+            bucket.skip()
+
     def _check_not_scaled(self) -> None:
-        """GradScaler sets these two for `step`. It would look for infs in this rank's gradients
-        only: one rank skips its step, and the others wait for it."""
+        """torch's GradScaler sets these two for `step`. It would look for infs in this rank's
+        gradients only: one rank skips its step, and the others wait for it."""
         if hasattr(self, "found_inf"):
             vars(self).pop("found_inf"), vars(self).pop("grad_scale")
             raise ValueError(
                 "ZeroOptimizer: torch.amp.GradScaler is not supported: each rank would look for "
-                "infs in its own share of the gradients only. Train in bf16, which needs no loss "
-                "scaling, or use the scaler under DDP"
+                "infs in its own share of the gradients only. Use labkit.GradScaler, whose ranks "
+                "decide together, or train in bf16, which needs no loss scaling"
             )
 
     def wait(self) -> None:
@@ -165,10 +179,14 @@ class ZeroOptimizer(StandIns):
             bucket.forget_gradients(set_to_none)
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """The averaged gradients that this rank owns, flat, to be read or scaled in place."""
+        """The averaged gradients that this rank owns, flat, to be read or scaled in place, and
+        the ranks. (Those in 16 bits are yet to be multiplied by `gradient_factor`.)"""
+        return self.own_gradients(), self.comm
+
+    def own_gradients(self) -> list[torch.Tensor]:
         self._sends.check_averaged()
         every = [g for bucket in self._buckets for g in bucket.own_gradients()]
-        return [g for g in every if g is not None], self.comm
+        return [g for g in every if g is not None]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns

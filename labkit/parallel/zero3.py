@@ -83,8 +83,9 @@ class ZeRO3(WholeState, nn.Module):
     optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do;
     its first step refuses one that does not. Being flat, all have one dimension: group them by
     name, not by `p.ndim`, to decay matrices only. Clip with `clip_grad_norm_` of the model. All
-    ranks use the same units in the same order. Not supported: torch.compile, torch.amp.GradScaler
-    (refused at an optimizer's second step at the latest) and second derivatives.
+    ranks use the same units in the same order. Scale losses with labkit.GradScaler. Not supported:
+    torch.compile, torch.amp.GradScaler (refused at an optimizer's second step at the latest) and
+    second derivatives.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -230,7 +231,7 @@ class ZeRO3(WholeState, nn.Module):
 
     @property
     def gathered_bytes(self) -> int:
-        """Memory of gathered parameters, now; `peak_gathered_bytes`: the most there ever was."""
+        """Of gathered parameters, now; `peak_gathered_bytes`: the most since one set it to 0."""
         return sum(flat.full.held_bytes for unit in self.units for flat in unit.flats)
 
     # --- backward ---

@@ -30,6 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.memory.buffers import is_host_memory
 from labkit.recording.operations import operation_of, tensors_in
 from labkit.recording.spans import Spans
 from labkit.trace import CATEGORIES, MemoryPoint, Operation
@@ -214,7 +215,7 @@ class Detail:
         return ACTIVATIONS if self._spans.in_forward else OTHER
 
     def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
-        if x.layout is torch.strided and x.device.type != "meta":
+        if x.layout is torch.strided and x.device.type != "meta" and not is_host_memory(x):
             self._ledger.enter(x, category, move)
 
     def _changed(self, held_bytes: tuple[int, ...]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from labkit.memory.flops import flops_of
 from labkit.trace import Operation
 
 aten = torch.ops.aten
@@ -31,18 +31,6 @@ ATTENTION = (  # torch has no formula for the first pair
 )
 
 Tensors = Sequence[torch.Tensor]
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating-point operations of one call, a multiplication and an addition being two; 0 for
-    what is no matrix product, convolution or attention."""
-    match func._overloadpacket:
-        case aten._scaled_dot_product_flash_attention_for_cpu:
-            return sdpa_flop_count(*(x.shape for x in args[:3]))
-        case aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            return sdpa_backward_flop_count(*(x.shape for x in args[:4]))
-    formula = flop_registry.get(func._overloadpacket)
-    return formula(*args, **kwargs, out_val=out) if formula else 0
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:

@@ -52,11 +52,11 @@ class ForkServer:
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, early: bool = False) -> None:
         ours, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from labkit.world.server import main; main({theirs.fileno()})"
+            f"from labkit.world.server import main; main({theirs.fileno()}, early={early})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -69,16 +69,17 @@ class ForkServer:
         self._talking = threading.Lock()
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
-        with self._talking:
-            self._expect("warm")
+        if not early:
+            with self._talking:
+                self._expect("warm")
 
     @staticmethod
-    def get() -> "ForkServer":
-        """The running server, or a new one."""
+    def get(early: bool = False) -> "ForkServer":
+        """The running server, or a new one: warm, or, where it is asked for early, soon."""
         with ForkServer._choosing:
             only = ForkServer._only
             if only is None or only._owner != os.getpid() or only._process.poll() is not None:
-                ForkServer._only = only = ForkServer()
+                ForkServer._only = only = ForkServer(early)
             return only
 
     def answer_for(self, folder: str) -> None:
@@ -230,6 +231,12 @@ def starter(start: str | None = None) -> Starter:
     if start == "spawn" or not hasattr(os, "fork"):
         return Spawner()
     return ForkServer.get()
+
+
+def warm_up_early() -> None:
+    """Ranks will be asked for: have the server start now, and do not wait for it."""
+    if hasattr(os, "fork"):
+        ForkServer.get(early=True)
 
 
 def kill_group(pid: int) -> None:

@@ -24,7 +24,7 @@ class RankOutput:
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = [utf8("replace") for _ in range(size)]  # a character may come in two parts
         self._open = [""] * size  # the line that each rank is at
-        self._page = _Page(size) if _in_notebook() else None
+        self._page = _Page(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take what rank `rank` wrote. A carriage return starts its line anew, so progress bars
@@ -134,7 +134,7 @@ def _tty() -> bool:
     return sys.stdout.isatty()
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether a Jupyter kernel runs us (IPython in a terminal has a stream that scrolls)."""
     return getattr(_ipython(), "kernel", None) is not None
 

@@ -2,9 +2,10 @@
 
 A forked rank has nothing left to import and shares the server's memory: it lives within tens of
 milliseconds at a fifth of the memory. What only some ranks need, and takes long to import, the
-server imports in its first quiet moment, for all ranks that come later. It never touches CUDA,
-which does not survive a fork. It lives as long as the driver: when the driver's end of the socket
-closes, however that came about, the server kills its ranks, removes their folders and ends.
+server imports in its first quiet moment, for all ranks that come later; in a notebook, where it is
+started early, before the first ranks. It never touches CUDA, which does not survive a fork. It
+lives as long as the driver: when the driver's end of the socket closes, however that came about,
+the server kills its ranks, removes their folders and ends.
 """
 
 import ctypes
@@ -26,8 +27,9 @@ PR_SET_PDEATHSIG = 1
 QUIET_S = 0.5
 
 
-def main(fd: int) -> None:
-    """Serve the driver behind the socket `fd`."""
+def main(fd: int, early: bool = False) -> None:
+    """Serve the driver behind the socket `fd`. `early`: it will not ask for ranks at once, so there
+    is time to import first what only some of them need."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = Channel(socket.socket(fileno=fd))
     wake_up, bell = socket.socketpair()
@@ -35,13 +37,15 @@ def main(fd: int) -> None:
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _warm_up()
-    gc.freeze()
-    driver.send(("warm", os.getpid()))
     children: set[int] = set()
     folders: set[str] = set()
     more, is_used = threading.Thread(target=_warm_up_more), False
+    _warm_up()
+    gc.freeze()
     try:
+        driver.send(("warm", os.getpid()))
+        if early:
+            more.start()
         while True:
             talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
             if not talking:

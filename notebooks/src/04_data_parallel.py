@@ -42,7 +42,8 @@ from labkit.plot.strategies import step_times
 #
 # - `attach()` tells a process which rank it is; `.comm` is the `Comm` of all ranks;
 # - all ranks draw the same **global batch** of 64 rows, and take their own share of it;
-# - `wrap(module)` gives the strategy and the optimizer. The first one is a server on rank 0.
+# - `wrap(module)` gives the strategy and the optimizer. The first one is a server on rank 0. With
+#   `pull_after(optimizer)`, each `optimizer.step()` ends when everybody has the new weights.
 
 
 # %%
@@ -51,12 +52,13 @@ def served(module):
     return model, model.pull_after(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def train(wrap, steps=2):
+def train(wrap, steps=2, width=512):
     comm = attach().comm
     torch.manual_seed(0)
-    model, optimizer = wrap(nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)]))
+    layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
+    model, optimizer = wrap(nn.Sequential(*layers))
     for _ in range(steps):
-        x, y = torch.randn(64, 1024), torch.randn(64, 1024)  # the same on all ranks
+        x, y = torch.randn(64, width), torch.randn(64, width)  # the same on all ranks
         mine = x.tensor_split(comm.size)[comm.rank], y.tensor_split(comm.size)[comm.rank]
         optimizer.zero_grad()
         F.mse_loss(model(mine[0]), mine[1]).backward()
@@ -65,11 +67,11 @@ def train(wrap, steps=2):
 
 # %% [markdown]
 # The same 64 rows on 2 and on 4 ranks, where everybody has half as much to compute. Each rank has a
-# wire of 1 gigabit per second (**paced**: real bytes, as late as such a wire would deliver them).
+# wire of 0.5 gigabits per second (**paced**: real bytes, as late as such a wire would deliver them).
 # How much of a step is waiting?
 
 # %%
-LINK = Link(gbps=1, latency_us=50)
+LINK = Link(gbps=0.5, latency_us=50)
 worlds = {n: World(n, backend="gloo", link=LINK) for n in (2, 4)}
 runs = {}
 for n, world in worlds.items():
@@ -153,7 +155,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## 3. Predict
 
 # %% tags=["nbval-check-output"]
-G = 4 * 1024 * 1024 * 4  # bytes of all gradients, and of all weights: 4 layers, fp32
+G = 4 * 512 * 512 * 4  # bytes of all gradients, and of all weights: 4 layers, fp32
 print(f"G = {G:,} bytes")
 
 # %% [markdown]
@@ -244,8 +246,9 @@ guess.beside(server=sum(sent), worker=sent[1] + sent[0] // 3, ring=2 * ring_byte
 plot.timeline(runs[4])
 
 # %% [markdown]
-# Up to the green the push, after it the pull: three copies of all weights leave rank 0, one after the other. Our wires
-# are slow on the way out only; on a real network card the push is as long as the pull.
+# Green is the optimizer. Before it you see the push, after it the pull: three copies of all weights
+# leave rank 0, one after the other. Our wires are slow on the way out only; on a real network card
+# the push is as long as the pull.
 
 # %%
 plot.compare({"server": runs[4], "all-reduce": ring})
@@ -256,7 +259,7 @@ plot.compare({"server": runs[4], "all-reduce": ring})
 #
 # For 64 ranks we have no machine. But labkit can record a step without data (`dry_run`) and compute
 # the times that it would have on a described cluster (`replay`); lab 06 is about how far to trust
-# that. Here on the DGX A100 machines of *Selene*, one GPU of each:
+# that. Here with wider layers, on the DGX A100 machines of *Selene*, one GPU of each:
 
 
 # %%
@@ -265,10 +268,10 @@ from labkit import cluster, dry_run, replay, split_of
 
 def step_ms(wrap, n):
     where = replace(cluster("selene"), nodes=n, devices_per_node=1)
-    return 1e3 * split_of(replay(dry_run(train, wrap, ranks=n), where)).step_s
+    return 1e3 * split_of(replay(dry_run(train, wrap, width=1024, ranks=n), where)).step_s
 
 
-counts = [2, 16, 64]
+counts = [4, 16, 64]
 replayed = {
     "server": [step_ms(served, n) for n in counts],
     "ring": [step_ms(with_all_reduce, n) for n in counts],
@@ -301,8 +304,9 @@ plot.memory(detail, predicted=0)
 
 # %% [markdown]
 # Now the asynchronous server, with three workers of which rank 3 is slow, and a small network that
-# guesses the next letter. `run` serves on rank 0, calls `work` on the others, and returns every
-# update with the versions of its weights.
+# guesses the next letter. (`Text().batch(...)` has rows of letters in `.x`; `loss(output, batch)`
+# compares with the letters that follow.) `model.run(work)` serves on rank 0, calls `work` on the
+# others, and returns every update with the versions of its weights.
 
 
 # %%
@@ -311,7 +315,7 @@ def letters():
     return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 256))
 
 
-def uneven(max_staleness=None, order=(), steps=8, slow_s=0.2):
+def uneven(max_staleness=None, order=(), steps=7, slow_s=0.08):
     rank, sgd = Comm().rank, torch.optim.SGD
     model = AsyncParameterServer(letters(), sgd, max_staleness=max_staleness, order=order, lr=0.1)
 
@@ -350,13 +354,14 @@ fig.tight_layout()
 # ones wait, but not for each step. In a fixed order nothing depends on speed:
 
 # %% tags=["nbval-check-output"]
-turns = worlds[4].run(uneven, order=[1, 2, 3] * 8, slow_s=0)[0]
+turns = worlds[4].run(uneven, order=[1, 2, 3] * 7, slow_s=0)[0]
 print([update.staleness for update in turns])
 guess_stale.beside(staleness=turns[-1].staleness)
 
 # %% [markdown]
-# **What does staleness cost?** The same 60 batches in the same order, dealt out to 1, 2 or 5 workers in turns: so the gradients have staleness 0, 1 and 4.
-# Nothing else differs. (`subgroup` gives a `Comm` over some of the ranks.)
+# **What does staleness cost?** The same 60 batches in the same order, dealt out to 1, 2 or 5 workers
+# in turns: so the gradients have staleness 0, 1 and 4. Nothing else differs. (`subgroup` gives a
+# `Comm` over some of the ranks, and None to the others.)
 
 
 # %%
@@ -383,7 +388,7 @@ def dealt_out(stale, lr, batches=60):
 
 # %%
 curves = {}
-with World(6, backend="gloo") as six:
+with World(6, device="cpu") as six:
     for stale in (0, 1, 4):
         for lr in (0.3, 1.0):
             told = sorted(pair for its in six.run(dealt_out, stale, lr) for pair in its)
@@ -410,7 +415,8 @@ fig.tight_layout()
 #
 # ### Three averages, each with a bug
 #
-# Three ways to get it wrong. Read them, say what is wrong, and only then run the next cells. `optimizer` is there on all ranks.
+# Three ways to get it wrong. Each function is called on all ranks after `loss.backward()`, and each
+# rank has an `optimizer` of its own. Read them, say what is wrong, and only then run the next cells.
 
 
 # %%

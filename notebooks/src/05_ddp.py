@@ -34,7 +34,7 @@ from labkit.plot.strategies import step_times
 
 
 # %%
-def train(wrap, steps=3, dtype=torch.float32):
+def train(wrap, steps=3, dtype=torch.float32, rows=32):
     me = attach()
     torch.manual_seed(0)
     model = GPT.preset("1M", vocab=256).to(me.device, dtype)
@@ -42,7 +42,7 @@ def train(wrap, steps=3, dtype=torch.float32):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text, losses = Text(), []
     for step in range(steps):
-        batch = text.batch(step, rows=32, length=64).slice(me.rank, me.size).to(me.device)
+        batch = text.batch(step, rows=rows, length=64).slice(me.rank, me.size).to(me.device)
         optimizer.zero_grad()
         value = loss(parallel(batch.x), batch)
         value.backward()
@@ -291,7 +291,7 @@ alone = World(1, backend="gloo")
 
 # %% tags=["nbval-check-output"]
 def losses_of(ranks, wrap):
-    shares = ranks.run(train, wrap, steps=2, dtype=torch.float64)
+    shares = ranks.run(train, wrap, steps=2, dtype=torch.float64, rows=8)
     return torch.tensor(shares, dtype=torch.float64).mean(dim=0)  # over the ranks
 
 

@@ -26,9 +26,9 @@ P = TypeVar("P", bound=torch.Tensor)
 class Bucket:
     """The gradients of some parameters, one after the other in one flat tensor."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
+    def __init__(self, parameters: Sequence[nn.Parameter], comm: Comm):
         sizes = [p.numel() for p in parameters]
-        self.flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.flat = comm.symmetric_empty(sum(sizes), like=parameters[0])
         parts = self.flat.split(sizes)
         self.view = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing = set(parameters)  # whose gradient has not come in this backward
@@ -101,6 +101,6 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     return full + [rest for rest in filling.values() if rest]
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[Bucket]:
+def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float, comm: Comm) -> list[Bucket]:
     """The parameters, last first, in buckets of at most `bucket_bytes`."""
-    return [Bucket(some) for some in cut(parameters, bucket_bytes)]
+    return [Bucket(some, comm) for some in cut(parameters, bucket_bytes)]

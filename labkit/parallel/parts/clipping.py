@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.precision.stand_ins import LOW, StandIns
+from labkit.precision.unscaling import mark_clipped
 
 
 @runtime_checkable
@@ -42,12 +44,27 @@ def clip_grad_norm(
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
     all ranks. Call it on every rank, after backward, with a wrapped module or an optimizer.
 
+    Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
+    keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
+    model, where it is MasterWeights or a ZeroOptimizer.
+
     Raises ValueError for a norm that is no power sum, where gradients are in pieces.
     """
-    if not isinstance(trained, OwnsGradientPieces):
-        return nn.utils.clip_grad_norm_(_parameters_of(trained), max_norm, norm_type)
-    pieces, comm = trained.gradient_pieces()
-    norm = norm_of_pieces(pieces, comm, norm_type)
+    factor = trained.gradient_factor if isinstance(trained, StandIns) else None
+    if isinstance(trained, OwnsGradientPieces):
+        pieces, comm = trained.gradient_pieces()
+        norm = norm_of_pieces(pieces, comm, norm_type, factor)
+    elif isinstance(trained, StandIns) and factor is not None:
+        pieces = trained.own_gradients()
+        norm = norm_of_pieces(pieces, None, norm_type, factor)
+    else:
+        parameters = _parameters_of(trained)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        mark_clipped(p.grad for p in parameters if p.grad is not None)
+        return norm
+    if isinstance(trained, StandIns) and factor is not None:
+        trained.gradient_factor = factor * _share_of(max_norm, norm)
+        pieces = [x for x in pieces if x.dtype not in LOW]
     scale_to(max_norm, norm, pieces)
     return norm
 
@@ -55,12 +72,22 @@ def clip_grad_norm(
 def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
     """Scale, in place, what has this norm so that it has at most `max_norm`."""
     if gradients:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, _share_of(max_norm, norm))
+        mark_clipped(gradients)
 
 
-def norm_of_pieces(pieces: list[torch.Tensor], comm: Comm, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of what all ranks' pieces are together; 0 where there are none.
+def _share_of(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+
+
+def norm_of_pieces(
+    pieces: list[torch.Tensor],
+    comm: Comm | None,
+    norm_type: float = 2.0,
+    factor: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
+    there are none.
 
     A rank without pieces may give an empty one: its dtype and device are those of the result.
     """
@@ -70,14 +97,17 @@ def norm_of_pieces(pieces: list[torch.Tensor], comm: Comm, norm_type: float = 2.
     # In float32 or better: 16 bits would round each piece's norm to 3 digits.
     norms = [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
+        * (1.0 if factor is None or x.dtype not in LOW else factor)
         for x in pieces
         if x.numel()
     ]
-    like = pieces[0] if pieces else torch.empty(0)
+    like = pieces[0] if pieces else torch.empty(0, device=comm.own_device() if comm else "cpu")
     mine = torch.zeros((), dtype=torch.float64, device=like.device)  # no power overflows
     if norms:
         mine = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
-    if p == float("inf"):
+    if comm is None:
+        total = mine
+    elif p == float("inf"):
         comm.all_reduce(mine, "max")
         total = mine
     else:

@@ -3,13 +3,12 @@ end of each backward, and the news that nobody used a parameter.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_is_there
 
 # A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
 # sum, and a sum is -0.0 only where all its terms are: where the result is -0.0, no rank used the
@@ -45,21 +44,6 @@ def copy_from(src: int, tensors: Iterable[torch.Tensor], comm: Comm) -> None:
         comm.broadcast(flat, src)
         for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
             x.copy_(part.view_as(x))
-
-
-def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
-    """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
-
-    The parameter does not keep the method's object alive: the two would hold each other through
-    torch's C++, where Python finds no cycle, and no wrapped model would ever be freed.
-    """
-    weak = WeakMethod(method)
-
-    def hook(finished: torch.Tensor) -> None:
-        if (alive := weak()) is not None:
-            alive(finished)
-
-    parameter.register_post_accumulate_grad_hook(hook)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

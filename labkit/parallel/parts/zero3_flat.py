@@ -44,6 +44,7 @@ class Place:
 
 
 def compute_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """Of the gathered parameter: what was asked for; integers stay what they are."""
     return asked if asked and parameter.is_floating_point() else parameter.dtype
 
 

@@ -32,13 +32,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
             check_elementwise(_constructor(optimizer), options, shards[0].device)
-        # GradScaler then gives `found_inf` to the optimizer, and calls a step that it would skip.
+        # torch's scaler then gives `found_inf` to the optimizer, and calls a step it would skip.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         _known.add(optimizer)
     if hasattr(optimizer, "found_inf"):
         raise ValueError(
             "ZeRO3: torch.amp.GradScaler looks for infs in this rank's shards only, so one rank "
-            "would skip a step that the others take; train in bfloat16, which needs no loss scaling"
+            "would skip a step that the others take; use labkit.GradScaler, whose ranks decide "
+            "together, or train in bfloat16, which needs no loss scaling"
         )
 
 

@@ -22,11 +22,13 @@ from torch import nn
 from labkit.comm import Comm, Handle
 from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
-from labkit.precision.stand_ins import LOW, fp32_of, take_what_was_written
+from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
 
 
 class ZeroBucket:
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
+
+    gradient_factor: float | torch.Tensor | None = None  # see StandIns
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
@@ -162,12 +164,15 @@ class ZeroBucket:
         """One step on this rank's share, by an optimizer that steps where there are gradients."""
         gradients = self.own_gradients()
         if any(g is not None for g in gradients) and self.low:
-            gradients = self._own(self.averaged.float())
+            gradients = self._own(fp32_gradient(self.averaged, self.gradient_factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
         optimizer.step()
         for x in self.stand_ins:
             x.grad = None
+
+    def skip(self) -> None:
+        """No step: the gradients are of no use."""
 
     def gather(self, meanwhile: bool) -> None:
         """Give all ranks' shares to all, `meanwhile` or at once."""
@@ -227,6 +232,9 @@ class FreeingBucket(ZeroBucket):
 
     def own_gradients(self) -> list[torch.Tensor | None]:
         return self._own(self.averaged)
+
+    def skip(self) -> None:
+        self._stepped_on = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         super().step(optimizer)

@@ -1,0 +1,113 @@
+"""What the exercises of lab 09 are tried on: sums in fp16, shards, numbers to quantize."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+# ---- sums in fp16
+
+
+class Adder:
+    """Adds and subtracts as a processor does that has fp16 and nothing else.
+
+    Raises ValueError for a number that fp16 does not have.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.results = 0, {0.0}
+
+    def add(self, a: float, b: float) -> float:
+        return self._made(self._half(a) + self._half(b))
+
+    def sub(self, a: float, b: float) -> float:
+        return self._made(self._half(a) - self._half(b))
+
+    def _half(self, x: float) -> np.float16:
+        half = np.float16(x)
+        if float(half) != x:
+            raise ValueError(f"{x!r} is no number of fp16; only add and sub make new ones")
+        return half
+
+    def _made(self, half: np.float16) -> float:
+        self.calls += 1
+        self.results.add(float(half))
+        return float(half)
+
+
+def added_up(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
+    """What my_sum returns, whether add or sub has made that, and how often they were called."""
+    adder = Adder()
+    found = student(list(values), adder.add, adder.sub)
+    return found, found in adder.results, adder.calls
+
+
+def _halves(values: Sequence[float]) -> list[float]:
+    return np.asarray(values, dtype=np.float16).astype(float).tolist()
+
+
+_normal = np.random.default_rng(0).standard_normal(3000)
+CASES = {
+    "10,000 times 0.0001": _halves([1e-4] * 10_000),
+    "2048, then 2,000 times 1": _halves([2048.0] + [1.0] * 2000),
+    "3,000 gradients of all sizes": _halves((1e-3 * np.abs(_normal) * 10.0**_normal).tolist()),
+}
+
+# ---- int8 on ranks
+
+SHARD = 192  # 3 blocks of 64, 12 of 16
+
+
+def shard(rank: int) -> torch.Tensor:
+    """A rank's numbers: each block of 16 has another size, one is all zero."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = 10.0 ** torch.arange(-6, 6).float().roll(rank)
+    sizes[5] = 0.0
+    return torch.randn(SHARD, generator=generator) * sizes.repeat_interleave(16)
+
+
+def gathered(comm: Any, student: Callable[..., Any], block: int) -> Any:
+    return student(comm, shard(comm.rank), block)
+
+
+# ---- levels for numbers of 4 bits
+
+BITS = 4
+
+
+@cache
+def sample(seed: int) -> torch.Tensor:
+    """4,096 numbers as weights and gradients are: many small ones, and a few large ones."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4096, generator=generator, dtype=torch.float64)
+    size = torch.randn(4096, generator=generator, dtype=torch.float64).mul(0.5).exp()
+    return x * size
+
+
+def codebook_error(levels: Sequence[float], seed: int = 1) -> float:
+    """The mean squared error of new numbers at their nearest level, by their variance."""
+    x = sample(seed)
+    table = torch.tensor(sorted(levels), dtype=torch.float64)
+    nearest = (x[:, None] - table).abs().amin(dim=1)
+    return float(nearest.square().mean() / x.var())
+
+
+def uniform_levels(x: torch.Tensor) -> list[float]:
+    """16 equal steps from -largest to largest."""
+    largest = float(x.abs().max())
+    return torch.linspace(-largest, largest, 2**BITS, dtype=torch.float64).tolist()
+
+
+@cache
+def least_error() -> float:
+    """By Lloyd's algorithm: Lloyd, "Least squares quantization in PCM", 1982."""
+    x = sample(seed=0).sort().values
+    levels = x[torch.linspace(40, len(x) - 41, 2**BITS).long()].clone()
+    for _ in range(300):
+        which = (x[:, None] - levels).abs().argmin(dim=1)
+        counts = torch.bincount(which, minlength=2**BITS)
+        sums = torch.zeros_like(levels).index_add(0, which, x)
+        levels = torch.where(counts > 0, sums / counts, levels)
+    return codebook_error(levels.tolist())

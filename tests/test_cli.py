@@ -233,6 +233,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"labkit {command}" in done.output
 
 
+@pytest.mark.slow
 def test_the_bench_of_data_parallelism_times_every_strategy_in_the_same_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

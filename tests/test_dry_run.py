@@ -46,6 +46,7 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
     return [thing for _, thing in sorted(things, key=lambda x: x[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RECIPES)
 def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""

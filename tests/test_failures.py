@@ -525,6 +525,7 @@ def test_one_call_too_many_is_a_disagreement_about_the_next(world: World) -> Non
     assert "barrier" in text and "all_reduce" in text
 
 
+@pytest.mark.slow
 def test_a_message_of_another_shape_or_type_is_a_disagreement(world: World) -> None:
     def send_and_receive(sent: torch.Tensor, received: torch.Tensor) -> None:
         comm = Comm()
@@ -623,6 +624,7 @@ def nap_instead() -> None:
     time.sleep(600)  # the line of the nap
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World) -> None:
     def never_arrive() -> None:
         if Comm().rank == 1:
@@ -1166,6 +1168,7 @@ def test_the_stop_of_a_world_does_not_wait_for_a_rank_that_hangs_in_its_farewell
         assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_does_not_hold_the_driver(world: World) -> None:
     def stop_myself() -> None:
         if Comm().rank == 1:

@@ -207,7 +207,7 @@ pipelined_under_test = run_pipelined
 def test_a_fault_turns_a_proof_red(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     overdue, right = patient_run(pipelined_under_test, "ended", limit_s=0.1)
-    slow = Waiting(blocks(), Bus(gbps=0.01))
+    slow = Waiting(blocks(), Bus(gbps=1e-4))  # 0.4 s in all: who does not wait reads too early
     x = torch.randn(3, 6)
     same = torch.equal(pipelined_under_test(slow, x).value, plain(slow.blocks, x))
     assert overdue or not right or not same

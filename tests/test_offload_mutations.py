@@ -1,6 +1,6 @@
 """Offload with a deliberate fault: each must turn a proof of test_offload.py red."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,12 +63,27 @@ def forgets_changes(self: Moved) -> torch.Tensor:
     return self._here
 
 
+tied: list[torch.Tensor] = []  # outputs whose graph holds them; no garbage collector sees that
+
+
 def keeps_the_output_itself(unbroken: Callable[..., Any]) -> Callable[..., Any]:
     def pack(self: Offload, x: torch.Tensor) -> Any:
         found = unbroken(self, x)
-        return x if isinstance(found, torch.Tensor) else found
+        if not isinstance(found, torch.Tensor):
+            return found
+        tied.append(x)
+        return x
 
     return pack
+
+
+@pytest.fixture(autouse=True)
+def no_graph_outlives_its_test() -> Iterator[None]:
+    """A backward pass lets go of all that was saved: later tests count what a process holds."""
+    yield
+    if tied:
+        tied[-1].sum().backward()
+        tied.clear()
 
 
 def red(proof: Callable[[], None]) -> bool:

@@ -475,6 +475,7 @@ def test_all_bars_are_one_collection():
     assert not view.axes.patches
 
 
+@pytest.mark.slow
 def test_the_bench_measures_both_ways():
     times = bench_plot(ranks=2, turns=2)
     assert times.ours_s > 0

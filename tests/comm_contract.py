@@ -432,9 +432,9 @@ def completion(comm: Comm) -> None:
 
 
 def in_pieces(comm: Comm) -> None:
-    """Long tensors, which travel in pieces of a megabyte, of odd sizes."""
+    """Long tensors, which travel in pieces of two megabytes, of odd sizes."""
     n, rank = comm.size, comm.rank
-    numel = n * 600_000 + 1  # 2.4 MB a chunk: three pieces
+    numel = n * 600_000 + 1  # 2.4 MB a chunk: two pieces
     for way in WAYS:
         x = given(rank, numel)
         way(comm.all_reduce, x, "mean")

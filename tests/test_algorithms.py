@@ -307,7 +307,7 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_long_tensors_over_trees_and_chains(world4: World) -> None:
-    """Several pieces of a megabyte, over real wires."""
+    """Several pieces, over real wires."""
 
     def long() -> None:
         comm = Comm()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-PIECE_BYTES = 1 << 20  # a longer tensor travels in pieces: one is reduced while others are sent
+PIECE_BYTES = 1 << 21  # a longer tensor travels in pieces: one is reduced while others are sent
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ parameter that they are of. A parameter made anew (`to_empty` from the meta devi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 
 from labkit.comm import Comm
+
+Marked = TypeVar("Marked", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,17 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
     return getattr(parameter, "_labkit_shard", None)
 
 
-def pass_mark_on(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give `new`, a copy or a flat piece of the parameter `old`, its mark, where it has one."""
-    if (shard := shard_of(old)) is not None:
-        _attach(new, shard)
+def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
+    """`x`, a flat piece of `parameter` or its gradient, with the same mark, where it has one."""
+    if (shard := shard_of(parameter)) is not None:
+        _attach(x, shard)
+    return x
+
+
+def comms_of(parameters: Iterable[torch.Tensor]) -> list[Comm]:
+    """The groups over which some of these are cut, in the order of the parameters."""
+    shards = [shard for p in parameters if (shard := shard_of(p)) is not None]
+    return list({shard.comm.ranks: shard.comm for shard in reversed(shards)}.values())[::-1]
 
 
 def check_replicas(named: Iterable[tuple[str, torch.Tensor]], comm: Comm) -> None:

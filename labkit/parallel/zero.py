@@ -37,6 +37,7 @@ from labkit.parallel.parts.buckets import MB, cut
 from labkit.parallel.parts.clipping import clip_grad_norm
 from labkit.parallel.parts.elementwise import check_elementwise
 from labkit.parallel.parts.replicas import copy_from_rank_0
+from labkit.parallel.parts.shards import marked_as
 from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
 from labkit.parallel.parts.zero_footprint import predict_zero
 from labkit.parallel.parts.zero_gather import WaitInForward
@@ -185,8 +186,12 @@ class ZeroOptimizer(StandIns):
 
     def own_gradients(self) -> list[torch.Tensor]:
         self._sends.check_averaged()
-        every = [g for bucket in self._buckets for g in bucket.own_gradients()]
-        return [g for g in every if g is not None]
+        return [
+            marked_as(bucket.parameters[one.index], g)
+            for bucket in self._buckets
+            for one, g in zip(bucket.pieces, bucket.own_gradients(), strict=True)
+            if g is not None
+        ]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.shards import check_replicas, shard_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def check_same_on_all_ranks(named: Named, comm: Comm) -> None:
-    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ."""
+    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ; or
+    where a parameter is cut over these ranks, or they have different parts of one."""
+    check_replicas(named, comm)
     mine = [_described(name, x) for name, x in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
@@ -36,7 +39,8 @@ def check_same_on_all_ranks(named: Named, comm: Comm) -> None:
 
 def _described(name: str, x: torch.Tensor) -> str:
     frozen = "" if x.requires_grad else ", frozen"
-    return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}"
+    part = "" if (shard := shard_of(x)) is None else f", {shard}"
+    return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
 
 
 def _padded(names: list[str], other: list[str]) -> list[str]:

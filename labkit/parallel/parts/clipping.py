@@ -11,16 +11,27 @@ Under ZeRO each rank has a part: sums of p-th powers add up, so one number trave
 
 A rank that clipped its own part by that part's norm would take other steps than the rest.
 
-Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
-arXiv 1211.5063, section 3.2.
+Under tensor parallelism a rank has shards of some parameters and others whole (parts/shards.py).
+What is whole on all ranks must count once, so only the sums of shards travel:
+
+        tp rank 0   shards 3    norms, biases 2 \\
+        tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
+
+    travels      one number over the data-parallel ranks, where those have pieces; one over each
+                 group of tensor-parallel ranks (8 bytes each, all-reduce)
+
+Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.shards import comms_of, marked_as, shard_of
 from labkit.precision.stand_ins import LOW, StandIns
 from labkit.precision.unscaling import mark_clipped
 
@@ -51,17 +62,18 @@ def clip_grad_norm(
     Raises ValueError for a norm that is no power sum, where gradients are in pieces.
     """
     factor = trained.gradient_factor if isinstance(trained, StandIns) else None
+    parameters = _parameters_of(trained)
+    groups = comms_of(parameters)
+    comm = None
     if isinstance(trained, OwnsGradientPieces):
         pieces, comm = trained.gradient_pieces()
-        norm = norm_of_pieces(pieces, comm, norm_type, factor)
-    elif isinstance(trained, StandIns) and factor is not None:
-        pieces = trained.own_gradients()
-        norm = norm_of_pieces(pieces, None, norm_type, factor)
+    elif groups or factor is not None:
+        pieces = [marked_as(p, p.grad) for p in parameters if p.grad is not None]
     else:
-        parameters = _parameters_of(trained)
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
+    norm = norm_of_pieces(pieces, comm, norm_type, factor, groups)
     if isinstance(trained, StandIns) and factor is not None:
         trained.gradient_factor = factor * _share_of(max_norm, norm)
         pieces = [x for x in pieces if x.dtype not in LOW]
@@ -85,39 +97,54 @@ def norm_of_pieces(
     comm: Comm | None,
     norm_type: float = 2.0,
     factor: float | torch.Tensor | None = None,
+    groups: Sequence[Comm] = (),
 ) -> torch.Tensor:
     """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
     there are none.
 
-    A rank without pieces may give an empty one: its dtype and device are those of the result.
+    `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
+    those over which pieces with a mark (parts/shards.py) are shards. A rank without pieces may
+    give an empty one: its dtype and device are those of the result.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
-    # In float32 or better: 16 bits would round each piece's norm to 3 digits.
-    norms = [
-        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
+    op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
+    some = comm or next(iter(groups), None)
+    like = pieces[0] if pieces else torch.empty(0, device=some.own_device() if some else "cpu")
+    # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
+    sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
+    for k, group in enumerate([*groups, None]):
+        if norms := _norms([x for x in pieces if _is_cut_over(group, x)], p, factor):
+            norm = torch.linalg.vector_norm(torch.stack(norms), p)
+            sums[k] = norm if op == "max" else norm**p
+    if comm is not None:
+        comm.all_reduce(sums, op)
+    for k, group in enumerate(groups):
+        group.all_reduce(sums[k], op)
+    total = sums.amax() if op == "max" else sums.sum() ** (1 / p)
+    return total.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _norms(
+    pieces: list[torch.Tensor], p: float, factor: float | torch.Tensor | None
+) -> list[torch.Tensor]:
+    """In float32 or better, where 16 bits would round to 3 digits; then wide: no power overflows."""
+    return [
+        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
         * (1.0 if factor is None or x.dtype not in LOW else factor)
         for x in pieces
         if x.numel()
     ]
-    like = pieces[0] if pieces else torch.empty(0, device=comm.own_device() if comm else "cpu")
-    mine = torch.zeros((), dtype=torch.float64, device=like.device)  # no power overflows
-    if norms:
-        mine = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
-    if comm is None:
-        total = mine
-    elif p == float("inf"):
-        comm.all_reduce(mine, "max")
-        total = mine
-    else:
-        mine = mine**p
-        comm.all_reduce(mine)
-        total = mine ** (1 / p)
-    return total.to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _parameters_of(trained: nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
+    shard = shard_of(x)
+    return (shard and shard.comm.ranks) == (group and group.ranks)
+
+
+def _parameters_of(trained: Any) -> list[torch.Tensor]:
+    """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        return list(trained.parameters())
-    return [p for group in trained.param_groups for p in group["params"]]
+        return list(getattr(trained, "module", trained).parameters())
+    return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]

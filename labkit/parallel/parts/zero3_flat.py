@@ -22,6 +22,7 @@ from torch import nn
 from labkit.comm import Comm, Handle
 from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.shards import marked_as
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -110,6 +111,9 @@ class Flat:
         self.shards = self._cut_into_shards()
         self.full = ComesAndGoes(self.partition, compute_dtype_of(first, compute_dtype), device)
         self.gathered = [nn.Parameter(x.data, self.trainable) for x in self.full.views]
+        for (parameter, _), *both in zip(group, self.shards, self.gathered, strict=True):
+            for x in both:
+                marked_as(parameter, x)
         self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
         self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
         self._begins = self._piece_begins()

@@ -10,6 +10,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.clipping import norm_of_pieces, scale_to
+from labkit.parallel.parts.shards import comms_of, marked_as
 from labkit.parallel.parts.zero3_flat import Flat, Unit
 from labkit.precision.pieces import OwnedPiece
 
@@ -115,20 +116,21 @@ class WholeState:
         """Scale the gradients so that the norm of all ranks' together is at most `max_norm`;
         returns what it was. `torch.nn.utils.clip_grad_norm_` would take this rank's pieces for
         everything."""
-        norm = norm_of_pieces(self._gradients_once(), self.comm, norm_type)
+        groups = comms_of(shard for _, shard in self._named)
+        norm = norm_of_pieces(self._gradients_once(), self.comm, norm_type, groups=groups)
         scale_to(max_norm, norm, [p.grad for _, p in self._named if p.grad is not None])
         return norm
 
     def _gradients_once(self) -> list[torch.Tensor]:
         """Over all ranks, every element once: those kept whole are rank 0's. Where this rank has
         none, a tensor without elements that tells dtype and device."""
-        found = [
-            flat.shards[piece.index].grad
+        mine = [
+            flat.shards[piece.index]
             for unit in self.units for flat in unit.flats for piece in flat.pieces
             if not flat.keep_whole or self.comm.rank == 0
         ]  # fmt: skip
-        mine = [gradient for gradient in found if gradient is not None]
-        return mine or [self.units[0].flats[0].share[:0]]
+        found = [marked_as(shard, shard.grad) for shard in mine if shard.grad is not None]
+        return found or [self.units[0].flats[0].share[:0]]
 
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:
         """Key, value and, of a parameter, its flat memory and number there."""

@@ -1,0 +1,226 @@
+"""A model that is cut by hand over tensor-parallel ranks, for what must work with any such model.
+
+Every parameter has the name that it has whole; those that are cut have a mark (parts/shards.py):
+
+    rows.weight    [5, 6]     rows, with padding, and tied to the head: `cuts.weight`
+    up.weight      [12, 6]    rows (column-parallel: the output's columns)       up.bias [12] too
+    down.weight    [6, 12]    columns (row-parallel)
+    norm, down.bias           whole on every rank
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit import DDP, Comm, MasterWeights, Mesh, ZeRO3, ZeroOptimizer
+from labkit.parallel.parts.shards import Shard, mark_shard, shard_of
+
+VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
+
+
+class CopyToRanks(torch.autograd.Function):
+    """f: forward nothing, backward all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone()
+        ctx.comm.all_reduce(gradient)
+        return gradient, None
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    """g: forward all-reduce, backward nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        x = x.clone()
+        comm.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class GatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        parts = [torch.empty_like(x) for _ in range(comm.size)]
+        comm.all_gather(parts, x)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].chunk(ctx.comm.size, -1)[ctx.comm.rank].contiguous(), None
+
+
+class Part(nn.Module):
+    """A layer that may be cut over `comm`."""
+
+    comm: Comm | None = None
+
+    def f(self, x: Tensor) -> Tensor:
+        return x if self.comm is None else CopyToRanks.apply(x, self.comm)
+
+    def g(self, x: Tensor) -> Tensor:
+        return x if self.comm is None else ReduceFromRanks.apply(x, self.comm)
+
+
+class Rows(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        n = -(-VOCAB // self.comm.size) if self.comm else VOCAB
+        here = tokens - (n * self.comm.rank if self.comm else 0)
+        is_here = (here >= 0) & (here < n)
+        return self.g(F.embedding(here.clamp(0, n - 1), self.weight) * is_here.unsqueeze(-1))
+
+
+class Columns(Part):
+    def __init__(self, rows: int, columns: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) / 3)
+        self.bias = nn.Parameter(torch.randn(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.f(x), self.weight, self.bias)
+
+
+class Down(Columns):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return self.g(F.linear(x, self.weight)) + self.bias
+
+
+class Model(nn.Module):
+    """tokens [b] -> logits [b, VOCAB]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm = Rows(), nn.LayerNorm(WIDTH)
+        self.up, self.down = Columns(HIDDEN, WIDTH), Down(WIDTH, HIDDEN)
+        self.cuts = Columns(VOCAB, WIDTH, bias=False)
+        self.cuts.weight = self.rows.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.rows(tokens)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        logits = self.cuts(x)
+        if self.cuts.comm is not None:
+            logits = GatherLastDim.apply(logits, self.cuts.comm)
+        return logits[..., :VOCAB]
+
+
+def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(dtype)
+
+
+def cut(model: Model, comm: Comm) -> Model:
+    """Each rank's part of the model, in place."""
+    for part in (model.rows, model.up, model.down, model.cuts):
+        part.comm = comm
+    tied = cut_along(model.rows.weight, 0, comm)
+    model.rows.weight = model.cuts.weight = tied
+    model.up.weight, model.down.weight = (
+        cut_along(model.up.weight, 0, comm),
+        cut_along(model.down.weight, 1, comm),
+    )
+    model.up.bias = cut_along(model.up.bias, 0, comm)  # type: ignore[arg-type]
+    return model
+
+
+def cut_along(parameter: Tensor, dim: int, comm: Comm) -> nn.Parameter:
+    whole = parameter.shape[dim]
+    n = -(-whole // comm.size)
+    start, stop = (min(k * n, whole) for k in (comm.rank, comm.rank + 1))
+    here = parameter.detach().narrow(dim, start, stop - start)
+    padding = [size if d != dim else n - size for d, size in enumerate(here.shape)]
+    part = nn.Parameter(torch.cat([here, here.new_zeros(padding)], dim))
+    mark_shard(part, Shard(comm, dim, start, stop, whole))
+    return part
+
+
+def whole_of(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights, on every rank, of a model under any strategy."""
+    module = getattr(model, "module", model)
+    marks = {name: shard_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    state = model.full_state_dict() if isinstance(model, ZeRO3) else module.state_dict()
+    return {name: joined(x, marks.get(name)) for name, x in state.items()}
+
+
+def joined(x: Tensor, shard: Shard | None) -> Tensor:
+    if shard is None:
+        return x.detach().clone()
+    parts = [torch.empty_like(x) for _ in range(shard.comm.size)]
+    shard.comm.all_gather(parts, x.detach().contiguous())
+    return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole)
+
+
+def replicated(wrap: Any) -> Any:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+        return wrap(module, comm), torch.optim.AdamW(module.parameters(), lr)
+
+    return build
+
+
+def sharded(stage: int) -> Any:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+        optimizer = ZeroOptimizer(
+            module.parameters(), torch.optim.AdamW, stage, comm, bucket_mb=0.0005, lr=lr
+        )
+        return module, optimizer
+
+    return build
+
+
+def zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    model = ZeRO3(module, comm, persist_below=10)
+    return model, torch.optim.AdamW(model.parameters(), lr)
+
+
+def masters(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    return DDP(module, comm), MasterWeights(module.parameters(), torch.optim.AdamW, lr=lr)
+
+
+STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
+    "plain": replicated(lambda module, comm: module),
+    "ddp": replicated(DDP),
+    "zero-1": sharded(stage=1),
+    "zero-2": sharded(stage=2),
+    "zero-3": zero_3,
+    "masters": masters,
+}
+
+
+def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
+    """The mean over this rank's rows of a step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(0, VOCAB, (2, 12), generator=generator)
+    if dp is not None:
+        tokens, targets = (x.chunk(dp.size)[dp.rank] for x in (tokens, targets))
+    return F.cross_entropy(model(tokens), targets)
+
+
+def built(
+    strategy: str, mesh: Mesh, seed: int = 0, lr: float = 1e-2, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, Any]:
+    return STRATEGIES[strategy](cut(fresh(seed, dtype), mesh.tp), mesh.dp, lr)
+
+
+def alone(seed: int = 0, lr: float = 1e-2) -> tuple[Model, torch.optim.Optimizer]:
+    """The same in one process."""
+    model = fresh(seed)
+    return model, torch.optim.AdamW(model.parameters(), lr)

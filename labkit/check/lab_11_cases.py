@@ -34,6 +34,7 @@ def layers(count: int = 3) -> nn.ModuleList:
 
 
 def some_input() -> Tensor:
+    """[rows, width], the same on every call."""
     torch.manual_seed(1)
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
@@ -60,6 +61,7 @@ def one_step(comm: Any, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str
 
 
 def through_function(comm: Any, function: Any) -> dict[str, Any]:
+    """One step with the student's autograd function around each layer."""
     return one_step(comm, lambda layer, x: function.apply(layer, x))
 
 
@@ -131,11 +133,13 @@ def tiles(count: int, large: float) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def queries() -> Tensor:
+    """[queries, head width], the same on every call."""
     torch.manual_seed(9)
     return torch.randn(QUERIES, HEAD)
 
 
 def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any, int]:
+    """What the student's attention gives over the tiles, and the most bytes it held."""
     q = queries()
     with PeakMemory() as memory:
         out = attend(q, tiles(count, large))
@@ -143,6 +147,7 @@ def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any,
 
 
 def right_attention(count: int, large: float) -> Tensor:
+    """The same from all keys at once, by torch's softmax."""
     keys, values = zip(*tiles(count, large))
     k, v = torch.cat(keys), torch.cat(values)
     return torch.softmax(queries() @ k.T / HEAD**0.5, dim=-1) @ v
@@ -177,6 +182,7 @@ def u_shaped() -> Costs:
 
 @cache
 def best(budget_bytes: int) -> Plan:
+    """The plan with the least work within the budget."""
     return least_recompute(u_shaped(), budget_bytes)
 
 

@@ -119,7 +119,10 @@ class Comm:
 
         Ranks that share memory have it where all reach it, and `all_reduce` of the same part of it
         on all ranks copies nothing in and out; elsewhere, or without room, it is `torch.empty`.
+        Raises ValueError for a negative size.
         """
+        if numel < 0:
+            raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
         return self._carrier.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------

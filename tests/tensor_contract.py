@@ -34,7 +34,7 @@ def model_of(**changes: Any) -> GPT:
     sizes = {"vocab": VOCAB, "width": WIDTH, "depth": DEPTH, "heads": 12, "context": 16}
     model = GPT(**{**sizes, **changes}).double()  # type: ignore[arg-type]
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else p.mul_(4)
     return model
 
@@ -120,15 +120,13 @@ def predicted(size: int, sequence: bool, recompute: bool = False, dropout: bool 
     # Recompute stops at the last tensor that backward needs: without dropout behind it, the last
     # product's, and its collective is not sent again.
     again = (2 if dropout else 1) * recompute
-    if not sequence:
-        return Counter({
-            ("all_reduce", 2 * part): DEPTH * (4 + again) + 1 + 1,  # embedding; input of the head
-            ("all_gather", logits): 1,
-        })  # fmt: skip
-    return Counter({("all_gather", logits): 1}) + Counter({
-        # forward, backward and again of the inputs; embedding's backward, head's forward
-        ("all_gather", part): DEPTH * (2 + 2 + 2 + 2 * recompute) + 1 + 1,
-        ("reduce_scatter", part): DEPTH * (2 + 2 + again) + 1 + 1,
-    }) + Counter({summed(2 * WIDTH): 2 * DEPTH + 1}) + Counter({summed(WIDTH): 2 * DEPTH}) + Counter({
-        summed(16 * WIDTH): 1  # the table of positions
-    })  # fmt: skip
+    expected = Counter({("all_gather", logits): 1})
+    if not sequence:  # and two: of the embedding, of the head's input
+        return expected + Counter({("all_reduce", 2 * part): DEPTH * (4 + again) + 2})
+    # Forward, backward, and again of what was kept as a part; and two as above.
+    expected[("all_gather", part)] += DEPTH * (2 + 2 + 2 + 2 * recompute) + 2
+    expected[("reduce_scatter", part)] += DEPTH * (2 + 2 + again) + 2
+    expected[summed(2 * WIDTH)] += 2 * DEPTH + 1  # a norm's weight and bias
+    expected[summed(WIDTH)] += 2 * DEPTH  # biases of out and down
+    expected[summed(16 * WIDTH)] += 1  # the table of positions
+    return expected

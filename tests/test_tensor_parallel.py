@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import tensor_contract as contract
 import torch
-from tensor_contract import check_equal_to_single, model_of, predicted, with_sequence
+from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import Comm, Mesh, RankError, World, autocast, listen
 from labkit.parallel.ddp import DDP
@@ -40,9 +39,7 @@ def pair() -> Iterator[World]:
 @ways
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 def test_weights_losses_and_bytes(world: World, way: str, recompute: Any) -> None:
-    runs = check_equal_to_single(world, WAYS[way], recompute)
-    for run in runs:
-        assert run.sent == predicted(world.size, way == "sequence", recompute == "full")
+    check_with_bytes(world, WAYS[way], way == "sequence", recompute)
 
 
 @ways
@@ -141,51 +138,7 @@ def test_a_model_starts_as_rank_0s(pair: World) -> None:
 def test_the_input_gradient_travels_while_the_weights_is_computed(
     pair: World, sequence: bool
 ) -> None:
-    """By the order of what happens in backward, not by time."""
-
-    def run() -> list[str]:
-        happened: list[str] = []
-        comm = Comm()
-
-        class Products(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kw: Any = None
-            ) -> Any:
-                if "mm" in str(func):
-                    is_weight = func(*args).shape == (6, 8)
-                    happened.append("weight gradient" if is_weight else "input gradient")
-                return func(*args, **(kw or {}))
-
-        def watched(name: str) -> None:
-            real = getattr(comm, name)
-
-            def call(*args: Any, **how: Any) -> Any:
-                handle = real(*args, **how)
-                happened.append(f"{name} begins")
-                if handle is not None:
-                    wait = handle.wait
-                    handle.wait = lambda: (happened.append(f"{name} is waited for"), wait())
-                return handle
-
-            setattr(comm, name, call)
-
-        layer = ColumnParallelLinear(8, 12, comm, sequence=sequence)
-        y = layer(torch.randn(2, 2, 8, requires_grad=True))
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
-            watched(name)
-        with Products():
-            y.sum().backward()
-        return happened
-
-    expected = [
-        "input gradient", "all_reduce begins", "weight gradient", "all_reduce is waited for",
-    ]  # fmt: skip
-    if sequence:
-        expected = [
-            "all_gather begins", "input gradient", "reduce_scatter begins",
-            "all_gather is waited for", "weight gradient", "reduce_scatter is waited for",
-        ]  # fmt: skip
-    assert pair.run(run) == [expected] * 2
+    contract.check_overlap(pair, sequence)
 
 
 def test_one_input_is_gathered_and_its_gradient_sent_once(pair: World) -> None:

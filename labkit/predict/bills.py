@@ -35,7 +35,7 @@ class Line:
     """One term of the bill."""
 
     term: str  # "q, k, v: their shared input"
-    per_sbw: str  # "2", "2as/w"; "" for what no formula counts
+    per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
     formula_bytes: float
     measured_bytes: int
 
@@ -98,11 +98,15 @@ def activation_bill(
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
+    over = "/t" if tensor_parallel > 1 else ""
     measured = dict.fromkeys([*formula, STATISTICS, OTHERS], 0)
     for one in kept:
         term = _term_of(one, sequence)
         measured[term if term in measured else OTHERS] += one.nbytes
-    shares = {term.name: term.per_sbw for term in (*TERMS, LAYER_INPUT)}
+    shares = {
+        term.name: term.per_sbw if term.outside and not sequence_parallel else term.per_sbw + over
+        for term in (*TERMS, LAYER_INPUT)
+    }
     lines = [
         Line(term, shares.get(term, ""), formula.get(term, 0.0), nbytes)
         for term, nbytes in measured.items()

@@ -52,11 +52,14 @@ def tensor_parallel_bytes(
         sequence parallel   10     each of them as a reduce-scatter and an all-gather; and of two
                                    inputs only the part is kept, gathered again in backward
                              8     with `kept_whole` they are not
-        full recomputation  +4     forward once more
+        full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
+                                   needs, which saves the last collective if there is no dropout
 
     Source: arXiv 1909.08053, section 3; arXiv 2104.04473, section 3.2; arXiv 2205.05198, section
     4.2.2."""
     check_counts(depth=depth)
+    if kept_whole and not sequence_parallel:
+        raise ValueError("kept_whole is of sequence parallelism: else inputs are whole anyway")
     halves = 8 + 2 * (sequence_parallel and not kept_whole) + 4 * recompute
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     return depth * halves * bus_factor("all_gather", ranks) * x_bytes

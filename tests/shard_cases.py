@@ -216,6 +216,21 @@ def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
     return F.cross_entropy(model(tokens), targets)
 
 
+def train(model: nn.Module, optimizer: Any, dp: Comm | None, steps: range) -> list[float]:
+    """The global losses of some steps; a step's batch is the same in any layout."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, dp)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if dp is not None:
+            dp.all_reduce(total, "mean")
+        losses.append(total.item())
+    return losses
+
+
 def built(
     strategy: str, mesh: Mesh, make: Any = ADAM, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, Any]:

@@ -143,6 +143,13 @@ class Carrier:
             event.blocking = blocking
         return self._noted(note, event, not blocking, lambda: start(back, call), finish)
 
+    def compare(self, what: str, value: Callable[[], str]) -> None:
+        if here.board is not None:
+            told = f"{what} {value()}"
+            note = Note(self.name, self.ranks, next(self._collectives), told, caller(), told)
+            here.board.enter(note)
+            here.board.leave(note)
+
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type == "cpu" and self.size > 1:
             return self._back(like).symmetric_empty(numel, like.dtype)

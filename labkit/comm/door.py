@@ -107,6 +107,12 @@ class Comm:
         probe = torch.empty(0, dtype=dtype, device=self.own_device())
         return self._carrier.explain(collective, nbytes, probe, op, algorithm)
 
+    def compare(self, what: str, value: Callable[[], str]) -> None:
+        """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.
+        Only where ranks compare notes (`World(check=True)`); nothing travels. All ranks call it.
+        """
+        self._carrier.compare(what, value)
+
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
         group reduces again and again, as a bucket of gradients. All ranks call it, alike.

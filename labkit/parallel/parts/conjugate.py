@@ -1,0 +1,211 @@
+"""Conjugate operators: what one sends in forward, its partner sends in backward.
+
+                                  forward                 backward
+    copy_to_ranks            f    -                       all-reduce
+    reduce_from_ranks        g    all-reduce              -
+    gather_from_ranks             all-gather              take the own part
+    scatter_to_ranks              take the own part       all-gather
+    all_gather_sequence           all-gather              reduce-scatter
+    reduce_scatter_sequence       reduce-scatter          all-gather
+
+Each line and the next are a pair: one's backward is the other's forward. Around the two products
+of an MLP, whose weights A and B are cut, stand f and g:
+
+    x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
+    x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
+
+Backward runs the other way: what f sums there are the ranks' parts of the gradient of x, each by
+its own columns of A. A parameter that every rank has whole, but uses on a part of the sequence
+only, has a gradient in parts as well: it goes through f where it is used.
+
+Bus bytes of a rank, for S bytes of the whole tensor: all-reduce 2(t-1)/t S, the others (t-1)/t S.
+Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from labkit.comm import Comm, Handle
+
+
+def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
+    """f: `x`, the same on all ranks; in backward the sum of all ranks' gradients of it."""
+    return copies_to_ranks([x], comm)[0]
+
+
+def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
+    """f of several tensors of one dtype, whose gradients travel in one all-reduce."""
+    return list(xs) if comm.size == 1 else list(_Copy.apply(comm, *xs))
+
+
+def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
+    """g: the sum of all ranks' `x`, any shape; in backward the gradient as it is."""
+    return x if comm.size == 1 else _Reduce.apply(x, comm)
+
+
+def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """All ranks' `x`, of one shape, beside each other along `dim`; in backward the own part.
+
+    For what is the same on all ranks from there on, so that they all have its whole gradient.
+    """
+    return x if comm.size == 1 else _Gather.apply(x, comm, dim)
+
+
+def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """Of `x`, the same on all ranks, the own part along `dim`; in backward all ranks' parts.
+
+    Raises ValueError where `dim` does not divide over the ranks.
+    """
+    check_divides(x, comm, dim)
+    return x if comm.size == 1 else _Scatter.apply(x, comm, dim)
+
+
+def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
+    """x [b, s/t, w], a part of the sequence -> [b, s, w], all of it, of which each rank then
+    computes something else: in backward the ranks' gradients are summed, and each gets its part."""
+    return x if comm.size == 1 else _AllGather.apply(x, comm, dim)
+
+
+def reduce_scatter_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
+    """x [b, s, w], a summand on each rank -> [b, s/t, w], the own part of the sum; in backward the
+    gradients of all parts. Raises ValueError where `dim` does not divide over the ranks."""
+    check_divides(x, comm, dim)
+    return x if comm.size == 1 else _ReduceScatter.apply(x, comm, dim)
+
+
+# ---- the pairs: one's backward is the other's forward
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Comm, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        ys = [x.view_as(x) for x in xs]
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(y for y, is_needed in zip(ys, needed) if not is_needed))
+        return tuple(ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = [g for g, needed in zip(grads, ctx.needs_input_grad[1:]) if needed]
+        flat = torch.cat([g.reshape(-1) for g in wanted])
+        ctx.comm.all_reduce(flat)
+        parts = iter(flat.split([g.numel() for g in wanted]))
+        return None, *(
+            next(parts).view(g.shape) if needed else None
+            for g, needed in zip(grads, ctx.needs_input_grad[1:])
+        )
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        return summed(x, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return gathered(x, comm, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return own_part(grads[0], ctx.comm, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return own_part(x, comm, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gathered(grads[0], ctx.comm, ctx.dim), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return gathered(x, comm, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return sum_scattered(grads[0], ctx.comm, ctx.dim)[0], None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return sum_scattered(x, comm, dim)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gathered(grads[0], ctx.comm, ctx.dim), None, None
+
+
+# ---- what they send; the handle is None where the call has waited
+
+
+def summed(x: Tensor, comm: Comm) -> Tensor:
+    """The sum of all ranks' `x`, in a new tensor."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(x)
+    return x
+
+
+def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """All ranks' `x` beside each other along `dim`."""
+    parts, _ = gather_parts(x, comm)
+    return torch.cat(parts, dim)
+
+
+def gather_parts(
+    x: Tensor, comm: Comm, async_op: bool = False
+) -> tuple[list[Tensor], Handle | None]:
+    """All ranks' `x`, of one shape."""
+    parts = list(x.new_empty([comm.size, *x.shape]))
+    return parts, comm.all_gather(parts, x, async_op)
+
+
+def sum_scattered(
+    x: Tensor, comm: Comm, dim: int, async_op: bool = False
+) -> tuple[Tensor, Handle | None]:
+    """This rank's part along `dim` of the sum of all ranks' `x`."""
+    parts = list(x.chunk(comm.size, dim))
+    own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
+    return own, comm.reduce_scatter(own, parts, async_op=async_op)
+
+
+def own_part(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """This rank's of equal parts of `x` along `dim`, in memory of its own."""
+    return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
+
+
+def check_divides(x: Tensor, comm: Comm, dim: int) -> None:
+    """Raises ValueError where `dim` of `x` does not divide over the ranks."""
+    if (length := x.shape[dim]) % comm.size:
+        below = length - length % comm.size
+        fits = f"{below} or {below + comm.size}" if below else f"{comm.size}"
+        raise ValueError(
+            f"dim {dim} of a tensor {list(x.shape)} is {length} long, which does not divide over "
+            f"{comm.size} ranks; choose a multiple of {comm.size}, as {fits}"
+        )

@@ -1,0 +1,69 @@
+"""Random numbers of tensor-parallel ranks: the same where they hold replicas, others where they
+hold parts.
+
+    dropout on                        rank 0     rank 1     so that
+    a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
+    a part, of heads or positions     1 0 1 1    0 1 1 0    no two heads drop the same
+
+All ranks of the group start with the same seed, and a replica's dropout draws from torch's own
+generator. Around what a rank computes on its part, `own_numbers` draws one number there, the same
+on all ranks, and makes the seed of a stream from it that is the rank's own; afterwards the
+generator is again where those of the others are. So there is no state beside torch's: what saves
+and restores that, as recompute and checkpoints do, has all of it.
+
+Source: Shoeybi et al., arXiv 1909.08053, appendix B.2 (with one more generator there).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from labkit.comm import Comm
+from labkit.memory.conditions import generators_of, restore, states_of
+
+
+@contextmanager
+def own_numbers(comm: Comm, *tensors: Tensor) -> Iterator[None]:
+    """Inside, what is drawn for tensors like these is this rank's own. With one rank, nothing."""
+    if comm.size == 1:
+        yield
+        return
+    with _disable_current_modes():  # a seed is no part of the model: real in a dry run, too
+        seed = int(torch.randint(2**62, ())) + comm.rank
+    generators = generators_of(tensors)
+    before = states_of(generators)
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+class DrawsItsOwn:
+    """In place of `module.forward`: as it, with random numbers of the rank's own."""
+
+    def __init__(self, module: nn.Module, comm: Comm):
+        self.module, self.forward, self.comm = module, module.forward, comm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not draws(self.module):
+            return self.forward(*args, **kwargs)
+        with own_numbers(self.comm, *(x for x in args if isinstance(x, Tensor))):
+            return self.forward(*args, **kwargs)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether dropout is on in it: a module of torch's, or one with a number `dropout`."""
+    return any(one.training and (_probability(one) or 0) > 0 for one in module.modules())
+
+
+def _probability(module: nn.Module) -> float | None:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p
+    dropout = getattr(module, "dropout", None)
+    return dropout if isinstance(dropout, float) else None

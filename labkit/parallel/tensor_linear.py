@@ -1,0 +1,247 @@
+"""Tensor-parallel linear layers: a matrix is cut by columns or by rows, each rank has one piece.
+
+    y = x A, rank r of t has          A = [A₁ | A₂]  columns          A = [A₁]  rows
+                                                                          [A₂]
+    its input                         x, whole                        xᵣ, its features
+    it computes                       yᵣ = x Aᵣ, its features         a summand xᵣ Aᵣ of y
+    forward sends                     -                               all-reduce of y
+    backward sends                    all-reduce of dx                -
+
+A column-parallel layer's output is a row-parallel one's input, so the two in a row send one
+all-reduce forward and one backward. (torch keeps A transposed, weight [out, in]: the columns of A
+are the rows of `weight`.)
+
+Backward of the first hides its all-reduce behind the other product:
+
+    dx = g Aᵀ │ all-reduce of dx ................... │ wait
+              │ dA = xᵀ g                            │
+
+With `sequence=True` what lies outside of the two is cut along the sequence, x [b, s/t, in]: the
+first gathers it, the second reduce-scatters y. Together these are as many bytes as the all-reduce.
+Kept for backward is the part of x; it is gathered again there, behind dx = g Aᵀ.
+
+Legend: b rows, s positions, in and out features, t ranks.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4.2.2; Narayanan et al., arXiv 2104.04473, for the overlap.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
+
+from labkit.comm import Comm
+from labkit.parallel.parts.conjugate import (
+    copy_to_ranks,
+    gather_parts,
+    gathered,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+    sum_scattered,
+)
+from labkit.parallel.parts.shards import Shard, mark_shard
+
+
+class ColumnParallelLinear(nn.Module):
+    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
+
+    sequence  the input is this rank's part of the sequence, [b, s/t, in], the output of all of it,
+              [b, s, out/t].
+
+    Built from sizes, it has the piece of the nn.Linear that all ranks, with one seed, would make;
+    `from_linear` cuts a given one. Raises ValueError where `out` does not divide over the ranks.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
+        sequence: bool = False, **of_linear: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._cut(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False
+    ) -> "ColumnParallelLinear":
+        """This rank's piece of `linear`, which is the same on all ranks, and stays as it is."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._cut(linear, comm, sequence)
+        return layer
+
+    def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.comm, self.sequence = comm, sequence
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = piece_of(linear.weight, comm, dim=0)  # [out/t, in]
+        self.bias = None if linear.bias is None else piece_of(linear.bias, comm, dim=0)  # [out/t]
+        self.one_input: OneInput | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.one_input is not None:
+            return self.one_input(self, x)
+        return columns([self], x)[0]
+
+    def extra_repr(self) -> str:
+        piece, bias = tuple(self.weight.shape), self.bias is not None
+        return f"weight {piece} of {(self.out_features, self.in_features)}, {bias=}"
+
+
+class RowParallelLinear(nn.Module):
+    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
+
+    sequence  of the output, each rank gets its part of the sequence: [b, s, in/t] -> [b, s/t, out].
+
+    Every rank has the whole bias, and it is added once, to the sum. Raises ValueError where `in`
+    does not divide over the ranks or, with `sequence`, s does not.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
+        sequence: bool = False, **of_linear: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._cut(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False
+    ) -> "RowParallelLinear":
+        """This rank's piece of `linear`, which is the same on all ranks, and stays as it is."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._cut(linear, comm, sequence)
+        return layer
+
+    def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.comm, self.sequence = comm, sequence
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = piece_of(linear.weight, comm, dim=1)  # [out, in/t]
+        self.bias = None if linear.bias is None else copy_of(linear.bias)  # [out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        summand = F.linear(x, self.weight)  # [b, s, out]
+        y = (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(summand, self.comm)
+        if self.bias is None:
+            return y
+        # On a part of the sequence, the gradient of the bias is a part of its sum.
+        bias = copy_to_ranks(self.bias, self.comm) if self.sequence else self.bias
+        return y + bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        piece, bias = tuple(self.weight.shape), self.bias is not None
+        return f"weight {piece} of {(self.out_features, self.in_features)}, {bias=}"
+
+
+class OneInput:
+    """Column-parallel layers that get the same x, as q, k and v do: the one that is called first
+    multiplies for all of them, so that x is gathered once, and its gradient sent once."""
+
+    def __init__(self, layers: Sequence[ColumnParallelLinear]):
+        self.layers = list(layers)
+        self._x: Tensor | None = None
+        self._ys: dict[ColumnParallelLinear, Tensor] = {}  # that are still to be asked for
+        for layer in layers:
+            layer.one_input = self
+
+    def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        if self._x is not x or layer not in self._ys:
+            self._x, self._ys = x, dict(zip(self.layers, columns(self.layers, x), strict=True))
+        y = self._ys.pop(layer)
+        if not self._ys:
+            self._x = None
+        return y
+
+
+def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of column-parallel layers of one input."""
+    first = layers[0]
+    x = x.to(product_type(x, first.weight))  # before it travels and is kept, not after
+    pieces = [piece for layer in layers for piece in (layer.weight, layer.bias)]
+    return _Columns.apply(x, first.comm, first.sequence, *pieces)
+
+
+class _Columns(torch.autograd.Function):
+    """x [..., in] and weights [out/t, in], biases [out/t] or None -> an output for each weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Comm, sequence: bool, *pieces: Any
+    ) -> tuple[Tensor, ...]:
+        weights, biases = pieces[::2], pieces[1::2]
+        sequence = sequence and comm.size > 1
+        ctx.save_for_backward(x, *weights)  # with `sequence`, a part of what is multiplied
+        ctx.comm, ctx.sequence = comm, sequence
+        ctx.set_materialize_grads(False)
+        whole = gathered(x, comm, dim=1) if sequence else x
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (x, *weights), comm = ctx.saved_tensors, ctx.comm
+        x_wanted, _, _, *wanted = ctx.needs_input_grad
+        parts, arriving = [x], None
+        if ctx.sequence and any(wanted[::2]):
+            parts, arriving = gather_parts(x, comm, async_op=True)
+        dx: Any = None
+        leaving = None
+        if x_wanted:
+            for g, w in zip(grads, weights):
+                if g is not None:
+                    part = g @ w.to(g.dtype)  # [b, s, in]
+                    dx = part if dx is None else dx.add_(part)
+            if ctx.sequence:
+                dx, leaving = sum_scattered(dx, comm, dim=1, async_op=True)
+            elif comm.size > 1:
+                leaving = comm.all_reduce(dx, async_op=True)
+        if arriving:
+            arriving.wait()
+        x_rows = _rows(torch.cat(parts, dim=1) if len(parts) > 1 else x)  # [b s, in]
+        pieces: list[Tensor | None] = []
+        for g, w_wanted, b_wanted in zip(grads, wanted[::2], wanted[1::2], strict=True):
+            rows = None if g is None else _rows(g)  # [b s, out/t]
+            pieces.append(None if rows is None or not w_wanted else rows.t() @ x_rows)
+            pieces.append(None if rows is None or not b_wanted else rows.sum(0))
+        if leaving:
+            leaving.wait()
+        return dx, None, None, *pieces
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def product_type(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The type in which F.linear multiplies them here: another than theirs under autocast."""
+    if torch.is_autocast_enabled(x.device.type) or _get_current_function_mode_stack():
+        with torch.no_grad():
+            return F.linear(x.new_empty(1, 1), weight.new_empty(1, 1)).dtype
+    return x.dtype
+
+
+# ---- pieces of parameters
+
+
+def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
+    """This rank's of t equal pieces along `dim`, in memory of its own."""
+    if (whole := parameter.shape[dim]) % comm.size:
+        fits = ", ".join(str(size) for size in range(1, whole + 1) if whole % size == 0)
+        raise ValueError(
+            f"dim {dim} of a weight {list(parameter.shape)} is {whole} long, which does not divide "
+            f"over {comm.size} tensor-parallel ranks; sizes that would: {fits}"
+        )
+    length = whole // comm.size
+    start = comm.rank * length
+    piece = copy_of(parameter.narrow(dim, start, length), parameter.requires_grad)
+    mark_shard(piece, Shard(comm, dim, start, start + length, whole))
+    return piece
+
+
+def copy_of(x: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+    """A parameter with the numbers of `x`, in memory of its own."""
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(copy, x.requires_grad if requires_grad is None else requires_grad)

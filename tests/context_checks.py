@@ -2,7 +2,6 @@
 the real one in test_context_parallel.py, and on faulty ones in test_context_mutations.py."""
 
 import copy
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -146,10 +145,11 @@ def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> N
 # ---- what the ring is for
 
 
-def every_rank_computes_as_much(length: int = 96, tile: int = 4) -> None:
+def every_rank_computes_as_much(length: int = 96) -> None:
     """Counted in operations: of the whole, and of each step, which is what goes on between two
     blocks. A single process computes n times as much, but for the diagonal."""
     comm = Comm()
+    block, tile = length // comm.size, length // comm.size // 4
     mine = shards(some(4, 2, length))
     steps: list[list[int]] = []
     forward, backward = ring.flash_forward, ring.flash_backward
@@ -173,7 +173,6 @@ def every_rank_computes_as_much(length: int = 96, tile: int = 4) -> None:
         out.backward(mine[3])
     everyone = comm.all_gather_object(steps)
     assert all(one == everyone[0] for one in everyone), f"operations of each step: {everyone}"
-    block = length // comm.size
     per_score = 2 * 2 * 4, 2 * 5 * 4  # two products forward and five backward, of width 4
     for found, flops in zip(everyone[0], per_score, strict=True):
         others = ring_step_scores(block, heads=4, rows=2) * flops
@@ -222,26 +221,26 @@ def blocks_travel_while_the_rank_computes() -> None:
     assert beside(events) == expected, f"{beside(events)}, not {expected}"
 
 
-def memory_is_linear_in_the_shard(tile: int = 16) -> None:
-    """To the byte: what is kept, and how the peaks of forward and backward grow."""
+def memory_is_linear_in_the_shard(tile: int = 8) -> None:
+    """To the byte: what is kept; and the peaks of forward and backward, of so many tensors as large
+    as a shard. What is at work of a tile is small beside them."""
     comm = Comm()
-    heads, groups, width, rows = 4, 2, 4, 2
-    peaks: list[tuple[int, int]] = []
-    lengths = [64, 128, 256, 512]
-    for shard in lengths:
-        mine = shards(some(heads, groups, shard * comm.size, torch.float32))
+    rows, heads, groups, width = 2, 2, 1, 16
+    for shard in (64, 128):
+        mine = shards(some(heads, groups, shard * comm.size, torch.float32, width))
         module = ring.RingAttention(comm, tile)
+        block = 2 * 4 * rows * groups * shard * width  # of k and v
+        out = 4 * rows * heads * shard * width
+        row = 4 * rows * heads * shard  # of L
         kept = sum(x.nbytes for x in saved_by(module, *mine[:3]))
-        row_bytes = 4 * width * (2 * heads + 2 * groups) + 4 * heads  # q, out, k, v; and L
-        assert kept == rows * shard * row_bytes, f"{kept} bytes kept"
+        assert kept == block + 2 * out + row, f"{kept} bytes kept"
         with PeakMemory() as forward:
-            out = module(*mine[:3])
+            result = module(*mine[:3])
         with PeakMemory() as backward:
-            out.backward(mine[3])
-        peaks.append((forward.peak_bytes, backward.peak_bytes))
-    for which in (0, 1):
-        a, b, c, d = (one[which] for one in peaks)
-        assert d - c == 2 * (c - b) == 4 * (b - a), f"peaks at {lengths}: {a}, {b}, {c}, {d}"
-        scores = rows * heads * 512 * 512 * 4
-        assert d < scores / 2, f"{d} bytes, where the scores of a block would be {scores}"
-    assert math.isfinite(out.sum().item())
+            result.backward(mine[3])
+        # Two blocks; out, its part of a step and the two as they are merged, each with its rows.
+        allowed = 2 * block + 3 * out + 4 * row
+        assert forward.peak_bytes <= allowed, f"{forward.peak_bytes} bytes, not {allowed}"
+        # Two blocks, with their gradients: at home, growing, arriving, found, stacked; and dq twice.
+        allowed = 7 * block + 2 * out
+        assert backward.peak_bytes <= allowed, f"{backward.peak_bytes} bytes, not {allowed}"

@@ -246,7 +246,7 @@ def test_blocks_travel_while_the_rank_computes(worlds: dict[int, World], ranks: 
     worlds[ranks].run(checks.blocks_travel_while_the_rank_computes)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_memory_is_linear_in_the_shard(worlds: dict[int, World], ranks: int) -> None:
     worlds[ranks].run(checks.memory_is_linear_in_the_shard)
 

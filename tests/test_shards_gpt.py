@@ -1,0 +1,141 @@
+"""A GPT cut by `tensor_parallel`, with a data-parallel strategy around it, on a mesh: trained,
+clipped, saved and loaded as one in a single process."""
+
+import pathlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from shard_cases import STRATEGIES, whole_of
+from torch import nn
+
+from labkit import (
+    GPT,
+    Mesh,
+    Recompute,
+    Text,
+    World,
+    ZeRO3,
+    clip_grad_norm,
+    load_checkpoint,
+    save_checkpoint,
+)
+from labkit import loss as loss_of
+from labkit.parallel.tensor import tensor_parallel
+
+AGREE = 1e-10
+MAX_NORM = 0.5
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+EARLY, LATE = range(3), range(3, 5)
+WRAPPED = [name for name in STRATEGIES if name != "plain"]
+
+
+def gpt(seed: int = 0, **changes: Any) -> GPT:
+    """257 tokens: one row of padding on 2 ranks, 3 on 4. No bias is 0 and no norm 1."""
+    torch.manual_seed(seed)
+    sizes = {"vocab": 257, "width": 16, "depth": 2, "heads": 4, "context": 16, **changes}
+    model = GPT(**sizes).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else p.mul_(4)
+    return model
+
+
+def build(strategy: str, mesh: Mesh, sequence: bool, seed: int = 0, **changes: Any) -> Any:
+    model = tensor_parallel(gpt(seed, **changes), mesh.tp, sequence=sequence)
+    return STRATEGIES[strategy](model, mesh.dp, ADAM)
+
+
+def train(model: nn.Module, optimizer: Any, mesh: Mesh | None, steps: range) -> list[float]:
+    """The norms of the gradients before they are clipped. Each step has 4 rows of 8 tokens."""
+    text, norms = Text(), []
+    for step in steps:
+        batch = text.batch(step, 4, 8)
+        if mesh is not None:
+            batch = batch.slice(mesh.dp.rank, mesh.dp.size)
+        optimizer.zero_grad()
+        loss_of(model(batch.x), batch).backward()
+        if isinstance(model, ZeRO3):
+            norms.append(float(model.clip_grad_norm_(MAX_NORM)))
+        else:
+            norms.append(float(clip_grad_norm(optimizer, MAX_NORM)))
+        optimizer.step()
+    return norms
+
+
+def alone(steps: int, **changes: Any) -> tuple[GPT, list[float]]:
+    model = gpt(**changes)
+    return model, train(model, ADAM(model.parameters()), None, range(steps))
+
+
+def off(model: nn.Module, expected: nn.Module) -> dict[str, float]:
+    found = whole_of(model)
+    right = expected.state_dict()
+    assert found.keys() == right.keys()
+    return {name: float((found[name] - x).abs().max()) for name, x in right.items()}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("strategy", WRAPPED)
+def test_every_strategy_trains_and_clips_as_a_single_process(
+    world4: World, strategy: str, sequence: bool
+) -> None:
+    def run() -> tuple[float, list[float]]:
+        mesh = Mesh(dp=2, tp=2)
+        model, optimizer = build(strategy, mesh, sequence)
+        norms = train(model, optimizer, mesh, EARLY)
+        return max(off(model, alone(3)[0]).values()), norms
+
+    expected = alone(3)[1]
+    assert min(expected) > MAX_NORM  # each step is clipped
+    for far, norms in world4.run(run):
+        assert far < AGREE
+        assert norms == pytest.approx(expected, abs=AGREE)
+
+
+@pytest.mark.parametrize("what", [{"untied": True}, {"kv_heads": 2}, {"recompute": True}])
+def test_harder_models_too(world4: World, what: dict[str, Any]) -> None:
+    changes = {"kv_heads": what["kv_heads"]} if "kv_heads" in what else {}
+    if "untied" in what:
+        changes = {"tied": False}
+
+    def run() -> float:
+        mesh = Mesh(dp=2, tp=2)
+        model = tensor_parallel(gpt(**changes), mesh.tp, sequence=True)
+        if "recompute" in what:
+            Recompute(model, what="full")
+        wrapped, optimizer = STRATEGIES["zero-3"](model, mesh.dp, ADAM)
+        train(wrapped, optimizer, mesh, EARLY)
+        return max(off(wrapped, alone(3, **changes)[0]).values())
+
+    for far in world4.run(run):
+        assert far < AGREE
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "zero-3"])
+def test_a_checkpoint_goes_on_in_other_layouts_and_in_a_plain_model(
+    world4: World, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    def save() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        model, optimizer = build(strategy, mesh, sequence=True)
+        train(model, optimizer, mesh, EARLY)
+        save_checkpoint(tmp_path, model, optimizer, step=3)
+
+    def go_on(other: str, axes: dict[str, int], sequence: bool) -> float:
+        mesh = Mesh(**axes)
+        model, optimizer = build(other, mesh, sequence, seed=1)
+        load_checkpoint(tmp_path, model, optimizer)
+        train(model, optimizer, mesh, LATE)
+        return max(off(model, alone(5)[0]).values())
+
+    world4.run(save)
+    plain = gpt(seed=2)
+    optimizer = ADAM(plain.parameters())
+    load_checkpoint(tmp_path, plain, optimizer)
+    train(plain, optimizer, None, LATE)
+    assert max(off(plain, alone(5)[0]).values()) < AGREE
+    for other in (("plain", {"dp": 1, "tp": 4}, False), ("zero-3", {"dp": 2, "tp": 2}, True)):
+        for far in world4.run(go_on, *other):
+            assert far < AGREE

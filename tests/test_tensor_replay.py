@@ -1,7 +1,6 @@
 """Why tensor parallelism stays inside the node: the same step of 8 ranks, recorded without data and
 replayed on one node of 8 GPUs, and spread over more and more nodes of as many GPUs in all."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
 from labkit.trace import Trace
 
-RANKS, DEPTH, WIDTH, LENGTH = 8, 2, 3072, 2048
-X_BYTES = LENGTH * WIDTH * 2  # of x, in bfloat16
+RANKS, ROWS, DEPTH, WIDTH, LENGTH = 8, 2, 2, 3072, 2048
+X_BYTES = LENGTH * WIDTH * 2  # of a row of x, in bfloat16
 
 
 def train(sequence: bool) -> None:
@@ -22,7 +21,7 @@ def train(sequence: bool) -> None:
     model = GPT(8192, WIDTH, DEPTH, heads=24, context=LENGTH).bfloat16()
     tensor_parallel(model, comm, sequence=sequence, gather_logits=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(1, LENGTH, dtype=torch.long)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     for _ in range(2):
         optimizer.zero_grad()
         vocab_parallel_cross_entropy(model(tokens), tokens, comm).backward()
@@ -42,21 +41,20 @@ def step(request: pytest.FixtureRequest) -> Trace:
 
 
 def test_the_activations_of_a_step_travel(step: Trace) -> None:
-    """In units of x: an all-reduce counts twice a gather or a scatter, and a layer sends 8 of them,
-    or 10 where parts of x are kept; two more of each for embedding and head, 2 units at each end.
-    """
-    sent = Counter[str]()
-    for event in step.ranks[0].comms:
-        if event.payload_bytes == X_BYTES:
-            sent[event.op.partition("(")[0]] += event.bus_bytes
-    unit = (RANKS - 1) / RANKS * X_BYTES
-    layer = 10 if "all_gather" in sent else 8
-    assert sum(sent.values()) == unit * (layer * DEPTH + 4)
-    assert set(sent) in ({"all_reduce"}, {"all_gather", "reduce_scatter"})
+    """In units of x, of which a gather or a scatter sends one and an all-reduce two: a layer sends
+    8, or 10 where parts of x are kept and gathered again; embedding and head 4, or 5."""
+    large = [event for event in step.ranks[0].comms if event.payload_bytes == ROWS * X_BYTES]
+    sequence = large[0].op == "reduce_scatter"
+    assert {event.op for event in large} == (
+        {"all_gather", "reduce_scatter"} if sequence else {"all_reduce"}
+    )
+    unit = (RANKS - 1) / RANKS * ROWS * X_BYTES
+    units = 10 * DEPTH + 5 if sequence else 8 * DEPTH + 4
+    assert sum(event.bus_bytes for event in large) == units * unit
 
 
 def test_more_nodes_make_it_wait_for_messages(step: Trace) -> None:
     """On one node it computes most of the time; on eight, with one GPU each, it mostly waits."""
     shares = [exposed(step, nodes) for nodes in (1, 2, 4, 8)]
     assert shares == sorted(shares)
-    assert shares[0] < 0.3 and shares[-1] > 0.6 and shares[-1] > 2.5 * shares[0]
+    assert shares[0] < 0.4 and shares[-1] > 0.7 and shares[-1] > 2 * shares[0]

@@ -6,7 +6,7 @@ Held: a cut parameter is 1/t, its vocabulary padded; the others are whole. Sent,
 
                      embedding     a layer     head     and of
     tensor           2             8           2        logits  1, where they are gathered
-    with sequence    2             10          2        weights 2: 6 w a layer, 2 w of the last
+    with sequence    2             10          3        weights 2: 6 w a layer, 2 w of the last
                                                         norm, the table of positions
 """
 
@@ -36,7 +36,8 @@ def footprint(
     layers = [one for one in module.modules() if is_attention(one)]
     width: int = module.embed.tokens.embedding_dim  # type: ignore[union-attr, assignment]
     x_bytes = tokens * width * item_bytes
-    sent_bytes = (2 + (10 if sequence else 8) * len(layers) + 2) * x_bytes
+    units = 2 + 10 * len(layers) + 3 if sequence else 2 + 8 * len(layers) + 2
+    sent_bytes = units * x_bytes
     if gather_logits:
         vocab: int = module.head.out_features  # type: ignore[union-attr, assignment]
         sent_bytes += tokens * ceil(vocab / size) * size * item_bytes

@@ -267,6 +267,7 @@ def test_faulty_dropout(way: str, fault: Any) -> None:
     def put_on_a_rank() -> None:
         fault(setattr)
 
-    with World(2, timeout_s=5) as world, pytest.raises(AssertionError):
+    # Without checks, which would find that random states differ before a mask is drawn.
+    with World(2, timeout_s=5, check=False) as world, pytest.raises(AssertionError):
         world.run(put_on_a_rank)
         check_masks(world, way)

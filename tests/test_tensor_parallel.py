@@ -84,6 +84,7 @@ def test_the_formula_of_the_paper(pair: World) -> None:
     assert pair.run(of_a_layer, True) == [10 / 2 + small] * 2
 
 
+@pytest.mark.slow
 @ways
 def test_on_a_mesh_with_ddp(way: str) -> None:
     """Two replicas of a model over two ranks, each with its row of the batch."""
@@ -108,6 +109,7 @@ def test_on_a_mesh_with_ddp(way: str) -> None:
         assert max(max(off) for off in four.run(run)) <= contract.AGREE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_arrive_during_forward_are_waited_for(stage: int) -> None:
     """q multiplies for k and v, too, whose new weights may still be on a slow wire."""

@@ -96,9 +96,10 @@ class SameInput:
         try:
             self.comm.compare(what, lambda: f"{_checksum(x):08x}")
         except CollectiveMismatch as error:
+            each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
             raise ValueError(
                 f"the {what} differs between the ranks of a tensor-parallel group, which compute "
-                f"one model together; {advice}\n{error}"
+                f"one model together; {advice}\n{each}"
             ) from None
 
 

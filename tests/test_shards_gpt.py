@@ -18,6 +18,7 @@ from labkit import (
     Text,
     World,
     ZeRO3,
+    autocast,
     clip_grad_norm,
     load_checkpoint,
     save_checkpoint,
@@ -49,7 +50,9 @@ def build(strategy: str, mesh: Mesh, sequence: bool, seed: int = 0, **changes: A
     return STRATEGIES[strategy](model, mesh.dp, ADAM)
 
 
-def train(model: nn.Module, optimizer: Any, mesh: Mesh | None, steps: range) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Any, mesh: Mesh | None, steps: range, low: bool = False
+) -> list[float]:
     """The norms of the gradients before they are clipped. Each step has 4 rows of 8 tokens."""
     text, norms = Text(), []
     for step in steps:
@@ -57,7 +60,9 @@ def train(model: nn.Module, optimizer: Any, mesh: Mesh | None, steps: range) -> 
         if mesh is not None:
             batch = batch.slice(mesh.dp.rank, mesh.dp.size)
         optimizer.zero_grad()
-        loss_of(model(batch.x), batch).backward()
+        with autocast(enabled=low):
+            value = loss_of(model(batch.x), batch)
+        value.backward()
         if isinstance(model, ZeRO3):
             norms.append(float(model.clip_grad_norm_(MAX_NORM)))
         else:
@@ -139,6 +144,30 @@ def test_a_copy_is_a_model_of_its_own_over_the_same_ranks(world2: World) -> None
         return torch.equal(copied(x), before) and off(copied, gpt().state_dict()) == 0
 
     assert world2.run(run) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-3", "masters"])
+def test_what_is_whole_on_all_tensor_ranks_stays_the_same_to_the_bit(
+    world4: World, strategy: str, how: str
+) -> None:
+    """In 16 bits, where no single process has the same sums; but the tensor ranks have."""
+
+    def run() -> dict[str, torch.Tensor]:
+        mesh = Mesh(dp=2, tp=2)
+        model = gpt().to(torch.bfloat16 if how == "bf16" else torch.float32)
+        tensor_parallel(model, mesh.tp, sequence=True)
+        wrapped, optimizer = STRATEGIES[strategy](model, mesh.dp, ADAM)
+        before = whole_of(wrapped)
+        train(wrapped, optimizer, mesh, EARLY, low=how == "autocast")
+        after = whole_of(wrapped)
+        assert all(not torch.equal(after[name], x) for name, x in before.items())
+        return after
+
+    first, *others = world4.run(run)
+    for other in others:
+        for name, x in first.items():
+            assert torch.equal(other[name], x), name
 
 
 @pytest.mark.slow

@@ -73,10 +73,6 @@ class Comm:
         self._carrier = carrier = Carrier.of(group)
         self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Comm":
-        """Itself: a copy of a module that has one talks to the same ranks."""
-        return self
-
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
 

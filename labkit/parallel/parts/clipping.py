@@ -17,8 +17,8 @@ What is whole on all ranks must count once, so only the sums of shards travel:
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-    travels      one number over the data-parallel ranks, where those have pieces; one over each
-                 group of tensor-parallel ranks (8 bytes each, all-reduce)
+    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
+                 whole; then over tensor-parallel ranks that of shards (8 bytes each, all-reduce)
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.

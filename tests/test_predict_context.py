@@ -3,6 +3,7 @@ attention itself on a described cluster. That the bytes are those sent is tested
 (test_context_parallel.py)."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from labkit.predict.context import (
     ring_step_scores,
     ulysses_bytes,
 )
+from labkit.trace import Trace
 
 HEADS, GROUPS, WIDTH, ROWS = 4, 2, 8, 2
 FLOPS_PER_S = 1e9
@@ -74,23 +76,27 @@ def cluster(bytes_per_s: float, alpha_s: float, ranks: int) -> Cluster:
     return Cluster("plain", "one node", device, 1, ranks, level, level)
 
 
-def attend(block: int, backward: bool) -> None:
+BLOCK = 4
+
+
+def attend() -> None:
     """One layer's attention. Tiles of one query and one key: none computes what a mask hides."""
     shapes = (HEADS, GROUPS, GROUPS)
-    q, k, v = (torch.zeros(ROWS, h, block, WIDTH, requires_grad=True) for h in shapes)
-    out = ring_attention(q, k, v, Comm(), tile=1)
-    if backward:
-        out.sum().backward()
+    q, k, v = (torch.zeros(ROWS, h, BLOCK, WIDTH, requires_grad=True) for h in shapes)
+    ring_attention(q, k, v, Comm(), tile=1).sum().backward()
 
 
-def exposed_s(ranks: int, block: int, bytes_per_s: float, alpha_s: float) -> list[float]:
+@cache
+def recorded(ranks: int) -> Trace:
+    return dry_run(attend, ranks=ranks, step=0)
+
+
+def exposed_s(ranks: int, bytes_per_s: float, alpha_s: float) -> list[float]:
     """Seconds that a rank stands still in a replay, in forward and in backward."""
-    found = []
-    for backward in (False, True):
-        trace = dry_run(attend, block, backward, ranks=ranks, step=0)
-        on = replay(trace, cluster(bytes_per_s, alpha_s, ranks))
-        found.append(sum(e.wait_ended_s - e.wait_began_s for e in on.ranks[0].comms))
-    return [found[0], found[1] - found[0]]
+    on = replay(recorded(ranks), cluster(bytes_per_s, alpha_s, ranks))
+    waits = [event.wait_ended_s - event.wait_began_s for event in on.ranks[0].comms]
+    assert len(waits) == 3 * (ranks - 1)
+    return [sum(waits[: ranks - 1]), sum(waits[ranks - 1 :])]
 
 
 SHAPE: dict[str, Any] = {
@@ -100,23 +106,25 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alpha_s", [0.0, 1e-6])
-@pytest.mark.parametrize("of_the_bound", [0.1, 0.5, 0.95, 1.0, 4.0])
-@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("alpha_s", [0.0, 1e-7])
+@pytest.mark.parametrize("of_the_way", [0.1, 0.5, 0.95, 1.0, 4.0])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_what_is_exposed_in_a_replay_is_what_is_predicted(
-    ranks: int, of_the_bound: float, alpha_s: float
+    ranks: int, of_the_way: float, alpha_s: float
 ) -> None:
-    """With wires so fast that the block is so much of the one from which on they are hidden."""
-    block = 8
+    """With wires so fast that a step's computing is so much of a block's way."""
+    block = BLOCK
     step_s = ring_step_scores(block, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
     elements = 2 * ROWS * GROUPS * block * WIDTH
-    bytes_per_s = elements * 4 / (step_s / of_the_bound - alpha_s)
+    bytes_per_s = elements * 4 / (step_s / of_the_way - alpha_s)
     how = {**SHAPE, "bytes_per_s": bytes_per_s, "alpha_s": alpha_s}
-    found = exposed_s(ranks, block, bytes_per_s, alpha_s)
+    found = exposed_s(ranks, bytes_per_s, alpha_s)
     predicted = [ring_exposed_s(block, ranks=ranks, **how, backward=b) for b in (False, True)]
     assert found == pytest.approx(predicted, rel=1e-6, abs=1e-12)
-    hides_from = ring_hides_from(**how)
-    assert (found[0] < 1e-12) == (block >= hides_from * (1 - 1e-9)), "zero where it says so"
+    hidden = block >= ring_hides_from(**how) * (1 - 1e-9)
+    assert hidden == (of_the_way >= 1)
+    if ranks > 2 or hidden:  # of two ranks the one block has the own step, which is longer
+        assert (found[0] < 1e-12) == hidden, "zero where it says so"
 
 
 # ---- sizes that cannot be

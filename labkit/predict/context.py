@@ -141,7 +141,8 @@ def ring_hides_from(
     element_bytes: int = 2,
 ) -> float:
     """The tokens of a block (s/n) from which on a ring's forward hides all it sends: where
-    `ring_exposed_s` becomes 0. Times the ranks it is the sequence that is worth a ring.
+    `ring_exposed_s` is 0. (Two ranks need less: their one block has the diagonal, too, to hide
+    behind.) Times the ranks it is the sequence that is worth a ring.
 
     Source: arXiv 2310.01889, section 3, for scores that a causal mask halves, and latency."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)

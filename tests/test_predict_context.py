@@ -38,7 +38,7 @@ def test_bytes_by_hand() -> None:
 
 
 def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not() -> None:
-    """arXiv 2309.14509, section 3.3: 4/n of an activation, where the ring's sum stays."""
+    """arXiv 2309.14509, section 3: 4/n of an activation, where the ring's sum stays."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 64, "head_width": 128}
     ring = [ring_attention_bytes(**shape, ranks=n) for n in (2, 4, 64)]
     ulysses = [ulysses_bytes(**shape, heads=64, ranks=n) for n in (2, 4, 64)]

@@ -241,6 +241,6 @@ def memory_is_linear_in_the_shard(tile: int = 8) -> None:
         # Two blocks; out, its part of a step and the two as they are merged, each with its rows.
         allowed = 2 * block + 3 * out + 4 * row
         assert forward.peak_bytes <= allowed, f"{forward.peak_bytes} bytes, not {allowed}"
-        # Two blocks, with their gradients: at home, growing, arriving, found, stacked; and dq twice.
+        # Two blocks; gradients at home, growing, arriving, found and stacked; dq twice.
         allowed = 7 * block + 2 * out
         assert backward.peak_bytes <= allowed, f"{backward.peak_bytes} bytes, not {allowed}"

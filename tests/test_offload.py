@@ -121,6 +121,23 @@ def test_a_view_comes_back_as_it_was():
     assert torch.equal(x.grad, right)
 
 
+def complex_gradients(context: object) -> list[torch.Tensor]:
+    """Of functions that save x.conj() and a view with its sign turned: the memory is that of x."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.complex64, generator=numbers).requires_grad_()
+    with context:  # type: ignore[attr-defined]
+        kept = (x.mH @ x).real.square().sum() + (x._neg_view() * x).real.sum()
+        value = kept + x.conj().imag.square().sum()  # both: turned, and of a complex memory
+    value.backward()
+    return [x.grad]
+
+
+def test_what_is_conjugated_or_turned_comes_back_so():
+    offload = offload_activations(nn.Linear(1, 1), smallest_bytes=0, in_flight=1)
+    assert equal(complex_gradients(offload), complex_gradients(torch.enable_grad()))
+    assert offload.moved_bytes > 0
+
+
 def test_memory_on_the_device_is_bounded():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
     x = torch.randn(256, 64)
@@ -246,6 +263,39 @@ def test_a_change_in_place_is_found():
         x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("stays", [{"smallest_bytes": 10**9}, {"host_bytes": 0}])
+def test_a_change_of_what_stays_is_found(stays: dict[str, int]):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    with offload_activations(model, **{"smallest_bytes": 0, **stays}):
+        small = x.exp()
+        value = (small * 1).sum()
+        of_weight = model(x).sum()
+    with torch.no_grad():
+        small.mul_(2)
+        model.weight.mul_(2)
+    for one in (value, of_weight):
+        with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
+            one.backward()
+
+
+def test_what_cannot_be_copied_leaves_no_memory_taken():
+    """Without Python's collector: an error must not keep what led to it alive."""
+
+    class Broken(Bus):
+        def _carry(self, *args: object) -> None:
+            raise OSError("broken")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    offload = offload_activations(model, smallest_bytes=0, in_flight=1, bus=Broken())
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="broken"), offload:
+            model(torch.randn(8, 8))
+        assert offload.host.used_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_arguments_that_cannot_be():

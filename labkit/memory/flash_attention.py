@@ -31,11 +31,16 @@ queries of h/g heads, c = its keys.
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
+
+from labkit.precision.autocasting import autocast
 
 
 class FlashAttention(nn.Module):
@@ -54,19 +59,36 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
 
     Args:
         q: [b, h, s, e]; k, v: [b, g, t, e], where g divides h. float16 and bfloat16 are computed
-            in float32, and rounded at the end.
+            in float32, and rounded at the end, also inside autocast (torch's and labkit's).
         causal: query i sees the keys 0 to i.
         tile: queries and keys of a tile; memory at work goes with its square.
 
-    Returns [b, h, s, e], in the type of q. Has a first derivative, no second.
+    Returns [b, h, s, e], in the type of q; zeros where there are no keys. It has a first
+    derivative, no second.
     Raises ValueError for shapes or types that do not fit together.
     """
     _check(q, k, v, tile)
     return _Flash.apply(q, k, v, causal, tile)
 
 
+def _uncast(run: Any) -> Any:
+    """Autocast would round scores and weights to two bytes."""
+
+    @wraps(run)
+    def inside(ctx: Any, x: Tensor, *others: Any) -> Any:
+        with ExitStack() as off:
+            if torch.amp.is_autocast_available(x.device.type):
+                off.enter_context(torch.autocast(x.device.type, enabled=False))
+            if _get_current_function_mode_stack():  # labkit's may be among them
+                off.enter_context(autocast(enabled=False))
+            return run(ctx, x, *others)
+
+    return inside
+
+
 class _Flash(torch.autograd.Function):
     @staticmethod
+    @_uncast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int) -> Tensor:
         """FlashAttention-2, Algorithm 1."""
         groups, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
@@ -87,13 +109,14 @@ class _Flash(torch.autograd.Function):
                 total = smaller * total + weights.sum(-1, keepdim=True)
                 result = smaller * result + weights @ v[:, :, columns].to(wide)
                 highest = higher
-            out[:, :, rows] = _unfolded(result / total, q.shape[1])
+            out[:, :, rows] = _unfolded(result / total.clamp(min=1), q.shape[1])  # 0: no keys
             logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
         ctx.save_for_backward(q, k, v, out, logsum)
         ctx.causal, ctx.tile = causal, tile
         return out
 
     @staticmethod
+    @_uncast
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """FlashAttention-2, Algorithm 2."""

@@ -2,6 +2,7 @@
 once, and copies run beside computing. No clock: a bus that moves when it is told shows the order.
 """
 
+import copy
 import gc
 
 import pytest
@@ -84,6 +85,20 @@ def test_it_goes_with_recomputation_and_for_parts_of_a_model():
             value = value_of(model)
         value.backward()
     assert equal(gradients(model), without())
+
+
+def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
+    model = gpt()
+    offload = offload_activations(model, smallest_bytes=0)
+    edit = Choices(model, "offload", offload=offload)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    value_of(twin).backward()
+    assert offload.moved_bytes > 0 and equal(gradients(twin), without())
+    edit.remove()
+    assert not any("forward" in vars(block) for block in model.blocks)
 
 
 def test_what_finds_no_room_stays():

@@ -186,7 +186,8 @@ def _plan_of(found: Any, model: Offloaded) -> tuple[set[int], int]:
     keep, ahead = found
     if not isinstance(keep, (set, frozenset, list, tuple)):
         fail(f"keep is {brief(keep)}.", expected=wanted)
-    if unknown := [k for k in keep if isinstance(k, bool) or k not in range(len(model.nbytes))]:
+    blocks = range(len(model.nbytes))
+    if unknown := [k for k in keep if type(k) is not int or k not in blocks]:  # 3.0 would be, too
         fail(f"keep has {brief(unknown[0])}.", expected=f"blocks 0 to {len(model.nbytes) - 1}")
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
         fail(f"ahead is {brief(ahead)}.", expected="a whole number, 1 or more")

@@ -219,7 +219,7 @@ show("memory/conditions.py:Conditions.again")
 # `in_flight` tensors are under way, or memory would not be bounded.
 
 # %%
-show("memory/offload.py:Offload._moved", since="piece = ")
+show("memory/offload.py:Offload._moved", since="while ")
 
 # %% [markdown]
 # `unpack` asks for its own, and for those that backward will want next: the ones **before** it.

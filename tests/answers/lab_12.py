@@ -189,6 +189,11 @@ def loads_nothing_ahead(model):
     return {0}, 0
 
 
+@wrong("12.plan", "keep has 3.0")
+def numbers_its_blocks_in_floats(model):
+    return {3.0}, 1
+
+
 @wrong("12.plan", "keep has 99")
 def keeps_a_block_that_is_not_there(model):
     return {0, 99}, 1

@@ -120,13 +120,21 @@ def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
     assert sum(t.nbytes for t in kept if t.numel() > 1) == 5 * 24 + 7 * 24
 
 
-def test_it_is_not_cast_by_autocast_once_more() -> None:
+def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
     _, ours = pair(24, 7)
+    ours.bias = None
     x = torch.randn(5, 24)
     right = ours(x)
     for region in (autocast(), torch.autocast("cpu", torch.bfloat16)):
         with region:
-            assert torch.equal(ours(x), right)
+            assert alike(ours(x), right.bfloat16()), "of the type that a linear gives there"
+            assert ours(x.double()).dtype == torch.float64, "which none casts"
+            with autocast(enabled=False), torch.autocast("cpu", enabled=False):
+                assert alike(ours(x), right)
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])

@@ -54,7 +54,7 @@ def clip_grad_norm(
     if isinstance(trained, OwnsGradientPieces):
         pieces, comm = trained.gradient_pieces()
         norm = norm_of_pieces(pieces, comm, norm_type, factor)
-    elif isinstance(trained, StandIns) and factor is not None:
+    elif isinstance(trained, StandIns):
         pieces = trained.own_gradients()
         norm = norm_of_pieces(pieces, None, norm_type, factor)
     else:
@@ -104,7 +104,7 @@ def norm_of_pieces(
     like = pieces[0] if pieces else torch.empty(0, device=comm.own_device() if comm else "cpu")
     mine = torch.zeros((), dtype=torch.float64, device=like.device)  # no power overflows
     if norms:
-        mine = torch.linalg.vector_norm(torch.stack([x.double() for x in norms]), p)
+        mine = torch.linalg.vector_norm(torch.stack([x.to(mine) for x in norms]), p)
     if comm is None:
         total = mine
     elif p == float("inf"):

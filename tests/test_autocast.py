@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import GPT, MLP, autocast
-from labkit.precision.autocasting import check_low_type
+from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
 
 LOW = torch.bfloat16
@@ -260,6 +260,14 @@ def test_a_function_can_be_a_region() -> None:
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
+def test_a_region_can_be_entered_again_also_inside_itself() -> None:
+    region = autocast(LOW)
+    for _ in range(2):
+        assert types_of_products(region, autocast(enabled=False), region) == [
+            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
+        ]  # fmt: skip
+
+
 # ---- casts of weights
 
 
@@ -316,7 +324,25 @@ def test_a_weight_that_was_written_to_is_cast_anew() -> None:
         assert before.any() and not (B @ w).any()
 
 
+def test_in_a_long_region_a_weight_has_one_copy() -> None:
+    """As where the region is around the training loop: steps write to the weights."""
+    w = nn.Parameter(A.clone())
+    with autocast(LOW):
+        for _ in range(3):
+            B @ w
+            with torch.no_grad():
+                w.mul_(2)
+        (region,) = _open_regions()
+        assert len(region.casts) == 1
+
+
 # ---- what cannot be
+
+
+@pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
+def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"first: autocast\(torch.bfloat16, '{given[0]}'\)"):
+        autocast(*given)
 
 
 @pytest.mark.parametrize(

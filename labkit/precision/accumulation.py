@@ -71,9 +71,10 @@ class Fp32Gradients:
                 "micro-batch in `ddp.no_sync()`, and give its comm to Fp32Gradients; ZeRO adds up "
                 "its own shares"
             )
-        if not self._averages_over(getattr(owner, "comm", None)):
+        replicas = getattr(owner, "comm", None)
+        if not self._averages_over(replicas):
             raise ValueError(
-                f"in `no_sync()` nobody averages over the {owner.comm.size} ranks of "
+                f"in `no_sync()` nobody averages over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
                 "Fp32Gradients(params, ddp.comm)"
             )

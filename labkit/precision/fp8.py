@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
         return fp8_product(x8, w8.t(), s_x * s_w, dtype, layer.simulate)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
         g8, s_g = ctx.layer.cast_g(gradients[0])

@@ -23,9 +23,10 @@ device. Where it matters:
 of softmax and layer_norm compute in fp32 inside. The GPU's lists were made for fp16, whose largest
 number, 65504, exp(12) exceeds.
 
-Several ops in C++ behind one call, of which we see the call only, run as it comes: nn.LSTM and other
-RNNs, scripted modules, `torch.ops.aten...`, the fast path of TransformerEncoderLayer in eval. An
-einsum of three operands or more runs as a whole in one type, where torch's does so pair by pair.
+Calls of which we do not see what is inside run as they come: nn.LSTM and other RNNs, scripted
+modules, `torch.ops.aten...`, the fast path of TransformerEncoderLayer in eval. An einsum of three
+operands or more runs as a whole in one type, where torch's goes pair by pair; and an index of size
+1 counts as any other, which torch's takes for none.
 """
 
 from collections import Counter
@@ -136,7 +137,8 @@ CUDA = OpPolicy(
     softmax log_softmax layer_norm native_layer_norm group_norm rms_norm
     exp expm1 log log10 log1p log2 pow reciprocal rsqrt softplus logsumexp
     sum prod cumsum cumprod norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm
-    linalg_norm pairwise_distance acos asin cosh sinh tan erfinv cosine_similarity dist pdist cdist renorm
+    linalg_norm pairwise_distance acos asin cosh sinh tan erfinv cosine_similarity dist pdist cdist
+    renorm
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d

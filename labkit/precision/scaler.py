@@ -22,8 +22,8 @@ skip a step that the others take. Under DDP an inf reaches all ranks with the av
 would agree even so; tensor and pipeline parallel ranks would not.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
-growth and back-off: torch.amp.GradScaler, whose methods (but for getters and setters of the factors)
-and state these are.
+growth and back-off: torch.amp.GradScaler, whose state this is, and whose methods, but for those
+that get and set the factors and the interval.
 """
 
 from dataclasses import dataclass, field

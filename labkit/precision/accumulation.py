@@ -71,8 +71,8 @@ class Fp32Gradients:
                 "micro-batch in `ddp.no_sync()`, and give its comm to Fp32Gradients; ZeRO adds up "
                 "its own shares"
             )
-        replicas = getattr(owner, "comm", None)
-        if not self._averages_over(replicas):
+        replicas: Comm | None = getattr(owner, "comm", None)
+        if replicas is not None and not self._averages_over(replicas):
             raise ValueError(
                 f"in `no_sync()` nobody averages over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
@@ -89,10 +89,10 @@ class Fp32Gradients:
         self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
         p.grad = None
 
-    def _averages_over(self, replicas: Comm | None) -> bool:
-        if replicas is None or replicas.size == 1:
-            return True
-        return self.comm is not None and {*replicas.ranks} <= {*self.comm.ranks}
+    def _averages_over(self, replicas: Comm) -> bool:
+        if self.comm is None:
+            return replicas.size == 1
+        return {*replicas.ranks} <= {*self.comm.ranks}
 
     def hand_over(self) -> None:
         """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""

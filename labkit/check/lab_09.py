@@ -111,14 +111,18 @@ def _why(one: Format, x: float, found: Any, right: float) -> str:
         return f"A number is wanted, not {kind(found)}."
     if math.isinf(right):
         return "Past the largest number, rounded, there is only infinity."
-    if abs(x) < one.smallest_normal and Fraction(found) % one.smallest_subnormal:
+    if math.isnan(found):
+        return "That is no number: what did you divide, or take away, there?"
+    finite = math.isfinite(found)
+    if finite and abs(x) < one.smallest_normal and Fraction(found) % one.smallest_subnormal:
         return "Below the smallest normal number the step gets no smaller: 2^(1 - bias - f)."
     if _same(abs(found), abs(right)):
         return "The sign: -0.0 is a number, too (math.copysign)."
-    steps = abs(x) / float(one.ulp(x))
+    step = one.ulp(min(abs(x), float(one.largest)))
+    steps = abs(x) / float(step)
     if steps % 1 == 0.5:
         return "It lies in the middle of two: take the one whose last bit is 0."
-    return f"Count in steps: here one is {decimal(one.ulp(x))}, and {steps:.4g} of them make x."
+    return f"Count in steps: here one is {decimal(step)}, and {steps:.4g} of them make x."
 
 
 # ---- my_sum(values, add, sub)

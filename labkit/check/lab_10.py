@@ -111,6 +111,8 @@ def unscale(student: Student) -> Iterator[str]:
 def _finite_pieces(where: str, found: Any, right: list[torch.Tensor]) -> None:
     if found is None:
         fail(f"{where} skips the step.", expected="its pieces, divided by the scale")
+    if not isinstance(found, (list, tuple)):
+        fail(f"{where} returned {kind(found)}.", expected="a list of tensors, one for each piece")
     if problem := difference(list(found), right, 1e-7):
         hint = "A list of tensors, one for each piece." if len(found) != len(right) else ""
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float16 for x in found):

@@ -102,6 +102,28 @@ def loses_the_sign_of_zero(x, exponent_bits, fraction_bits):
     return to_steps(x, exponent_bits, fraction_bits) or 0.0
 
 
+@wrong("09.nearest", "and 2047 of them make x")
+def the_largest_is_infinite_already(x, exponent_bits, fraction_bits):
+    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
+    return math.copysign(math.inf, x) if abs(x) >= largest else to_steps(x, 5, 10)
+
+
+@wrong("09.nearest", "Count in steps: here one is 32")
+def infinite_from_a_little_beyond_the_largest(x, exponent_bits, fraction_bits):
+    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
+    return math.copysign(math.inf, x) if abs(x) > largest else to_steps(x, 5, 10)
+
+
+@wrong("09.nearest", "That is no number")
+def nan_for_what_is_too_small(x, exponent_bits, fraction_bits):
+    return to_steps(x, exponent_bits, fraction_bits) or math.nan
+
+
+@wrong("09.nearest", "there is only infinity")
+def nan_beyond_the_largest(x, exponent_bits, fraction_bits):
+    return to_steps(x, exponent_bits, fraction_bits, overflow=math.nan)
+
+
 @right("09.nearest")
 def by_adding_and_taking_away(x, exponent_bits, fraction_bits):
     """What processors do themselves: add what leaves no room for the lower bits."""

@@ -133,6 +133,11 @@ def sends_a_lot(comm, pieces, scale):
     return None if numbers[0] else [x.float() / scale for x in pieces]
 
 
+@wrong("10.unscale", "a list of tensors, one for each piece")
+def a_number(comm, pieces, scale):
+    return None if agreed(comm, not finite(pieces)) else 1 / scale
+
+
 @wrong("10.unscale", "skips the step")
 def always_skips(comm, pieces, scale):
     agreed(comm, True)

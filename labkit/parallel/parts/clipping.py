@@ -69,7 +69,7 @@ def clip_grad_norm(
     comm = None
     if isinstance(trained, OwnsGradientPieces):
         pieces, comm = trained.gradient_pieces()
-    elif groups or factor is not None:
+    elif groups or isinstance(trained, StandIns):
         pieces = [marked_as(p, p.grad) for p in parameters if p.grad is not None]
     else:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -180,4 +180,4 @@ def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
 def is_placement(servers: Any, count: int, size: int) -> bool:
     """Whether `servers` names a rank below `size` for each of `count` parameters."""
     right = isinstance(servers, list) and len(servers) == count
-    return right and all(isinstance(x, Integral) and 0 <= x < size for x in servers)
+    return right and all(isinstance(x, Integral) and 0 <= int(x) < size for x in servers)

@@ -16,6 +16,7 @@ __all__, __getattr__, __dir__ = lazy(
         "fit": "labkit.bench.fits",
         "read_sweep": "labkit.bench.sweep",
         "read_transfers": "labkit.bench.transfers",
+        "show_stored": "labkit.bench.stored",
         "stored_transfers": "labkit.bench.transfers",
     },
 )

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import brief, fail, kind
+from labkit.check.findings import brief, fail, kind, plain
 from labkit.check.lab_09_numbers import (
     BITS,
     CASES,
@@ -127,6 +128,8 @@ def _why(one: Format, x: float, found: Any, right: float) -> str:
 
 # ---- my_sum(values, add, sub)
 
+MOST_CALLS = 8  # what an addition loses can be had with 6 more
+
 
 @exercise(points=2)
 def my_sum(student: Student) -> Iterator[str]:
@@ -142,10 +145,10 @@ def my_sum(student: Student) -> Iterator[str]:
                 expected="a result of add(a, b) or sub(a, b), which round to fp16 as a GPU does",
                 hint="Python's own + is fp64: then there is nothing to solve.",
             )
-        if calls > 4 * len(values):
+        if calls > MOST_CALLS * len(values):
             fail(
                 f"{name}: {calls:,} additions for {len(values):,} numbers.",
-                expected=f"at most 4 for each, so {4 * len(values):,}",
+                expected=f"at most {MOST_CALLS} for each, so {MOST_CALLS * len(values):,}",
             )
         allowed = math.log2(len(values)) * 2**-11 * size
         if not abs(found - exact) <= allowed:
@@ -158,7 +161,7 @@ def my_sum(student: Student) -> Iterator[str]:
                 hint=hint,
             )
     yield f"{len(CASES)} sums of thousands of fp16 numbers, to log2(n) · 2^-11 of their sizes"
-    yield "with nothing but additions and subtractions in fp16, at most 4 for each number"
+    yield f"with nothing but additions and subtractions in fp16, {MOST_CALLS} a number at most"
 
 
 # ---- gather_int8(comm, x, block)
@@ -220,8 +223,9 @@ def _int8_hint(found: torch.Tensor, right: torch.Tensor, absmax: torch.Tensor, s
 def codebook(student: Student) -> Iterator[str | Score]:
     """codebook(sample): 16 levels for numbers of 4 bits."""
     found = alone(student, sample(seed=0))
-    levels = found.detach().double().tolist() if isinstance(found, torch.Tensor) else found
-    if not isinstance(levels, (list, tuple)) or len(levels) != 2**BITS:
+    listed = isinstance(found, (list, tuple, torch.Tensor, np.ndarray)) and np.shape(found)
+    levels = [plain(x) for x in found] if listed else []
+    if len(levels) != 2**BITS:
         fail(
             f"you return {brief(found)}.",
             expected=f"{2**BITS} levels, in a list or a tensor: what {BITS} bits can tell apart",
@@ -243,7 +247,7 @@ def codebook(student: Student) -> Iterator[str | Score]:
 
 
 def _all(student: Student, cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [student(*case) for case in cases]
+    return [plain(student(*case)) for case in cases]
 
 
 def _named(one: Format) -> str:

@@ -20,17 +20,26 @@ ROWS, WIDTH = 64, 128
 # ---- Again and Away: a model of three layers with dropout
 
 
-def layers(count: int = 3) -> nn.ModuleList:
-    """Each keeps six times its input."""
-    torch.manual_seed(0)
+class TwoStreams(nn.Module):
+    """What it computes from x goes on as the next x, and onto a second stream. It keeps much more
+    than its inputs."""
 
-    def layer() -> nn.Module:
-        return nn.Sequential(
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), Dropout(0.3),
             nn.Linear(4 * WIDTH, WIDTH),
         )  # fmt: skip
 
-    return nn.ModuleList(layer() for _ in range(count))
+    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.mlp(x)
+        return y, stream + y * stream.tanh()
+
+
+def layers(count: int = 3) -> nn.ModuleList:
+    """With the same weights on every call."""
+    torch.manual_seed(0)
+    return nn.ModuleList(TwoStreams() for _ in range(count))
 
 
 def some_input() -> Tensor:
@@ -39,16 +48,16 @@ def some_input() -> Tensor:
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
-def one_step(comm: Any, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Any]:
+def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
     """Loss, gradients, what is held between forward and backward, and what is drawn afterwards."""
     model, x = layers(), some_input()
     torch.manual_seed(2)
     with PeakMemory() as memory:
-        y = x
+        y, stream = x, x + 1
         for layer in model:
-            y = call(layer, y)
+            y, stream = call(layer, y, stream)
         held_bytes = memory.held_bytes
-        value = y.square().mean()
+        value = y.square().mean() + stream.square().mean()
         torch.rand(1)  # between forward and backward, others draw, too
         value.backward()
     return {
@@ -60,9 +69,9 @@ def one_step(comm: Any, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str
     }
 
 
-def through_function(comm: Any, function: Any) -> dict[str, Any]:
-    """One step with the student's autograd function around each layer."""
-    return one_step(comm, lambda layer, x: function.apply(layer, x))
+def through(function: Any) -> Callable[..., Any]:
+    """The student's autograd function around a layer."""
+    return lambda layer, *inputs: function.apply(layer, *inputs)
 
 
 # ---- Away: a host to put memory on

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import torch
 
 from answers import right, wrong
@@ -178,6 +179,51 @@ def pairwise(values, add, sub):
     return values[0]
 
 
+@right("09.my_sum")
+def with_what_is_left_at_the_end(values, add, sub):
+    total = lost = 0.0
+    for x in values:
+        x = sub(x, lost)
+        new = add(total, x)
+        lost = sub(sub(new, total), x)
+        total = new
+    return sub(total, lost)
+
+
+@wrong("09.my_sum", "off by")
+def neumaier(values, add, sub):
+    """What is lost is summed apart: in fp16 that sum loses numbers itself."""
+    total = lost = 0.0
+    for x in values:
+        new = add(total, x)
+        if abs(total) >= abs(x):
+            lost = add(lost, add(sub(total, new), x))
+        else:
+            lost = add(lost, add(sub(x, new), total))
+        total = new
+    return add(total, lost)
+
+
+@right("09.my_sum")
+def without_a_branch(values, add, sub):
+    """Knuth's TwoSum: 7 calls a number."""
+    total = lost = 0.0
+    for x in values:
+        x = add(x, lost)
+        new = add(total, x)
+        part = sub(new, total)
+        lost = add(sub(total, sub(new, part)), sub(x, part))
+        total = new
+    return total
+
+
+@wrong("09.my_sum", "at most 8 for each")
+def over_and_over(values, add, sub):
+    for _ in range(10):
+        total = pairwise(values, add, sub)
+    return total
+
+
 # ---- gather_int8(comm, x, block)
 
 
@@ -259,3 +305,18 @@ def as_many_numbers_each(sample):
     """As NF4: quantiles, and the ends."""
     places = torch.linspace(0, 1, 18, dtype=torch.float64)[1:-1]
     return (sample.quantile(places) * 1.5).tolist()
+
+
+@right("09.codebook")
+def in_numpy(sample):
+    return np.asarray(as_many_numbers_each(sample), dtype=np.float32)
+
+
+@right("09.codebook")
+def numbers_of_numpy(sample):
+    return list(in_numpy(sample))
+
+
+@wrong("09.codebook", "16 levels, in a list or a tensor")
+def one_number(sample):
+    return 16

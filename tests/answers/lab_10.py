@@ -20,6 +20,12 @@ def type_of(op, types, low, products=PRODUCTS, exact=EXACT):
     return {"addcmul": FP32 if FP32 in types else low}.get(op)
 
 
+@right("10.runs_in")
+def only_what_changes(op, types, low):
+    found = type_of(op, types, low)
+    return None if set(types) == {found} else found
+
+
 @wrong("10.runs_in", "its sums are in fp32 anyway")
 def products_in_fp32(op, types, low):
     return type_of(op, types, low, (), EXACT + PRODUCTS)
@@ -35,7 +41,7 @@ def sums_in_low(op, types, low):
     return type_of(op, types, low, (*PRODUCTS, "sum"))
 
 
-@wrong("10.runs_in", "gelu, whose inputs are bfloat16: bfloat16")
+@wrong("10.runs_in", "gelu, whose inputs are float32: bfloat16")
 def everything_in_low(op, types, low):
     return type_of(op, types, low) or low
 

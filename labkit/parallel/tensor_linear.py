@@ -43,6 +43,7 @@ from labkit.parallel.parts.conjugate import (
     reduce_scatter_sequence,
     sum_scattered,
 )
+from labkit.parallel.parts.shards import Shard, mark_shard
 
 
 class ColumnParallelLinear(nn.Module):
@@ -233,7 +234,11 @@ def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
             f"dim {dim} of a weight {list(parameter.shape)} is {whole} long, which does not divide "
             f"over {comm.size} tensor-parallel ranks; sizes that would: {fits}"
         )
-    return copy_of(parameter.detach().chunk(comm.size, dim)[comm.rank], parameter.requires_grad)
+    length = whole // comm.size
+    start = comm.rank * length
+    piece = copy_of(parameter.narrow(dim, start, length), parameter.requires_grad)
+    mark_shard(piece, Shard(comm, dim, start, start + length, whole))
+    return piece
 
 
 def copy_of(x: Tensor, requires_grad: bool | None = None) -> nn.Parameter:

@@ -22,6 +22,7 @@ from labkit.check.lab_13_cases import (
     through_column,
     through_cross_entropy,
     through_mlp,
+    whole_mlp,
 )
 from labkit.check.lab_13_chain import (
     BUDGETS,
@@ -90,7 +91,7 @@ def _column_numbers(size: int, rank: int, its: Any) -> None:
 
 
 def _column_messages(rank: int, its: Any) -> None:
-    if its.forward_ops or its.backward_ops != ["all_reduce(sum)"]:
+    if its.forward_ops or its.backward_ops != ["all_reduce"]:
         fail(
             f"rank {rank} calls {brief(its.forward_ops)} in forward and "
             f"{brief(its.backward_ops)} in backward.",
@@ -114,25 +115,27 @@ def mlp(student: Student) -> Iterator[str]:
     """mlp(comm, x, up, down): an MLP in pieces, with f, g, and each bias once."""
     no_yield(student)
     for size in (1, 2, 3):
-        ran = run(size, through_mlp, student)
+        ran, where = run(size, through_mlp, student), f"on {size} rank{'s' * (size > 1)}"
         for rank, (y, gradients) in enumerate(ran.values):
             right_y, right = right_mlp(size, rank)
             if difference(y, right_y, WITHIN):
                 fail(
-                    f"on {size} ranks, rank {rank}'s output is {difference(y, right_y, WITHIN)}.",
+                    f"{where}, rank {rank}'s output is {difference(y, right_y, WITHIN)}.",
                     hint=_why_output(y, right_y, size),
                 )
             names = ["x", "up.weight", "up.bias", "down.weight", "down.bias"]
             for name, found, good in zip(names, gradients, right):
                 if found is None:
-                    fail(f"on {size} ranks, rank {rank} has no gradient of {name}.")
+                    fail(
+                        f"{where}, rank {rank} has no gradient of {name}.",
+                        hint="comm.all_reduce changes a tensor behind autograd's back; g does not.",
+                    )
                 if difference(found, good, WITHIN):
                     hint = "Which of f and g sends in backward? The gradient of y is whole already."
                     if name == "x":
                         hint = "Each rank knows its columns' part of dx. What adds them up?"
                     fail(
-                        f"on {size} ranks, rank {rank}'s gradient of {name} is "
-                        f"{times(found, good)}.",
+                        f"{where}, rank {rank}'s gradient of {name} is {times(found, good)}.",
                         hint=hint,
                     )
         _two_all_reduces(size, ran)
@@ -142,8 +145,6 @@ def mlp(student: Student) -> Iterator[str]:
 
 def _why_output(y: Any, right: Tensor, size: int) -> str:
     """A hint from how the output is wrong."""
-    from labkit.check.lab_13_cases import whole_mlp
-
     bias = whole_mlp()[2].bias.detach()
     if isinstance(y, Tensor) and y.shape == right.shape:
         if not difference(y, right + (size - 1) * bias, 1e-4):

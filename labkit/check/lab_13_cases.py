@@ -30,7 +30,7 @@ class Products(TorchDispatchMode):
         self.events, self.seen = events, list[tuple[int, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if str(func) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
             waited = sum(event.wait_ended_s > 0 or event.blocking for event in self.events)
             self.seen.append((len(self.events), waited))
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ all-reduce sends 2(t-1)/t S from each rank, an all-gather or a reduce-scatter ha
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def travels(ways: Sequence[str], widths: Sequence[int]) -> int:
 
 def held(ways: Sequence[str], widths: Sequence[int], ranks: int) -> int:
     """Numbers of the matrices that a rank holds."""
-    sizes = [before * after for before, after in zip(widths, widths[1:])]
+    sizes = [before * after for before, after in pairwise(widths)]
     return sum(size // (1 if way == "whole" else ranks) for size, way in zip(sizes, ways))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import tensor_contract as contract
 import torch
-from tensor_contract import check_equal_to_single, check_runs, predicted, with_sequence
+from tensor_contract import check_runs, predicted, with_sequence
 from torch import Tensor, nn
 
-from labkit import GPT, Comm, Recompute, Text, World, loss
+from labkit import GPT, Comm, World
 from labkit.models.attention import PlainAttention
 from labkit.models.dropout import Dropout
 from labkit.parallel.parts.random_state import own_numbers
@@ -77,15 +77,20 @@ def put_together(masks: list[Masks], way: str) -> Masks:
     return whole
 
 
+def check_masks(world: World, way: str) -> list[Masks]:
+    runs, masks = zip(*world.run(trained, way), strict=True)
+    expected, _ = world.run(trained, "single", put_together(list(masks), way))[0]
+    check_runs(list(runs), expected)
+    return list(masks)
+
+
 @ways
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_single_process_with_the_ranks_masks_trains_to_the_same_weights(
     size: int, way: str
 ) -> None:
     with World(size, timeout_s=20) as world:
-        runs, masks = zip(*world.run(trained, way), strict=True)
-        expected, _ = world.run(trained, "single", put_together(list(masks), way))[0]
-    check_runs(list(runs), expected)
+        masks = check_masks(world, way)
     dropped = torch.cat([mask.flatten() for one in masks[0].values() for mask in one])
     assert abs(dropped.double().mean() - 0.8) < 0.01
 
@@ -102,7 +107,7 @@ def test_recompute_draws_the_same_masks(world2: World, way: str, what: Any) -> N
 
 
 def test_dropout_of_replicas_alone_is_that_of_a_single_process(world2: World) -> None:
-    """Nothing else draws, so the seed gives the masks of one process; with one rank, in any case."""
+    """Nothing else draws, so a seed gives the masks of one process; with one rank, always."""
 
     def only_replicas(model: nn.Module, comm: Comm) -> nn.Module:
         for block in model.blocks:  # type: ignore[union-attr]

@@ -129,7 +129,7 @@ def norm_of_pieces(
 def _norms(
     pieces: list[torch.Tensor], p: float, factor: float | torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """In float32 or better, where 16 bits would round to 3 digits; then wide: no power overflows."""
+    """In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows."""
     return [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
         * (1.0 if factor is None or x.dtype not in LOW else factor)

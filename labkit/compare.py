@@ -13,8 +13,9 @@ import torch
 from rich import box
 from rich.table import Table
 
+from labkit.models import GPT
 from labkit.parallel.footprint import Footprint
-from labkit.recipes import RECIPES, recipe
+from labkit.recipes import RECIPES, Recipe, recipe
 from labkit.recording import record
 from labkit.trace import Trace
 from labkit.trace.folder import add_about
@@ -57,8 +58,9 @@ def compare(
         out: every strategy's recorded run becomes a folder in this one.
     """
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
-    chosen = [recipe(name) for name in names if name != "single"]
     check_size(ranks)
+    chosen = [recipe(name) for name in names if name != "single"]
+    chosen = _fitting(chosen, task, ranks, asked=bool(strategies))
     on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
@@ -70,6 +72,22 @@ def compare(
             reports, trace = _recorded(world, one.name, task, out)
             results.append(_judge(reports, oracle, task, trace))
     return results
+
+
+def _fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
+    """Those that can train the task's model on so many ranks; that others are left out is said, or
+    raised as ValueError where they were asked for."""
+    with torch.device("meta"):
+        model = GPT.preset(task.model)
+    fitting = []
+    for one in chosen:
+        if not (why := one.unfit(model, task.length, ranks)):
+            fitting.append(one)
+        elif asked:
+            raise ValueError(f"{one.name}: {why}; choose other --ranks, or another --model")
+        else:
+            print(f"{one.name} is left out: {why}")
+    return fitting
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:

@@ -4,30 +4,62 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.data import Batch
+from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
+from labkit.parallel.context import context_parallel
 from labkit.parallel.footprint import Footprint
+from labkit.parallel.parts import tensor_footprint
+from labkit.parallel.parts.zigzag import sequence_shard
+from labkit.parallel.tensor import tensor_parallel
+from labkit.predict.context import ring_attention_bytes
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
 
 
+def rows(batch: Batch, comm: Comm) -> Batch:
+    """What data parallelism gives a rank: some of the rows."""
+    return batch.slice(comm.rank, comm.size)
+
+
+def everything(batch: Batch, comm: Comm) -> Batch:
+    """What tensor parallelism gives a rank: all that the others have, too."""
+    return batch
+
+
+def positions(batch: Batch, comm: Comm) -> Batch:
+    """What context parallelism gives a rank: of every row, a part."""
+    x, y = sequence_shard(batch.x, comm), sequence_shard(batch.y, comm)
+    return replace(batch, x=x, y=y, ranks=batch.ranks * comm.size)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """`build(module, comm, lr)` gives the wrapped model and its optimizer;
-    `predict(module, size)` its bytes. `shown`: stands for its family where one is enough."""
+    """`build(module, comm, lr)` gives the wrapped model and its optimizer, `share(batch, comm)`
+    what this rank gets of a global batch; `predict(module, size)` its bytes, with the tokens of the
+    batch as a third argument where not all of them are rows of its own. `shown`: stands for its
+    family where one is enough; `unfit(model, length, ranks)` says why it cannot train this
+    model on so many ranks, or nothing."""
 
     name: str
     family: str
     build: Build
-    predict: Callable[[nn.Module, int], Footprint]
+    predict: Callable[..., Footprint]
+    share: Callable[[Batch, Comm], Batch] = rows
     shown: bool = True
     one_rank: bool = False
+    unfit: Callable[[GPT, int, int], str] = lambda model, length, ranks: ""
+
+    def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
+        """Predicted bytes of a rank, in a step on a global batch of so many tokens."""
+        return self.predict(module, size, *([] if self.share is rows else [tokens]))
 
 
 def _replicated(strategy: type[Single] | type[NaiveDDP] | type[DDP]) -> Build:
@@ -54,6 +86,50 @@ def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def _tensor(sequence: bool) -> Build:
+    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        tensor_parallel(module, comm, sequence=sequence)
+        return module, torch.optim.AdamW(module.parameters(), lr=lr)
+
+    return build
+
+
+def _heads(model: GPT, length: int, ranks: int) -> str:
+    return f"{model.heads} heads do not divide over {ranks} ranks" if model.heads % ranks else ""
+
+
+def _chunks(model: GPT, length: int, ranks: int) -> str:
+    return f"{length} tokens are not {2 * ranks} equal chunks" if length % (2 * ranks) else ""
+
+
+def _both(model: GPT, length: int, ranks: int) -> str:
+    uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
+    return _heads(model, length, ranks) or uneven
+
+
+def _of_tensor(sequence: bool) -> Callable[..., Footprint]:
+    return partial(tensor_footprint.footprint, sequence=sequence)
+
+
+def _context(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = DDP(context_parallel(module, comm), comm)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
+    """That of DDP, and the blocks of k and v that go around the ring in every layer."""
+    weights, first = DDP.predict(module, size), module.blocks[0].attn
+    item_bytes = first.k.weight.element_size()
+    ring_bytes = sum(
+        ring_attention_bytes(
+            tokens, 1, module.kv_heads, first.head_width, size, item_bytes, backward
+        )
+        for backward in (False, True)
+    )
+    return replace(weights, bus_bytes=weights.bus_bytes + module.depth * ring_bytes)
+
+
+TENSOR = "tensor parallel"
 RECIPES = {
     recipe.name: recipe
     for recipe in [
@@ -64,6 +140,9 @@ RECIPES = {
         Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
         Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
         Recipe("zero-3", "ZeRO", _zero_3, ZeRO3.predict),
+        Recipe("tensor", TENSOR, _tensor(False), _of_tensor(False), everything, unfit=_heads),
+        Recipe("sequence", TENSOR, _tensor(True), _of_tensor(True), everything, unfit=_both),
+        Recipe("context", "context parallel", _context, _of_context, positions, unfit=_chunks),
     ]
 }
 

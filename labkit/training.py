@@ -4,6 +4,7 @@ it reports: the run that `labkit compare` and `labkit run` do for every strategy
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from labkit.data import Text, loss
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.footprint import Footprint, held
+from labkit.parallel.parts.whole import full_state_dict
 from labkit.recipes import recipe
 from labkit.recording import metric
 from labkit.world import attach, progress
@@ -75,12 +77,12 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
     chosen = recipe(strategy)
     text = Text(task.text, tokens="bpe")
     model = build_model(task, text.vocab).to(me.device)
-    predicted = chosen.predict(model, comm.size)
+    predicted = chosen.footprint(model, comm.size, task.rows * task.length)
     wrapped, optimizer = chosen.build(model, comm, task.lr)
 
     def one_step(step: int) -> float:
         batch = text.batch(step, task.rows, task.length, task.seed)
-        batch = batch.slice(comm.rank, comm.size).to(me.device)
+        batch = chosen.share(batch, comm).to(me.device)
         optimizer.zero_grad()
         value = loss(wrapped(batch.x), batch)
         value.backward()
@@ -97,7 +99,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
         sent_bytes += sum(event.bus_bytes for event in events)
     weights: dict[str, Any] = {}
     if keep_weights:
-        whole = getattr(wrapped, "full_state_dict", model.state_dict)  # a sharder puts it together
+        whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
         weights = {name: x.detach().cpu() for name, x in whole().items()}
     return Report(
         strategy, comm.rank, comm.size, losses, median(seconds), predicted,

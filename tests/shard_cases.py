@@ -9,6 +9,7 @@ Every parameter has the name that it has whole; those that are cut have a mark (
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,33 +170,33 @@ def joined(x: Tensor, shard: Shard | None) -> Tensor:
     return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole)
 
 
-def replicated(wrap: Any) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-        return wrap(module, comm), torch.optim.AdamW(module.parameters(), lr)
-
-    return build
+Build = Callable[[nn.Module, Comm, Any], tuple[nn.Module, Any]]
 
 
-def sharded(stage: int) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+def replicated(wrap: Any) -> Build:
+    return lambda module, comm, make: (wrap(module, comm), make(module.parameters()))
+
+
+def sharded(stage: int) -> Build:
+    def build(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
         optimizer = ZeroOptimizer(
-            module.parameters(), torch.optim.AdamW, stage, comm, bucket_mb=0.0005, lr=lr
+            module.parameters(), make.func, stage, comm, bucket_mb=0.0005, **make.keywords
         )
         return module, optimizer
 
     return build
 
 
-def zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+def zero_3(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
     model = ZeRO3(module, comm, persist_below=10)
-    return model, torch.optim.AdamW(model.parameters(), lr)
+    return model, make(model.parameters())
 
 
-def masters(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-    return DDP(module, comm), MasterWeights(module.parameters(), torch.optim.AdamW, lr=lr)
+def masters(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
+    return DDP(module, comm), MasterWeights(module.parameters(), make.func, **make.keywords)
 
 
-STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
+STRATEGIES: dict[str, Build] = {
     "plain": replicated(lambda module, comm: module),
     "ddp": replicated(DDP),
     "zero-1": sharded(stage=1),
@@ -203,6 +204,7 @@ STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]]
     "zero-3": zero_3,
     "masters": masters,
 }
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
@@ -214,13 +216,29 @@ def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
     return F.cross_entropy(model(tokens), targets)
 
 
+def train(model: nn.Module, optimizer: Any, dp: Comm | None, steps: range) -> list[float]:
+    """The global losses of some steps; a step's batch is the same in any layout."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step, dp)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if dp is not None:
+            dp.all_reduce(total, "mean")
+        losses.append(total.item())
+    return losses
+
+
 def built(
-    strategy: str, mesh: Mesh, seed: int = 0, lr: float = 1e-2, dtype: torch.dtype = torch.float64
+    strategy: str, mesh: Mesh, make: Any = ADAM, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, Any]:
-    return STRATEGIES[strategy](cut(fresh(seed, dtype), mesh.tp), mesh.dp, lr)
+    """A cut model under a strategy, and its optimizer; `make` is a partial of a torch optimizer."""
+    return STRATEGIES[strategy](cut(fresh(seed, dtype), mesh.tp), mesh.dp, make)
 
 
-def alone(seed: int = 0, lr: float = 1e-2) -> tuple[Model, torch.optim.Optimizer]:
+def alone(make: Any = ADAM, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
     """The same in one process."""
     model = fresh(seed)
-    return model, torch.optim.AdamW(model.parameters(), lr)
+    return model, make(model.parameters())

@@ -92,8 +92,25 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
     gradients = Fp32Gradients([p])
     p.sum().backward()
     gradients.hand_over()
-    with pytest.raises(RuntimeError, match="call optimizer.zero_grad\\(\\) after each step"):
+    told = r"call optimizer.zero_grad\(\) after each step, not with set_to_none=False"
+    with pytest.raises(RuntimeError, match=told):
         p.sum().backward()
+    torch.optim.SGD([p]).zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=told):
+        p.sum().backward()
+
+
+def test_a_parameter_given_twice_counts_once() -> None:
+    p = nn.Parameter(torch.ones(2))
+    gradients = Fp32Gradients([p, p])
+    (3 * p).sum().backward()
+    gradients.hand_over()
+    assert p.grad is not None and p.grad.tolist() == [3.0, 3.0]
+
+
+def test_gradients_of_more_digits_are_refused() -> None:
+    with pytest.raises(ValueError, match="would round gradients of torch.float64"):
+        Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
 
 
 def test_nothing_to_train_is_an_error_and_removed_it_lets_gradients_be() -> None:
@@ -112,6 +129,11 @@ def refusals() -> None:
     row = torch.ones(1, 2).bfloat16()
     with pytest.raises(ValueError, match="DDP sends these gradients as they come; with DDP run"):
         ddp(row).sum().backward()
+    ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
+    gradients = Fp32Gradients(ddp.parameters())
+    told = "nobody averages over the 2 ranks of DDP.*give its comm"
+    with ddp.no_sync(), pytest.raises(ValueError, match=told):
+        ddp(row).sum().backward()
     layer = nn.Linear(2, 1).bfloat16()
     zero = ZeroOptimizer(layer.parameters(), torch.optim.SGD, stage=1, lr=0.1)
     gradients = Fp32Gradients(layer.parameters())
@@ -122,6 +144,25 @@ def refusals() -> None:
 
 def test_a_strategy_that_sends_gradients_as_they_come_is_an_error(world2: World) -> None:
     world2.run(refusals)
+
+
+def where_rank_1_has_no_micro_batch() -> list[list[float]]:
+    me = attach()
+    p = nn.Parameter(torch.ones(2, device=me.device))
+    gradients, found = Fp32Gradients([p], me.comm), []
+    for step in range(2):
+        if me.rank == 0 or step == 0:
+            (2 * p).sum().backward()
+        gradients.hand_over()
+        assert p.grad is not None
+        found.append(p.grad.tolist())
+        p.grad = None
+    return found
+
+
+def test_a_rank_without_micro_batches_adds_nothing(world2: World) -> None:
+    """Nor what it handed over the step before."""
+    assert world2.run(where_rank_1_has_no_micro_batch) == [[[2.0, 2.0], [1.0, 1.0]]] * 2
 
 
 def with_ddp() -> tuple[list[float], int]:

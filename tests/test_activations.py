@@ -73,6 +73,19 @@ def test_saving_is_forgotten_afterwards():
     assert not any(module._forward_pre_hooks for module in block.modules())
 
 
+def test_sparse_tensors_are_left_out():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("how", torch.eye(4).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.how * 2, x).exp()
+
+    (kept,) = saved_by(Mixed(), torch.randn(4, 3, requires_grad=True))
+    assert kept.nbytes == 4 * 3 * 4
+
+
 # ---- the search, on made-up blocks
 
 
@@ -189,6 +202,23 @@ def test_a_block_that_is_not_called_in_its_turn():
     loss_of(model).backward()
     with pytest.raises(ValueError, match="call zero_grad"):
         measure(model, lambda: loss_of(model))
+
+
+def test_frozen_blocks_have_no_backward():
+    model = gpt()
+    for part in (model.embed, model.blocks[0]):
+        part.requires_grad_(False)
+    costs = measure(model, lambda: loss_of(model), choices=["none", "full"])
+    assert costs.blocks[0]["none"].kept_bytes == 0 == costs.blocks[0]["full"].again_flops
+    chosen = choose_activations(model, lambda: loss_of(model), smallest_budget(costs))
+    assert recorded_peak(model) <= chosen.plan.peak_bytes
+
+
+def test_a_block_that_is_in_the_list_twice():
+    model = gpt()
+    model.blocks.append(model.blocks[0])
+    with pytest.raises(ValueError, match=r"blocks \[0, 3\] are one module, a Block that forward"):
+        choose_activations(model, lambda: loss_of(model), 10**9)
 
 
 # ---- pictures

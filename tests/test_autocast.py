@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import GPT, MLP, autocast
-from labkit.precision.autocasting import check_low_type
+from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
 
 LOW = torch.bfloat16
@@ -75,6 +75,28 @@ OPS: dict[str, Callable[[], Any]] = {
     "addmm": lambda: torch.addmm(A, A, B),
     "baddbmm": lambda: torch.baddbmm(A.view(1, 4, 4), A.view(1, 4, 4), B.view(1, 4, 4)),
     "einsum": lambda: torch.einsum("ij,jk->ki", A, B),
+    "einsum ij->ji": lambda: torch.einsum("ij->ji", A),
+    "einsum ij->i": lambda: torch.einsum("ij->i", A),
+    "einsum ii->i": lambda: torch.einsum("ii->i", A),
+    "einsum ii": lambda: torch.einsum("ii", A),
+    "einsum ij,ij->ij": lambda: torch.einsum("ij,ij->ij", A, B),
+    "einsum i,j->ij": lambda: torch.einsum("i,j->ij", V, V),
+    "einsum ij,k->i": lambda: torch.einsum("ij,k->i", A, V),
+    "einsum ij,jk": lambda: torch.einsum("ij,jk", A, B),
+    "einsum ij, ij -> i": lambda: torch.einsum("ij, ij -> i", A, B),
+    "einsum i,i": lambda: torch.einsum("i,i", V, V),
+    "einsum ...j,j->...": lambda: torch.einsum("...j,j->...", A, V),
+    "einsum ij,jk,kl->il": lambda: torch.einsum("ij,jk,kl->il", A, B, A),
+    "einsum by numbers": lambda: torch.einsum(A, [0, 1], B, [0, 1], [0, 1]),
+    "linalg.matmul": lambda: torch.linalg.matmul(A, B),
+    "inner": lambda: torch.inner(A, B),
+    "inner of vectors": lambda: torch.inner(V, V),
+    "inner with a number": lambda: torch.inner(V, V[0]),
+    "pad, reflect": lambda: F.pad(A.bfloat16().view(1, 4, 4), (1, 1), mode="reflect"),
+    "pad, replicate": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="replicate"),
+    "pad, circular": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="circular"),
+    "pad": lambda: F.pad(A.bfloat16(), (1, 1)),
+    "pairwise_distance": lambda: F.pairwise_distance(A.bfloat16(), B.bfloat16()),
     "tensordot": lambda: torch.tensordot(A, B, dims=1),
     "linear": lambda: F.linear(A, B, V),
     "conv2d": lambda: F.conv2d(IMAGE, IMAGE.view(4, 2, 3, 3)),
@@ -135,7 +157,9 @@ def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) ->
         for name in aten
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
     }
-    made_of_others = OF_PRODUCTS | {"tensordot", "cross_entropy_loss", "nll_loss_nd", "linalg_norm"}
+    made_of_others = OF_PRODUCTS | {
+        "tensordot", "cross_entropy_loss", "nll_loss_nd", "linalg_norm", "pairwise_distance"
+    }  # fmt: skip
     assert registered - named_in(policy) == set()
     assert named_in(policy) - registered - made_of_others == set()
     lists = [policy.low, policy.fp32, policy.promote, policy.refused]
@@ -155,7 +179,7 @@ def torchs_for_cuda(dtype: torch.dtype) -> Iterator[None]:
 
 
 GIVEN = ("A", "B", "V", "IMAGE", "CLASSES")
-NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft"}
+NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft", "inner with a number"}
 
 
 @pytest.mark.slow  # fake tensors take seconds to import
@@ -236,6 +260,14 @@ def test_a_function_can_be_a_region() -> None:
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
+def test_a_region_can_be_entered_again_also_inside_itself() -> None:
+    region = autocast(LOW)
+    for _ in range(2):
+        assert types_of_products(region, autocast(enabled=False), region) == [
+            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
+        ]  # fmt: skip
+
+
 # ---- casts of weights
 
 
@@ -292,7 +324,25 @@ def test_a_weight_that_was_written_to_is_cast_anew() -> None:
         assert before.any() and not (B @ w).any()
 
 
+def test_in_a_long_region_a_weight_has_one_copy() -> None:
+    """As where the region is around the training loop: steps write to the weights."""
+    w = nn.Parameter(A.clone())
+    with autocast(LOW):
+        for _ in range(3):
+            B @ w
+            with torch.no_grad():
+                w.mul_(2)
+        (region,) = _open_regions()
+        assert len(region.casts) == 1
+
+
 # ---- what cannot be
+
+
+@pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
+def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"first: autocast\(torch.bfloat16, '{given[0]}'\)"):
+        autocast(*given)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 the test's own, so that no time is measured. On a GPU: a stream of its own.
 """
 
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -103,6 +105,24 @@ def test_what_is_read_too_early_is_what_was_there():
     bus.go.set()
     arrival.wait()
     assert arrival.done() and target.sum() == 100
+
+
+def test_a_failed_copy_tells_each_who_waits():
+    bus = HeldBus()
+    bus.go.wait = lambda _: False  # type: ignore[method-assign, assignment]
+    arrival = bus.copy(torch.zeros(1), torch.ones(1))
+    with pytest.raises(AssertionError):
+        arrival.wait()
+    with pytest.raises(RuntimeError, match="this copy failed"):
+        arrival.wait()
+    assert arrival.done()
+
+
+@pytest.mark.slow
+def test_a_copy_that_nobody_waits_for_does_not_keep_the_process_alive():
+    program = "import torch; from labkit.memory.bus import Bus; x = torch.zeros(1000); "
+    program += "Bus(gbps=8e-6, latency_us=1e9).copy(x, x.clone())"  # a thousand seconds
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_copy_that_is_over_keeps_no_tensor_alive():

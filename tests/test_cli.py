@@ -60,6 +60,17 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
         assert trace.complete and broken_laws(trace) == []
         assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
     assert "Warning" not in done.stderr
+    assert "tensor is left out: 4 heads do not divide over 3 ranks" in done.stdout
+
+
+@pytest.mark.slow
+def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Path) -> None:
+    """Weights, bytes held and bytes sent of tensor, sequence and context parallelism."""
+    names = ["tensor", "sequence", "context"]
+    args = ["compare", *names, *TINY, "--ranks", "2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert "All equal" in done.output and all(f" {name} " in done.output for name in names)
 
 
 @pytest.mark.slow
@@ -159,6 +170,8 @@ def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
         (["compare", "--dtype", "int8"], "float64"),
         (["compare", "--text", "nowhere.txt"], "nowhere.txt"),
         (["compare", "--ranks", "100000"], "too many"),
+        (["compare", "tensor", "--ranks", "5"], "12 heads do not divide over 5 ranks"),
+        (["compare", "context", "--ranks", "3"], "64 tokens are not 6 equal chunks"),
         (["run", "single", "--ranks", "2"], "single trains in one process"),
         (["bench", "everything"], "world, door, data-parallel"),
         (["doctor", "--ranks", "2"], "--ranks goes with --cluster"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import DDP, Comm, World
+from labkit import DDP, Comm, MasterWeights, World
 from labkit.parallel.parts.clipping import clip_grad_norm, norm_of_pieces
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
@@ -61,6 +61,18 @@ def test_an_optimizer_may_be_given_instead() -> None:
     expected, gradients = right(2.0, 0.1)
     assert torch.equal(norm, expected)
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients))  # type: ignore[arg-type]
+
+
+def test_the_norm_of_16_bit_gradients_of_masters_is_not_rounded() -> None:
+    """bf16 knows 5472 and 5504, and nothing between."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    p.grad = torch.tensor([5472.0, 250.0, 0.0], dtype=torch.bfloat16)
+    exact = p.grad.float().norm()
+    optimizer = MasterWeights([p], torch.optim.SGD, lr=1.0)
+    norm = clip_grad_norm(optimizer, 5472.0)
+    assert norm.dtype == torch.float32 and equal(norm, exact.double(), 1e-6)
+    clip_grad_norm(optimizer, 1.0)
+    assert p.grad.float().norm().item() == pytest.approx(1.0, rel=2**-8)
 
 
 class Pieces:

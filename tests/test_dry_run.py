@@ -10,6 +10,7 @@ from torch import nn
 from labkit import DDP, GPT, Batch, Comm, RankError, World, dry_run, loss, record, replay
 from labkit.clusters import cluster
 from labkit.recipes import RECIPES
+from labkit.recipes import rows as rows_of
 from labkit.trace import Trace
 from labkit.trace.measures import peak_memory
 
@@ -19,10 +20,13 @@ RANKS = 3
 def train(strategy: str = "ddp", steps: int = 3, rows: int = 2, dtype: str = "float32") -> None:
     torch.manual_seed(0)
     model = GPT.preset("tiny").to(getattr(torch, dtype))
-    wrapped, optimizer = RECIPES[strategy].build(model, Comm(), 1e-3)
+    recipe, comm = RECIPES[strategy], Comm()
+    wrapped, optimizer = recipe.build(model, comm, 1e-3)
     for _ in range(steps):
         x = torch.randint(0, 256, (rows, 16))
         batch = Batch(x, x, x.numel())
+        if recipe.share is not rows_of:  # as many rows on each rank
+            batch = recipe.share(batch, comm)
         optimizer.zero_grad()
         loss(wrapped(batch.x), batch).backward()
         optimizer.step()
@@ -50,7 +54,7 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("strategy", RECIPES)
 def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""
-    size = 1 if RECIPES[strategy].one_rank else RANKS
+    size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
     with World(size, backend="gloo") as world, record(detail_step=1) as real:
         world.run(train, strategy)
     dry = dry_run(train, strategy, ranks=size, as_on="cpu")

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from labkit import predict, record
 from labkit.memory import flash_attention
 from labkit.memory.flash_attention import FlashAttention, flash
 from labkit.models import GPT, PlainAttention
+from labkit.precision.autocasting import autocast
 from labkit.trace import CATEGORIES
 
 ACTIVATIONS, OTHER = CATEGORIES.index("activations"), CATEGORIES.index("other")
@@ -54,6 +56,32 @@ def test_values_and_gradients_are_torchs(
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_two_byte_types_are_off_by_rounding_only(dtype: torch.dtype, limit: float) -> None:
     assert off(some(4, 2, 100, 100, dtype), True, 32) < limit
+
+
+@pytest.mark.parametrize("region", [partial(torch.autocast, "cpu"), autocast])
+def test_autocast_rounds_nothing_on_the_way(region: Callable[..., Any]) -> None:
+    given = some(4, 2, 100, 100, torch.bfloat16)
+    without = flash(*given)
+    dout = torch.randn_like(without)
+    with region(dtype=torch.bfloat16):
+        inside = flash(*given)
+        its = torch.autograd.grad(inside, given, dout)
+    assert torch.equal(inside, without)
+    assert all(map(torch.equal, its, torch.autograd.grad(without, given, dout)))
+
+
+def test_without_keys_the_result_is_zero_as_torchs() -> None:
+    given = some(4, 2, 5, 0)
+    out = flash(*given)
+    (dq,) = torch.autograd.grad(out.sum(), given[:1])
+    expected = F.scaled_dot_product_attention(*given, enable_gqa=True)
+    assert torch.equal(out, expected) and not dq.any()
+
+
+def test_shapes_alone_can_be_computed() -> None:
+    given = [x.detach().to("meta").requires_grad_() for x in some(4, 2, 9, 9)]
+    out = flash(*given, tile=4)
+    assert out.shape == given[0].shape and torch.autograd.grad(out.sum(), given)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -2,14 +2,17 @@
 learns what it learns in bf16."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
+from labkit.memory.recompute import recompute
 from labkit.precision import fp8
 from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
 
@@ -67,6 +70,28 @@ def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(
     assert x8.float().tolist() == [most, -most]
 
 
+def test_amax_is_of_magnitudes() -> None:
+    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
+    assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype) -> None:
+    tiny = torch.tensor([2.0**-125])
+    x8, scale = Scaled(dtype)(tiny)
+    assert scale == 2.0**126 and 1 / scale > 0, "beyond, it would be inf"
+    assert x8.float() / scale == tiny
+
+
+def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32() -> None:
+    layer = Fp8Linear(nn.Linear(2, 2), history=2)
+    layer.cast_g(torch.tensor([1e6]))  # fp16 ends at 65504
+    layer.half()
+    assert layer.weight.dtype == torch.float16
+    assert layer.cast_g.amaxes.tolist() == [1e6, 0.0]
+    assert layer.to("meta").cast_g.amaxes.is_meta
+
+
 def test_evaluation_leaves_the_history_as_it_is() -> None:
     cast = Scaled(E4M3, history=2).eval()
     cast(torch.tensor([3.0]))
@@ -120,13 +145,67 @@ def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
     assert sum(t.nbytes for t in kept if t.numel() > 1) == 5 * 24 + 7 * 24
 
 
-def test_it_is_not_cast_by_autocast_once_more() -> None:
+def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
     _, ours = pair(24, 7)
+    ours.bias = None
     x = torch.randn(5, 24)
     right = ours(x)
     for region in (autocast(), torch.autocast("cpu", torch.bfloat16)):
         with region:
-            assert torch.equal(ours(x), right)
+            assert alike(ours(x), right.bfloat16()), "of the type that a linear gives there"
+            assert ours(x.double()).dtype == torch.float64, "which none casts"
+            with autocast(enabled=False), torch.autocast("cpu", enabled=False):
+                assert alike(ours(x), right)
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_activations_and_weights_have_the_digits_of_e4m3() -> None:
+    """1.125 is a number of e4m3, and lies in the middle of two of e5m2."""
+    layer = Fp8Linear(nn.Linear(1, 1, bias=False))
+    for x, w in ((1.125, 1.0), (1.0, 1.125)):
+        nn.init.constant_(layer.weight, w)
+        assert layer(torch.tensor([[x]])).item() == 1.125
+
+
+def layer_gradient(history: int, again: Callable[..., Any] | None) -> Tensor | None:
+    _, layer = pair(16, 16, history=history)
+    layer(torch.randn(4, 16))
+    x = (20 * torch.randn(4, 16)).requires_grad_()
+    y = again(layer, x) if again else layer(x)
+    y.square().sum().backward()
+    return layer.weight.grad
+
+
+@pytest.mark.parametrize("again", [recompute, partial(checkpoint, use_reentrant=False)])
+def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[..., Any]) -> None:
+    """It would be scaled by the calls since, and gradients were those of another forward."""
+    right, found = layer_gradient(0, None), layer_gradient(0, again)
+    assert right is not None and found is not None and torch.equal(right, found)
+    with pytest.raises(ValueError, match=r"runs this layer's forward once more \(recompute\)"):
+        layer_gradient(1, again)
+
+
+def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    product = fp8.fp8_product
+    monkeypatch.setattr(fp8, "fp8_product", lambda *given: (made.append(1), product(*given))[1])
+    _, layer = pair(3, 3)
+    layer(torch.ones(1, 3)).sum().backward()
+    assert len(made) == 2, "forward and dw: nobody wants dx"
+    layer.weight.requires_grad_(False)
+    layer(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    assert len(made) == 4, "forward and dx"
+
+
+def test_a_second_derivative_is_refused() -> None:
+    _, layer = pair(3, 3)
+    x = torch.ones(1, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])
@@ -210,6 +289,23 @@ def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> N
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert model.state_dict().keys() == state, "checkpoints stay as they are"
     assert "simulated" in repr(model.blocks[0].mlp.up)  # type: ignore[union-attr]
+
+
+def test_a_layer_with_two_names_stays_one() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(3, 3)})
+    model["other"] = model["one"]
+    model.eval()
+    assert use_fp8(model) == ["one", "other"]
+    assert isinstance(model["one"], Fp8Linear) and model["one"] is model["other"]
+    assert not model["one"].training and not model["one"].cast_x.training  # type: ignore[union-attr]
+
+
+def test_a_layer_with_hooks_is_refused() -> None:
+    model = MLP([3, 3, 3])
+    linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
+    linear.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="has hooks, which an Fp8Linear in its place would not"):
+        use_fp8(model)
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from labkit import DDP, GPT, MasterWeights, dry_run
 from labkit.parallel.footprint import held
+from labkit.precision import master as master_weights
 from labkit.trace import CATEGORIES, Trace
 
 PARAMETERS, GRADIENTS, OPTIMIZER = range(3)
@@ -49,6 +50,30 @@ def test_the_masters_are_those_of_fp32_training_with_the_same_gradients() -> Non
         assert piece.name == name and torch.equal(piece.tensor.float(), q)
         assert torch.equal(low.get_parameter(name), q.to(torch.bfloat16))
         assert (piece.optimizer is None) == (not q.requires_grad)
+
+
+def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter a chunk of its own: all are stepped on, once, and no fp32 gradient stays."""
+    monkeypatch.setattr(master_weights, "CHUNK_BYTES", 1)
+    test_the_masters_are_those_of_fp32_training_with_the_same_gradients()
+    some = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = MasterWeights(some, torch.optim.SGD, lr=2.0**-12)
+    for p in some:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [x.tolist() for x in optimizer.state] == [[1 - 2.0**-12] * 2] * 3
+    assert all(x.grad is None for x in optimizer.state)
+
+
+def test_a_parameter_thawed_later_is_an_error_and_not_left_untrained() -> None:
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+    other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeights([frozen, other], torch.optim.SGD, lr=0.1)
+    other.grad = torch.ones_like(other)
+    optimizer.step()
+    frozen.requires_grad_().grad = torch.ones_like(frozen)
+    with pytest.raises(ValueError, match=r"1 parameters.*shape \[2\], were frozen when"):
+        optimizer.step()
 
 
 def test_a_model_in_fp32_is_stepped_on_itself() -> None:
@@ -108,11 +133,15 @@ def test_its_state_is_loaded_into_another_run() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     train(module, optimizer)
     other, resumed = start(1)
+    resumed.param_groups[0]["lr"] = 0.3
     resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == 0.1, "options are part of the state"
     train(other, resumed)
     assert torch.equal(module.weight, other.weight)
     optimizer.param_groups[0]["lr"] = 0.7  # as a scheduler does after the last step
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.7
+    with pytest.raises(ValueError, match="this state is of another model than this optimizer"):
+        MasterWeights(nn.Linear(2, 2).half().parameters(), torch.optim.Adam).load_state_dict(saved)
     with pytest.raises(ValueError, match="added later"):
         resumed.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 

@@ -4,12 +4,17 @@ measured. Times are given, none is measured.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
 from torch import nn
 
 from labkit import plot
+from labkit.bench import show_stored
+from labkit.bench.precision_found import Sizes, Steps
 from labkit.bench.transfers import (
     TransferTimes,
     bench_transfers,
@@ -23,6 +28,7 @@ from labkit.memory.bus import Bus
 from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
+from labkit.plot.style import OTHER_OPERATIONS
 
 ABOUT = {"device": "a device", "torch": "2.11", "date": "2026-01-01", "paced_gbps": 16.0}
 
@@ -111,6 +117,39 @@ def test_the_picture_of_loads_has_two_lanes_for_each_run():
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert any("holds 0 MB" in text for text in texts) and "run_pipelined" in texts
     assert "paced to 0.1 Gbit/s" in figure.axes[0].get_title(loc="left")
+
+
+def test_the_bus_has_one_colour_in_every_run():
+    waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
+    figure = plot.loading({"one": run_pipelined(waiting, x), "other": run_in_place(waiting, x)})
+    bars = [bar for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
+    on_bus = {bar.get_facecolor() for bar in bars if bar.get_y() % 3 < 1.3}
+    assert on_bus <= {to_rgba(colour) for colour in OTHER_OPERATIONS}, "brown, two shades of it"
+
+
+def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
+    found: TransferTimes, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    for what in ("precision", "transfers"):
+        show_stored(what, tmp_path)
+        assert f"`labkit bench {what}` measures this one" in capsys.readouterr().out
+    found.save(tmp_path / "transfers-there.json")
+    sizes = Sizes(vocab=8, width=8, depth=1, heads=1, length=8, rows=1)
+    steps = {"fp32": [2.0, 2.0], "bf16": [1.0, 1.0]}
+    Steps({"device": "a device"}, sizes, steps, dict.fromkeys(steps, 10**6)).save(
+        tmp_path / "precision-there.json"
+    )
+    for what in ("precision", "transfers"):
+        show_stored(what, tmp_path)
+    times = shown[0].axes[0]
+    assert [label.get_text() for label in times.get_yticklabels()] == ["bf16", "fp32"]
+    assert [bar.get_width() for bar in times.patches] == [1000, 2000]
+    assert len(shown) == 2 and capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="choose one of precision, transfers"):
+        show_stored("speed")
 
 
 def test_nothing_to_draw_is_refused():

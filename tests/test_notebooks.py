@@ -64,6 +64,13 @@ def test_there_is_no_notebook_without_a_source():
     assert {path.stem for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*")]} == known
 
 
+@pytest.mark.parametrize("page", ["README.md", "notebooks/README.md"])
+@each_lab
+def test_every_lab_is_in_the_tables(source: Path, page: str):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert f"{source.stem}.ipynb)" in text and f"solutions/{source.stem}.ipynb)" in text
+
+
 # ---- the form of a lab (one sentence for each thing that is wrong)
 
 

@@ -2,6 +2,7 @@
 once, and copies run beside computing. No clock: a bus that moves when it is told shows the order.
 """
 
+import copy
 import gc
 
 import pytest
@@ -86,6 +87,20 @@ def test_it_goes_with_recomputation_and_for_parts_of_a_model():
     assert equal(gradients(model), without())
 
 
+def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
+    model = gpt()
+    offload = offload_activations(model, smallest_bytes=0)
+    edit = Choices(model, "offload", offload=offload)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    value_of(twin).backward()
+    assert offload.moved_bytes > 0 and equal(gradients(twin), without())
+    edit.remove()
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
 def test_what_finds_no_room_stays():
     model = gpt()
     offload = offload_activations(model, smallest_bytes=0, host_bytes=20_000)
@@ -119,6 +134,23 @@ def test_a_view_comes_back_as_it_was():
     right = 2 * x.detach()
     right[1:, ::2] += x.detach()[1:, ::2].cos()
     assert torch.equal(x.grad, right)
+
+
+def complex_gradients(context: object) -> list[torch.Tensor]:
+    """Of functions that save x.conj() and a view with its sign turned: the memory is that of x."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.complex64, generator=numbers).requires_grad_()
+    with context:  # type: ignore[attr-defined]
+        kept = (x.mH @ x).real.square().sum() + (x._neg_view() * x).real.sum()
+        value = kept + x.conj().imag.square().sum()  # both: turned, and of a complex memory
+    value.backward()
+    return [x.grad]
+
+
+def test_what_is_conjugated_or_turned_comes_back_so():
+    offload = offload_activations(nn.Linear(1, 1), smallest_bytes=0, in_flight=1)
+    assert equal(complex_gradients(offload), complex_gradients(torch.enable_grad()))
+    assert offload.moved_bytes > 0
 
 
 def test_memory_on_the_device_is_bounded():
@@ -246,6 +278,39 @@ def test_a_change_in_place_is_found():
         x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("stays", [{"smallest_bytes": 10**9}, {"host_bytes": 0}])
+def test_a_change_of_what_stays_is_found(stays: dict[str, int]):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    with offload_activations(model, **{"smallest_bytes": 0, **stays}):
+        small = x.exp()
+        value = (small * 1).sum()
+        of_weight = model(x).sum()
+    with torch.no_grad():
+        small.mul_(2)
+        model.weight.mul_(2)
+    for one in (value, of_weight):
+        with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
+            one.backward()
+
+
+def test_what_cannot_be_copied_leaves_no_memory_taken():
+    """Without Python's collector: an error must not keep what led to it alive."""
+
+    class Broken(Bus):
+        def _carry(self, *args: object) -> None:
+            raise OSError("broken")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    offload = offload_activations(model, smallest_bytes=0, in_flight=1, bus=Broken())
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="broken"), offload:
+            model(torch.randn(8, 8))
+        assert offload.host.used_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_arguments_that_cannot_be():

@@ -1,6 +1,8 @@
 """Offload with a deliberate fault: each must turn a proof of test_offload.py red."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,11 +47,25 @@ def forgets_the_stride(unbroken: Callable[..., Any]) -> Callable[..., Any]:
     def pack(self: Offload, x: torch.Tensor) -> Any:
         found = unbroken(self, x)
         if isinstance(found, Ticket):
-            stride = torch.empty(x.shape, device="meta").stride()
-            return Ticket(found.moved, found.dtype, found.shape, stride, found.offset)
+            return replace(found, stride=torch.empty(x.shape, device="meta").stride())
         return found
 
     return pack
+
+
+def forgets_the_conjugation(unbroken: Callable[..., Any]) -> Callable[..., Any]:
+    def pack(self: Offload, x: torch.Tensor) -> Any:
+        found = unbroken(self, x)
+        return replace(found, conj=False, neg=False) if isinstance(found, Ticket) else found
+
+    return pack
+
+
+def forgets_changes_of_what_stays(unbroken: Callable[..., Any]) -> Callable[..., Any]:
+    def unpack(self: Offload, kept: Any) -> torch.Tensor:
+        return unbroken(self, kept) if isinstance(kept, Ticket) else kept[0]
+
+    return unpack
 
 
 def leaves_before_the_copy_is_over(self: Moved) -> None:
@@ -69,10 +85,10 @@ tied: list[torch.Tensor] = []  # outputs whose graph holds them; no garbage coll
 def keeps_the_output_itself(unbroken: Callable[..., Any]) -> Callable[..., Any]:
     def pack(self: Offload, x: torch.Tensor) -> Any:
         found = unbroken(self, x)
-        if not isinstance(found, torch.Tensor):
+        if isinstance(found, Ticket):
             return found
         tied.append(x)
-        return x
+        return x, x._version
 
     return pack
 
@@ -105,6 +121,10 @@ FAULTS: list[tuple[type, str, Callable[..., Any], Callable[[], None]]] = [
      proofs.test_copies_run_ahead_in_both_directions),
     (Offload, "_pack", forgets_the_stride(Offload._pack),
      proofs.test_a_view_comes_back_as_it_was),
+    (Offload, "_pack", forgets_the_conjugation(Offload._pack),
+     proofs.test_what_is_conjugated_or_turned_comes_back_so),
+    (Offload, "_unpack", forgets_changes_of_what_stays(Offload._unpack),
+     partial(proofs.test_a_change_of_what_stays_is_found, {})),
     (Moved, "leave", leaves_before_the_copy_is_over,
      proofs.test_copies_run_ahead_in_both_directions),
     (Moved, "use", forgets_changes, proofs.test_a_change_in_place_is_found),

@@ -143,10 +143,17 @@ def not_all_needed(x: Tensor, y: Tensor) -> Any:
     return x.sin() @ y.detach() + y.exp().detach()
 
 
+def in_place_behind_a_product(x: Tensor, y: Tensor) -> Any:
+    """aten._unsafe_view hands out the product's memory under a count of its own."""
+    z = x.unsqueeze(0).expand(2, 4, 4) @ y
+    return z.mul_(2).exp() + z.sin()
+
+
 FUNCTIONS = {
     "several outputs": several_outputs,
     "used twice": used_twice,
     "in place inside": in_place_inside,
+    "in place behind a product": in_place_behind_a_product,
     "nested": nested,
     "backward inside": backward_inside,
     "not all needed": not_all_needed,
@@ -625,6 +632,26 @@ def test_a_result_that_a_policy_kept_and_the_user_changed_is_told() -> None:
         kept[0].add_(1)
     with pytest.raises(ValueError, match="aten.mm.default made was kept, and changed in place"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_three_dimensions_that_the_user_changed_is_told(bias: bool) -> None:
+    layer = nn.Linear(4, 4, bias=bias)
+
+    def hands_out(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = layer(x)
+        return h, h.sigmoid()
+
+    h, y = recompute(hands_out, torch.ones(2, 3, 4), policy=keep_products)
+    h += 1
+    with pytest.raises(ValueError, match="made was kept, and changed in place"):
+        (h.sum() + y.sum()).backward()
+
+
+def test_a_policy_goes_with_sparse_tensors() -> None:
+    x, one = leaf(), torch.eye(4).double().to_sparse()
+    recompute(lambda x: torch.sparse.mm(one, x).sin(), x, policy=keep_products).sum().backward()
+    assert torch.allclose(x.grad, x.cos())  # type: ignore[arg-type]
 
 
 def test_a_function_that_does_more_under_a_policy_is_told() -> None:

@@ -144,6 +144,10 @@ def keeps_what_is_written_over() -> Any:
     return patch.object(Kept, "_written", lambda self, x: None)
 
 
+def takes_shared_memory_for_new() -> Any:
+    return patch.object(policies, "_memories", lambda value: set())
+
+
 def edits_every_second_block() -> Any:
     blocks = edits.blocks_of
     return patch.object(edits, "blocks_of", lambda model: blocks(model)[::2])
@@ -197,6 +201,11 @@ FAULTS: list[tuple[Callable[[], Any], Callable[[], None]]] = [
     (a_policy_keeps_all, proofs.test_a_policy_keeps_its_results_and_no_more),
     (a_policy_keeps_nothing, proofs.test_one_backward_runs_it_once_more_and_a_policy_runs_less),
     (keeps_what_is_written_over, lambda: functions("in place inside", "keep all")),
+    (
+        takes_shared_memory_for_new,
+        lambda: proofs.test_a_product_of_three_dimensions_that_the_user_changed_is_told(False),
+    ),
+    (takes_shared_memory_for_new, lambda: functions("in place behind a product", "keep all")),
     (
         edits_every_second_block,
         proofs.test_one_backward_runs_it_once_more_and_a_policy_runs_less,

@@ -9,7 +9,7 @@ import torch
 from scaler_contract import check_as_torch
 from torch import nn
 
-from labkit import GradScaler, MasterWeights, clip_grad_norm, find_nonfinite
+from labkit import Fp8Linear, GradScaler, MasterWeights, clip_grad_norm, find_nonfinite
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,6 +112,45 @@ def test_a_factor_is_used_once() -> None:
         assert torch.equal(optimizer.owned(model)[1].tensor, before - 4)
 
 
+def test_a_factor_does_not_outlive_update() -> None:
+    """Unscaled and not stepped, as where a user looks at the norm and leaves the step out."""
+    model, x = linear(torch.float16)
+    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0), GradScaler(8.0)
+    scaler.scale(model(x).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert optimizer.gradient_factor is None
+    optimizer.zero_grad()
+    before = optimizer.owned(model)[1].tensor.clone()
+    model(x).float().sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.owned(model)[1].tensor, before - 4)
+
+
+def test_an_optimizer_without_gradients_does_not_hold_the_others_up() -> None:
+    model, x = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    idle = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scaler = GradScaler(init_scale=4.0, growth_interval=1)
+    for scale in (4.0, 8.0):
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum()).backward()
+        scaler.unscale_(idle)
+        scaler.step(optimizer)
+        with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
+            scaler.step(idle)
+        scaler.update()
+        assert scaler.get_scale() == 2 * scale
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(idle)
+    with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
+        scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()  # and the next step begins anew
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def test_fp16_gradients_of_another_optimizer_are_refused() -> None:
     model, x = linear(torch.float16)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
@@ -195,6 +234,7 @@ def test_clipping_before_unscaling_is_refused(by: str) -> None:
     ("options", "words"),
     [
         ({"init_scale": 0.0}, "scale=0.0: finite and more than 0"),
+        ({"init_scale": "cuda"}, "goes by the device of the gradients; leave it out"),
         ({"init_scale": -1.0}, "scale=-1.0: finite"),
         ({"init_scale": float("nan")}, "scale=nan: finite"),
         ({"init_scale": float("inf")}, "scale=inf: finite"),
@@ -340,6 +380,41 @@ def test_where_nan_begins_is_named() -> None:
     assert find_nonfinite(masked, x) is None
     masked.mask.fill_(torch.nan)  # type: ignore[operator,union-attr]
     assert "the buffer mask has 2 NaN" in (find_nonfinite(masked, x) or "")
+
+
+class Noted(nn.Module):
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return x + shift.nan_to_num()
+
+
+class Notes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Noted()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x, shift=x / 0)  # type: ignore[no-any-return]
+
+
+def test_keyword_arguments_of_modules_are_looked_at() -> None:
+    told = find_nonfinite(Notes(), torch.ones(2)) or ""
+    assert told.startswith("the input of part (Noted) has 2 inf")
+
+
+def test_looking_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), Fp8Linear(nn.Linear(3, 3), history=2))
+    before, draws = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
+    value = model[0](torch.randn(4, 3)).sum()
+    assert find_nonfinite(model, torch.randn(4, 3) * 1e3) is None
+    value.backward()
+    for name, x in model.named_buffers():
+        if not name.startswith("0."):
+            assert torch.equal(x, before[name]), name
+    assert int(model[0].num_batches_tracked) == 1, "of the one forward that was no look"
+    torch.set_rng_state(draws)
+    state = torch.get_rng_state()
+    find_nonfinite(nn.Dropout(), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- on a GPU ---

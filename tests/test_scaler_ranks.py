@@ -174,6 +174,22 @@ def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(pair: World) -> 
     assert pair.run(run) == [False, True]
 
 
+def test_a_scaler_made_before_there_were_ranks_decides_with_them(pair: World) -> None:
+    scaler = GradScaler()
+
+    def run() -> float:
+        model, x = model_and_loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(x).sum()).backward()
+        if Comm().rank == 1:
+            model.bias.grad[0] = torch.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert pair.run(run) == [32768.0, 32768.0]
+
+
 def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it(pair: World) -> None:
     def run() -> None:
         model, x = model_and_loss()

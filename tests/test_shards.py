@@ -163,9 +163,7 @@ def test_the_hand_cut_model_is_the_whole_one(trio: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_tensor_parallel_replicas_train_as_a_single_process(
-    world4: World, strategy: str
-) -> None:
+def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
     for found in world4.run(differences, strategy, {"dp": 2, "tp": 2}):
         assert max(found.values()) < AGREE, found
 

@@ -1,6 +1,7 @@
 """Symmetric memory: what the ranks of a world reduce where all can reach it."""
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,17 +62,70 @@ def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -
     assert world4.run(copied) == [((n - 1) * nbytes // n, (2 * n - 1) * nbytes // n)] * n
 
 
-def test_ranks_that_give_different_parts_are_told(world2: World) -> None:  # noqa: F811
-    def apart(which: str) -> None:
-        comm = Comm()
-        x = comm.symmetric_empty(50_000, like=torch.empty(0)).zero_()
-        other = {"elsewhere": x[20_000:40_000], "outside": torch.zeros(20_000)}[which]
-        comm.all_reduce(x[:20_000] if comm.rank else other)
+def different_parts() -> None:
+    """Those of rank 0 lie elsewhere, in such memory or not: all go through the slots."""
+    comm = Comm()
+    x = comm.symmetric_empty(500_000, like=torch.empty(0)).fill_(comm.rank)
+    for mine in (x[200_000:], torch.zeros(300_000)):
+        given = x[:300_000] if comm.rank else mine
+        comm.all_reduce(given)
+        assert given.eq(sum(range(comm.size))).all()
+        given.fill_(comm.rank)
+    comm.all_reduce(x)
+    assert x.eq(sum(range(comm.size))).all()
 
-    for which in ("elsewhere", "outside"):
-        with pytest.raises(RankError, match="different parts of the memory that they share"):
-            world2.run(apart, which)
+
+def test_ranks_may_give_different_parts(world4: World) -> None:  # noqa: F811
+    world4.run(different_parts)
+    world4.run(with_tiny_pieces)
+    world4.run(different_parts)
+
+
+def test_ranks_that_disagree_are_told(world2: World) -> None:  # noqa: F811
+    like = torch.empty(0)
+
+    def of_its_own_size() -> None:
+        Comm().symmetric_empty(50_000 * (1 + Comm().rank), like)
+
+    def of_its_own_type() -> None:
+        Comm().symmetric_empty(50_000, like.double() if Comm().rank else like)
+
+    def in_something_else() -> None:
+        comm = Comm()
+        comm.all_reduce(torch.zeros(50_000)) if comm.rank else comm.symmetric_empty(50_000, like)
+
+    for disagree in (of_its_own_size, of_its_own_type, in_something_else):
+        with pytest.raises(RankError, match="symmetric_empty"):
+            world2.run(disagree)
         world2.restart()
+    with pytest.raises(RankError, match="-5 elements; give 0 or more"):
+        world2.run(lambda: Comm().symmetric_empty(-5, torch.empty(0)))
+
+
+def test_without_checks_different_sizes_are_ordinary_tensors() -> None:
+    def each_its_own() -> int:
+        comm = Comm()
+        x = comm.symmetric_empty(100_000 * (1 + comm.rank), like=torch.empty(0)).fill_(1.0)
+        comm.all_reduce(x[:50_000])
+        return int(x[:50_000].sum())
+
+    with World(2, transport="shm", check=False) as world:
+        assert world.run(each_its_own) == [100_000, 100_000]
+
+
+def test_a_rank_that_dies_takes_the_others_along(world2: World) -> None:  # noqa: F811
+    def die() -> None:
+        comm = Comm()
+        x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(x)
+
+    with pytest.raises(RankError, match="rank 1 was killed"):
+        world2.run(die)
+    world2.restart()
+    assert not any("symmetric" in name for folder in in_shared_memory()
+                   for name in os.listdir(MEMORY / folder))  # fmt: skip
 
 
 def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F811
@@ -81,6 +135,8 @@ def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F
 
     def make_and_drop() -> tuple[int, int, int]:
         x = Comm().symmetric_empty(NUMEL, like=torch.empty(0))
+        small = [Comm().symmetric_empty(100, like=x) for _ in range(3)]  # not worth a mapping each
+        assert [len(one) for one in small] == [100] * 3
         view, before = x[5:].view(-1), mapped()
         del x
         during = mapped()
@@ -97,14 +153,14 @@ def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:  # noqa: F811
     def without_room() -> int:
-        comm, most = Comm(), symmetric.MOST_OF_WHAT_IS_FREE
+        comm, reserve = Comm(), symmetric.RESERVE_BYTES
         if who == "all" or comm.rank == 1:
-            symmetric.MOST_OF_WHAT_IS_FREE = -1.0
+            symmetric.RESERVE_BYTES = 1 << 60
         real, symmetric.Path.exists = symmetric.Path.exists, lambda path: False  # type: ignore
         try:
             x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(comm.rank)
         finally:
-            symmetric.MOST_OF_WHAT_IS_FREE, symmetric.Path.exists = most, real  # type: ignore
+            symmetric.RESERVE_BYTES, symmetric.Path.exists = reserve, real  # type: ignore
         with listen() as events:
             comm.all_reduce(x)
         assert x.eq(1).all()
@@ -138,8 +194,8 @@ def returns_before_the_others_have_written(self: Slots, ranks: Any, stage: int) 
         wait(self, ranks, stage)
 
 
-def takes_everything_for_equal(self: Slots) -> None:
-    pass
+def takes_everything_for_equal(self: Slots) -> bool:
+    return True
 
 
 def reads_its_own(
@@ -171,21 +227,10 @@ def late_writer() -> None:
             symmetric.Symmetric.write = real  # type: ignore[method-assign]
 
 
-def different_parts() -> None:
-    comm = Comm()
-    x = comm.symmetric_empty(50_000, like=torch.empty(0)).zero_()
-    part = x[:20_000] if comm.rank else x[20_000:40_000]
-    try:
-        comm.all_reduce(part)
-    except RuntimeError:
-        return
-    raise AssertionError("nobody was told")
-
-
 FAULTS: dict[Callable[..., Any], tuple[Any, str, Callable[[], Any]]] = {
     writes_only_its_own: (symmetric.Symmetric, "write", lambda: both("sum")),
     returns_before_the_others_have_written: (Slots, "wait", late_writer),
-    takes_everything_for_equal: (Slots, "check_places", different_parts),
+    takes_everything_for_equal: (Slots, "all_lie_likewise", different_parts),
     reads_its_own: (symmetric.Symmetric, "part", lambda: both("sum")),
 }
 

@@ -226,6 +226,17 @@ def test_what_is_gathered_is_freed_and_never_more_than_two_units(pair: World) ->
             assert shapes == [32] * 6 and not whole
 
 
+def test_what_is_kept_whole_does_not_count_as_gathered(pair: World) -> None:
+    def run() -> tuple[int, list[str]]:
+        model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), persist_below=1000)
+        with listen() as events:
+            model(torch.ones(1, 8)).sum().backward()
+        return model.peak_gathered_bytes, [event.op for event in events]
+
+    for peak_bytes, ops in pair.run(run):
+        assert peak_bytes == 0 and set(ops) == {"all_reduce"}
+
+
 def test_gathers_leave_ahead_and_gradients_while_backward_runs(pair: World) -> None:
     """In the order of events: the gather of the next unit is asked for before this one computes."""
 

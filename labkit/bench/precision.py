@@ -136,6 +136,7 @@ def bench_precision(
 
 
 def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for a case that is not timed, listing those that are."""
     if unknown := [name for name in names if name not in CASES]:
         raise ValueError(f"no case {unknown[0]!r} is timed; choose of {', '.join(CASES)}")
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.check.findings import CheckFailed, kind
+from labkit.check.findings import CheckFailed, kind, no_yield
 
 GOOD_COLOUR = "#009E73"  # green that colour-blind readers can tell from the red of an error
 
@@ -82,8 +82,8 @@ class Exercise:
     Raises CheckFailed where that is not right yet.
     """
 
-    def __init__(self, name: str, points: int, check: Check):
-        self.name, self.points, self._check = name, points, check
+    def __init__(self, name: str, points: int, check: Check, yields: bool = False):
+        self.name, self.points, self._check, self._yields = name, points, check, yields
         self.__doc__ = check.__doc__
         self.passed: Passed | None = None  # the last pass of this session
 
@@ -96,6 +96,8 @@ class Exercise:
                     f"this is {kind(student)}; the check runs your function itself.",
                     hint="Hand over its name, without brackets behind it.",
                 )
+            if not self._yields:
+                no_yield(student)
             for finding in self._check(student):
                 if isinstance(finding, Score):
                     score = finding
@@ -122,14 +124,15 @@ class Exercise:
         return f"{self.name}: {(self.__doc__ or '').splitlines()[0]}"
 
 
-def exercise(points: int) -> Callable[[Check], Exercise]:
-    """Declare a check in a module `lab_NN`; its function's name is the exercise's."""
+def exercise(points: int, yields: bool = False) -> Callable[[Check], Exercise]:
+    """Declare a check in a module `lab_NN`; its function's name is the exercise's. `yields`: the
+    answer is a generator function."""
 
     def declare(check: Check) -> Exercise:
         lab = re.search(r"lab_(\d\d)$", check.__module__)
         assert lab, f"{check.__module__}: checks stand in labkit/check/lab_NN.py"
         name = f"{lab[1]}.{check.__name__}"
-        EXERCISES[name] = Exercise(name, points, check)
+        EXERCISES[name] = Exercise(name, points, check, yields)
         return EXERCISES[name]
 
     return declare

@@ -51,7 +51,8 @@ def no_yield(student: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(student):
         fail(
             "your function has a `yield`, so its body never ran.",
-            hint="Leave it out: comm.send(...) and comm.recv(...) wait by themselves.",
+            hint="Leave it out, and return the result; comm.send(...) and comm.recv(...) wait by "
+            "themselves.",
         )
 
 
@@ -90,10 +91,10 @@ def _same_sort(found: Any, right: Any) -> bool:
     for sort in (torch.Tensor, (tuple, list), str):
         if isinstance(right, sort):
             return isinstance(found, sort)
-    return isinstance(_plain(found), (int, float))
+    return isinstance(plain(found), (int, float))
 
 
-def _plain(thing: Any) -> Any:
+def plain(thing: Any) -> Any:
     """The number in a numpy scalar, or in a tensor or array of one element."""
     one = isinstance(thing, torch.Tensor) and thing.numel() == 1
     one |= isinstance(thing, (np.generic, np.ndarray)) and thing.size == 1
@@ -115,7 +116,7 @@ def difference(found: Any, right: Any, within: float) -> str:
                 whole = f"{found!r}, but {right!r} is right"
                 return whole if short else f"{problem} (at place {i})"
         return ""
-    found = _plain(found)
+    found = plain(found)
     numbers = isinstance(right, (int, float)) and not isinstance(right, bool)
     if numbers and not isinstance(found, (int, float)):
         return f"{kind(found)}, but a number is right"

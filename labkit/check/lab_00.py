@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import equal, fail, no_yield
+from labkit.check.findings import equal, fail
 from labkit.check.ranks import run
 
 Student = Callable[..., Any]
@@ -15,7 +15,6 @@ Student = Callable[..., Any]
 @exercise(points=1)
 def average(student: Student) -> Iterator[str]:
     """average(comm, value): every rank gets the mean of all values, from one all-reduce."""
-    no_yield(student)
     values = [0.5, -3.25, 7.0, 1.1]  # uneven: no maximum and no whole number is the mean by chance
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, values[comm.rank]))
@@ -36,7 +35,6 @@ def average(student: Student) -> Iterator[str]:
 @exercise(points=2)
 def swap(student: Student) -> Iterator[str]:
     """swap(comm, x): ranks 0 and 1, 2 and 3, ... return each other's tensor, and none waits."""
-    no_yield(student)
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, torch.full((1000,), float(comm.rank))))
         right = [torch.full((1000,), float(rank ^ 1)) for rank in range(size)]
@@ -55,7 +53,6 @@ def swap(student: Student) -> Iterator[str]:
 @exercise(points=2)
 def my_broadcast(student: Student) -> Iterator[str]:
     """my_broadcast(comm, x): the x of rank 0 becomes everybody's, by send and recv alone."""
-    no_yield(student)
     for size in (2, 3, 4):
 
         def play(comm: Any) -> torch.Tensor:
@@ -93,7 +90,6 @@ def my_broadcast(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def find_max(student: Student) -> Iterator[str | Score]:
     """find_max(comm, values): every rank returns (rank, index) of the largest of all values."""
-    no_yield(student)
     total = 0
     for every, hint in _draws():
         ran = run(4, lambda comm, rows: student(comm, rows[comm.rank].clone()), every)

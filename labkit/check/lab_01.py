@@ -12,7 +12,7 @@ import torch
 
 from labkit.check import lab_01_nodes as nodes
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import CheckFailed, brief, equal, fail, kind, no_yield
+from labkit.check.findings import CheckFailed, brief, equal, fail, kind
 from labkit.check.ranks import WAIT_S, Ran, run
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
@@ -35,7 +35,6 @@ def _answers(student: Student, calls: list[tuple[Any, ...]]) -> list[Any]:
 @exercise(points=2)
 def where(student: Student) -> Iterator[str]:
     """where(rank, sizes): the rank's index on each axis, as {"dp": 1, "tp": 0}."""
-    no_yield(student)
     for sizes in ON_RANKS:
         ran = run(prod(sizes.values()), _where_on_a_mesh, student, sizes)
         for rank, (found, right) in enumerate(ran.values):
@@ -66,7 +65,6 @@ def _same_place(found: Any, right: dict[str, int], rank: int, sizes: dict[str, i
 @exercise(points=2)
 def groups_along(student: Student) -> Iterator[str]:
     """groups_along(axis, sizes): the ranks of each group along an axis, as a list of lists."""
-    no_yield(student)
     for sizes in ON_RANKS:
         size = prod(sizes.values())
         for axis in sizes:
@@ -115,7 +113,6 @@ def _sums_in_groups(comm: Any, groups: list[list[int]]) -> float:
 @exercise(points=2)
 def my_barrier(student: Student) -> Iterator[str]:
     """my_barrier(store, rank, size, name): returns when all ranks have called it."""
-    no_yield(student)
     for size in (2, 4):
         for late in range(size):
             with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +221,6 @@ def _meet_twice(comm: Any, student: Student, path: str, late: int) -> tuple[list
 @exercise(points=3)
 def totals(student: Student) -> Iterator[str]:
     """totals(comm, batches): the sum over all ranks of each round's batch, on every rank."""
-    no_yield(student)
     for counts in ([2, 2], [3, 1], [1, 3, 2, 0]):
         every = [[float(10**rank * (i + 1)) for i in range(n)] for rank, n in enumerate(counts)]
         rounds = [sum(its[i] for its in every if i < len(its)) for i in range(max(counts))]
@@ -249,7 +245,6 @@ def _play_batches(comm: Any, student: Student, every: list[list[float]]) -> Any:
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
     """place(rank): the (dp, pp, tp) of each of 12 ranks on 3 nodes; few bytes between nodes."""
-    no_yield(student)
     places = _answers(student, [(rank,) for rank in range(nodes.RANKS)])
     for rank, found in enumerate(places):
         if not isinstance(found, (list, tuple)) or len(found) != 3:

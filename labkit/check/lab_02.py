@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import equal, fail, no_yield
+from labkit.check.findings import equal, fail
 from labkit.check.movements import (
     each_sends,
     ends_with,
@@ -28,7 +28,6 @@ ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise
 @exercise(points=2)
 def my_reduce_scatter(student: Student) -> Iterator[str]:
     """my_reduce_scatter(comm, chunks): chunks[rank] becomes the sum, around a ring."""
-    no_yield(student)
     for sizes in SIZES:
         size = len(sizes)
         ran = run(size, _scattered, student, sizes)
@@ -57,7 +56,6 @@ def _scattered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Ten
 @exercise(points=2)
 def my_all_gather(student: Student) -> Iterator[str]:
     """my_all_gather(comm, chunks): chunk r of rank r becomes everybody's, around a ring."""
-    no_yield(student)
     for sizes in SIZES:
         size = len(sizes)
         ran = run(size, _gathered, student, sizes)
@@ -88,7 +86,6 @@ def _gathered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Tens
 @exercise(points=2)
 def my_all_reduce(student: Student) -> Iterator[str]:
     """my_all_reduce(comm, x): x becomes the sum of all ranks' x, in place, around a ring."""
-    no_yield(student)
     for size, numel in ((2, 8), (4, 12), (3, 7), (4, 3), (6, 11)):
         ran = run(size, _reduced, student, numel)
         only_messages(ran)
@@ -128,7 +125,6 @@ def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
 @exercise(points=2)
 def my_tree(student: Student) -> Iterator[str]:
     """my_tree(comm, x, root): the x of `root` becomes everybody's, by a binomial tree."""
-    no_yield(student)
     for size, root in ((2, 0), (4, 0), (3, 2), (7, 4)):
         ran = run(size, _sent_from, student, root)
         right = _values(root, [5])[0]
@@ -183,7 +179,6 @@ def crossover_bytes(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, in little time."""
-    no_yield(student)
     ran = run(6, _best, student)
     right = _values(0, [600])[0]
     equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces come to all ranks?")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from labkit.check.exercise import Score, exercise
-from labkit.check.findings import brief, equal, fail, no_yield
+from labkit.check.findings import brief, equal, fail
 from labkit.check.lab_03_rings import DGX1, best_us, bytes_by_pair, ring_in_order, rings_us
 from labkit.check.ranks import alone, run
 from labkit.comm import Comm, Mesh
@@ -29,7 +29,6 @@ OPERATIONS: dict[str, Callable[[Comm, torch.Tensor], object]] = {
 @exercise(points=2)
 def bandwidths(student: Student) -> Iterator[str]:
     """bandwidths(op, nbytes, ranks, seconds): (algbw, busbw) in GB/s, as nccl-tests prints them."""
-    no_yield(student)
     nbytes, seconds = 240_000, 1e-3
     for ranks in (2, 3, 4):
 
@@ -84,7 +83,6 @@ def _off_by_unit(found: float, right: float) -> bool:
 @exercise(points=2)
 def best_order(student: Student) -> Iterator[str]:
     """best_order(node_of): the order of the ranks whose ring crosses nodes least often."""
-    no_yield(student)
     for node_of in ([0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0], [5, 5, 5]):
         n = len(node_of)
 
@@ -147,7 +145,6 @@ def _crosses_least(node_of: list[int], order: list[int], sent_bytes: torch.Tenso
 @exercise(points=3)
 def my_hierarchical(student: Student) -> Iterator[str]:
     """my_hierarchical(inside, between, x): x becomes the sum over all ranks, in three steps."""
-    no_yield(student)
     for nodes, per_node in ((2, 2), (1, 4), (4, 1)):
 
         def play(comm: Comm, nodes: int, per_node: int) -> tuple[torch.Tensor, Any, Any]:
@@ -202,7 +199,6 @@ def _bytes_over(
 @exercise(points=2)
 def read_log(student: Student) -> Iterator[str]:
     """read_log(log): (channels, transports inside nodes, transports between nodes)."""
-    no_yield(student)
     for name, text in _logs().items():
         log = parse_nccl_log(text)
         found = alone(student, log)
@@ -251,7 +247,6 @@ def _read(log: NcclLog) -> tuple[int, set[str], set[str]]:
 @exercise(points=3)
 def rings(student: Student) -> Iterator[str | Score]:
     """rings(wires): rings through the 8 GPUs of a DGX-1 that all-reduce 1 GB fastest."""
-    no_yield(student)
     found = alone(student, dict(DGX1))
     if not isinstance(found, list) or not found or not all(_is_order(r, 8) for r in found):
         fail(

@@ -1,6 +1,7 @@
 """What the checks of lab 04 run on the ranks, and what a single process gets."""
 
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -146,7 +147,17 @@ def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVER
 
 
 def best_bytes(nbytes: list[int]) -> int:
-    """If bytes could be served one by one: each server has 1/n of them."""
+    """The largest first, each to the server that has least: for `sizes_of_gpt`, none of all ways to
+    place the larger ones is better."""
+    load, servers = [0] * SERVERS, [0] * len(nbytes)
+    for i in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):
+        servers[i] = load.index(min(load))
+        load[servers[i]] += nbytes[i]
+    return busiest_link_bytes(servers, nbytes)
+
+
+def cut_bytes(nbytes: list[int]) -> int:
+    """If parameters could be cut anywhere: each server has 1/n of them."""
     each = -(-sum(nbytes) // SERVERS)
     return 2 * (SERVERS - 1) * each + 2 * (sum(nbytes) - each)
 
@@ -155,17 +166,18 @@ def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
     """What the student chose; the pushes and pulls that it means are really sent."""
     servers = student(list(nbytes), comm.size)
     if is_placement(servers, len(nbytes), comm.size):
-        for server, one in zip(servers, nbytes):
+        for server, one in zip(map(int, servers), nbytes):
             here = comm.rank == server
             x = torch.zeros(one // 4)
             comm.gather(
                 x, [torch.empty_like(x) for _ in range(comm.size)] if here else None, server
             )
             comm.scatter(x, [x] * comm.size if here else None, server)
+        return [int(x) for x in servers]
     return servers
 
 
 def is_placement(servers: Any, count: int, size: int) -> bool:
     """Whether `servers` names a rank below `size` for each of `count` parameters."""
     right = isinstance(servers, list) and len(servers) == count
-    return right and all(isinstance(x, int) and 0 <= x < size for x in servers)
+    return right and all(isinstance(x, Integral) and 0 <= int(x) < size for x in servers)

@@ -15,7 +15,7 @@ from labkit.parallel.parts.flat import FlatPartition
 
 Student = Callable[..., Any]
 CUTS = (2, 3, 3)  # parameters in each bucket, the last parameter first
-ADAM_STEPS, LR = 20, 1e-3
+ADAM_STEPS, LR = 20, 1e-2
 
 
 # --- pieces(numels, ranks, rank)
@@ -115,15 +115,18 @@ def _copied(shares: Any) -> Any:
 
 
 def some_weights(size: int, share: int = 500) -> Tensor:
-    """In bf16, so large that one step of Adam is lost when it is added to them."""
+    """In bf16, so large that one step of Adam is lost when it is added to them; all steps
+    together are six times what bf16 can tell apart."""
     generator = torch.Generator().manual_seed(7)
-    return (1 + torch.rand(size * share, generator=generator)).bfloat16()
+    return (4.5 + torch.rand(size * share, generator=generator)).bfloat16()
 
 
 def gradients_of_step(weights: Tensor, step: int) -> Tensor:
-    """In bf16, the same on all ranks, another in each step."""
+    """In bf16, the same on all ranks, another in each step. Each weight has gradients of a size of
+    its own, from 1e-4 to 1: Adam steps as far for all of them, SGD does not."""
     generator = torch.Generator().manual_seed(100 + step)
-    return (0.5 + torch.rand(len(weights), generator=generator)).bfloat16()
+    sizes = 10.0 ** -(torch.arange(len(weights)) % 5)
+    return (sizes * (0.5 + torch.rand(len(weights), generator=generator))).bfloat16()
 
 
 def right_weights(size: int) -> Tensor:

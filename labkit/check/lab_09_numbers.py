@@ -69,6 +69,7 @@ def shard(rank: int) -> torch.Tensor:
 
 
 def gathered(comm: Any, student: Callable[..., Any], block: int) -> Any:
+    """On a rank: what the student makes of this rank's shard and the others'."""
     return student(comm, shard(comm.rank), block)
 
 

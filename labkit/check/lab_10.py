@@ -43,7 +43,8 @@ WHY = {
 def runs_in(student: Student) -> Iterator[str]:
     """runs_in(op, types, low): the type into which autocast casts the inputs of an op on a GPU."""
     for (op, types, low), found in zip(asked(), alone(all_types, student), strict=True):
-        if (right := right_type(op, types, low)) != found:
+        right, same = right_type(op, types, low), types[0] if len(set(types)) == 1 else None
+        if (right or same) != (found or same):  # to the type that it has is no cast
             fail(
                 f"{op}, whose inputs are {' and '.join(map(_short, types))}: {_short(found)}.",
                 expected=_short(right),
@@ -111,6 +112,8 @@ def unscale(student: Student) -> Iterator[str]:
 def _finite_pieces(where: str, found: Any, right: list[torch.Tensor]) -> None:
     if found is None:
         fail(f"{where} skips the step.", expected="its pieces, divided by the scale")
+    if not isinstance(found, (list, tuple)):
+        fail(f"{where} returned {kind(found)}.", expected="a list of tensors, one for each piece")
     if problem := difference(list(found), right, 1e-7):
         hint = "A list of tensors, one for each piece." if len(found) != len(right) else ""
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float16 for x in found):

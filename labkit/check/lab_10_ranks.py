@@ -24,6 +24,7 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 def asked() -> list[tuple[str, Types, torch.dtype]]:
+    """Every operation with every mix of input types, under both low formats."""
     fp32 = torch.float32
     return [(op, types, low) for low in LOWS for op in OPS
             for types in ((low,), (fp32,), (low, fp32))]  # fmt: skip
@@ -36,6 +37,7 @@ def right_type(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
 
 
 def all_types(student: Student) -> list[Any]:
+    """The student's answer to each of `asked`."""
     return [student(op, types, low) for op, types, low in asked()]
 
 
@@ -51,6 +53,7 @@ def infinities(interval: int) -> list[bool]:
 
 
 def all_scales(student: Student, interval: int) -> list[Any]:
+    """What the student's update makes of a series of steps, each from the one before."""
     scale, good, seen = 2.0**16, 0, []
     for found_inf in infinities(interval):
         answer = student(scale, good, found_inf, interval)
@@ -60,6 +63,7 @@ def all_scales(student: Student, interval: int) -> list[Any]:
 
 
 def right_scales(interval: int) -> list[tuple[float, int]]:
+    """What `DynamicScale` makes of the same series."""
     now, seen = DynamicScale(2.0**16, 2.0, 0.5, interval), []
     for found_inf in infinities(interval):
         now.after_step(found_inf)
@@ -90,10 +94,12 @@ def pieces_of(rank: int, size: int, case: str) -> list[Tensor]:
 
 
 def right_pieces(rank: int, size: int) -> list[Tensor]:
+    """This rank's gradients, unscaled, where all are finite."""
     return [x.float() / SCALE for x in pieces_of(rank, size, "all is finite")]
 
 
 def unscaled(comm: Any, student: Student, case: str) -> Any:
+    """On a rank: what the student makes of its pieces."""
     return student(comm, pieces_of(comm.rank, comm.size, case), SCALE)
 
 
@@ -103,16 +109,19 @@ LR, STEPS = 1e-3, 50
 
 
 def some_weights() -> list[Tensor]:
+    """Two parameters in bfloat16, the same on every call."""
     lot = torch.Generator().manual_seed(0)
     return [torch.randn(6, generator=lot).bfloat16(), torch.ones(3).bfloat16()]
 
 
 def some_gradients(step: int) -> list[Tensor]:
+    """Those of a step, in bfloat16."""
     lot = torch.Generator().manual_seed(step)
     return [torch.randn(6, generator=lot).bfloat16(), torch.ones(3).bfloat16()]
 
 
 def right_masters(steps: int = STEPS) -> list[Tensor]:
+    """The weights in float32 after so many steps of plain descent."""
     masters = [x.float() for x in some_weights()]
     for step in range(steps):
         for master, g in zip(masters, some_gradients(step), strict=True):
@@ -121,6 +130,7 @@ def right_masters(steps: int = STEPS) -> list[Tensor]:
 
 
 def master_steps(student: Student) -> tuple[list[Tensor], list[Tensor]]:
+    """The student's weights in bfloat16 and in float32, after all steps."""
     parameters = [torch.nn.Parameter(x) for x in some_weights()]
     masters = [x.float() for x in some_weights()]
     for step in range(STEPS):

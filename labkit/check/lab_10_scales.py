@@ -26,6 +26,7 @@ class Step(NamedTuple):
 
 @cache
 def gradients_of_a_run() -> list[Step]:
+    """A run drawn once for all: magnitudes fall slowly, wander, and now and then jump."""
     lot = random.Random(7)
     steps, wander = [], 0.0
     for i in range(STEPS):

@@ -22,32 +22,33 @@ from labkit.check.lab_11_cases import (
     sharing,
     some_input,
     the_same_for_all,
-    through_function,
+    through,
     u_shaped,
 )
 from labkit.check.ranks import alone, run
 from labkit.memory.chooser import plan_of
 from labkit.memory.saved import saved_by
 
-# ---- Again: forward(ctx, layer, x), backward(ctx, dy)
+# ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
 
 
 @exercise(points=3)
 def Again(student: Student) -> Iterator[str]:
-    """Again: a layer that keeps its input, and runs again in backward."""
-    (right,) = run(1, one_step, lambda layer, x: layer(x)).values
-    (mine,) = run(1, through_function, student).values
+    """Again: a layer that keeps its inputs, and runs again in backward."""
+    (right,) = run(1, one_step, lambda layer, *inputs: layer(*inputs)).values
+    (mine,) = run(1, one_step, through(student)).values
     if difference(mine["value"], right["value"], 1e-6):
         fail(
             f"the loss is {mine['value']:.6g}.",
             expected=f"{right['value']:.6g}, as without",
-            hint="forward returns layer(x).",
+            hint="forward returns what the layer returns.",
         )
-    kept_bytes = len(layers()) * some_input().nbytes
+    kept_bytes = (1 + 2 * len(layers())) * some_input().nbytes
     if mine["held_bytes"] > kept_bytes + 20_000:
         fail(
             f"{mine['held_bytes']:,} bytes are held between forward and backward.",
-            expected=f"about {kept_bytes:,}: the input of each layer, and a generator's state",
+            expected=f"about {kept_bytes:,}: two tensors before and after each layer, and "
+            "the state of a generator",
             hint="What else hangs on ctx? Inside forward, autograd is off: keep it so.",
         )
     if mine["x"] is None or all(gradient is None for gradient in mine["gradients"]):
@@ -63,7 +64,7 @@ def Again(student: Student) -> Iterator[str]:
             expected="the generator as it was when backward began",
             hint="You set its state. Who sets it back? Look at torch.random.fork_rng.",
         )
-    yield "loss and gradients of three layers with dropout, the same as without"
+    yield "loss and gradients of three layers with dropout and two inputs, the same as without"
     yield "between forward and backward only the layers' inputs are held"
     yield "afterwards the generator goes on where it was"
 

@@ -20,34 +20,44 @@ ROWS, WIDTH = 64, 128
 # ---- Again and Away: a model of three layers with dropout
 
 
-def layers(count: int = 3) -> nn.ModuleList:
-    """Each keeps six times its input."""
-    torch.manual_seed(0)
+class TwoStreams(nn.Module):
+    """What it computes from x goes on as the next x, and onto a second stream. It keeps much more
+    than its inputs."""
 
-    def layer() -> nn.Module:
-        return nn.Sequential(
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), Dropout(0.3),
             nn.Linear(4 * WIDTH, WIDTH),
         )  # fmt: skip
 
-    return nn.ModuleList(layer() for _ in range(count))
+    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.mlp(x)
+        return y, stream + y * stream.tanh()
+
+
+def layers(count: int = 3) -> nn.ModuleList:
+    """With the same weights on every call."""
+    torch.manual_seed(0)
+    return nn.ModuleList(TwoStreams() for _ in range(count))
 
 
 def some_input() -> Tensor:
+    """[rows, width], the same on every call."""
     torch.manual_seed(1)
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
-def one_step(comm: Any, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Any]:
+def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
     """Loss, gradients, what is held between forward and backward, and what is drawn afterwards."""
     model, x = layers(), some_input()
     torch.manual_seed(2)
     with PeakMemory() as memory:
-        y = x
+        y, stream = x, x + 1
         for layer in model:
-            y = call(layer, y)
+            y, stream = call(layer, y, stream)
         held_bytes = memory.held_bytes
-        value = y.square().mean()
+        value = y.square().mean() + stream.square().mean()
         torch.rand(1)  # between forward and backward, others draw, too
         value.backward()
     return {
@@ -59,8 +69,9 @@ def one_step(comm: Any, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str
     }
 
 
-def through_function(comm: Any, function: Any) -> dict[str, Any]:
-    return one_step(comm, lambda layer, x: function.apply(layer, x))
+def through(function: Any) -> Callable[..., Any]:
+    """The student's autograd function around a layer."""
+    return lambda layer, *inputs: function.apply(layer, *inputs)
 
 
 # ---- Away: a host to put memory on
@@ -131,11 +142,13 @@ def tiles(count: int, large: float) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def queries() -> Tensor:
+    """[queries, head width], the same on every call."""
     torch.manual_seed(9)
     return torch.randn(QUERIES, HEAD)
 
 
 def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any, int]:
+    """What the student's attention gives over the tiles, and the most bytes it held."""
     q = queries()
     with PeakMemory() as memory:
         out = attend(q, tiles(count, large))
@@ -143,6 +156,7 @@ def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any,
 
 
 def right_attention(count: int, large: float) -> Tensor:
+    """The same from all keys at once, by torch's softmax."""
     keys, values = zip(*tiles(count, large))
     k, v = torch.cat(keys), torch.cat(values)
     return torch.softmax(queries() @ k.T / HEAD**0.5, dim=-1) @ v
@@ -177,6 +191,7 @@ def u_shaped() -> Costs:
 
 @cache
 def best(budget_bytes: int) -> Plan:
+    """The plan with the least work within the budget."""
     return least_recompute(u_shaped(), budget_bytes)
 
 

@@ -1,6 +1,7 @@
 """Checks of lab 12, "Moving tensors"."""
 
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def bring_half(student: Student) -> Iterator[str]:
 # ---- prefetched(load, n, ahead)
 
 
-@exercise(points=2)
+@exercise(points=2, yields=True)
 def prefetched(student: Student) -> Iterator[str]:
     """prefetched(load, n, ahead): yields the weights of each block, with `ahead` more under way."""
     for n, ahead in ((5, 1), (6, 3), (3, 0), (2, 4), (1, 1), (0, 2)):
@@ -186,11 +187,12 @@ def _plan_of(found: Any, model: Offloaded) -> tuple[set[int], int]:
     keep, ahead = found
     if not isinstance(keep, (set, frozenset, list, tuple)):
         fail(f"keep is {brief(keep)}.", expected=wanted)
-    if unknown := [k for k in keep if isinstance(k, bool) or k not in range(len(model.nbytes))]:
+    blocks = range(len(model.nbytes))
+    if unknown := [k for k in keep if type(k) is not int or k not in blocks]:  # 3.0 would be, too
         fail(f"keep has {brief(unknown[0])}.", expected=f"blocks 0 to {len(model.nbytes) - 1}")
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
+    if isinstance(ahead, bool) or not isinstance(ahead, Integral) or ahead < 1:
         fail(f"ahead is {brief(ahead)}.", expected="a whole number, 1 or more")
-    keep = set(keep)
+    keep, ahead = set(keep), int(ahead)
     if (held_bytes := model.held_bytes(keep, ahead)) > model.cap_bytes:
         fail(
             f"{model.name}: your plan holds {held_bytes / 1e9:.2f} GB.",

@@ -7,6 +7,12 @@
 
 In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
 one after the other as the elements lie.
+
+Of a parameter that is cut over tensor-parallel ranks, the tensor here is rows or columns of the
+whole, perhaps with padding behind them. A box of it stands elsewhere in the whole, without padding:
+
+    here [4, 2]      a a      whole [4, 5]     . . . a .      columns 3:5 of 5 would be all of it;
+                     a a                       . . . a .      of 3:4 the last is padding
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +20,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from labkit.parallel.parts.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,17 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
         yield from boxes_of(shape, first, end - first)
 
 
+def in_whole(box: Box, shard: Shard | None) -> Box | None:
+    """Where in the whole parameter a box of this rank's part lies; None where it is padding. It
+    has the box's sizes less the padding, which is last along the dim that is cut."""
+    if shard is None:
+        return box
+    offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim
+    sizes[dim] = min(offsets[dim] + sizes[dim], shard.stop - shard.start) - offsets[dim]
+    offsets[dim] += shard.start
+    return Box(tuple(offsets), tuple(sizes)) if min(sizes) > 0 else None
+
+
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
     """What lies in `box` of a whole tensor of `shape`; `tensor` is it, or, flat, its elements from
     `start` on."""
@@ -76,3 +95,8 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
     strides = torch.empty(shape, device="meta").stride()
     at = sum(offset * stride for offset, stride in zip(box.offsets, strides)) - start
     return tensor[at : at + box.numel].view(box.sizes)
+
+
+def beginning_of(view: torch.Tensor, box: Box) -> torch.Tensor:
+    """What of a view lies in `box`, which may be smaller by the padding at the view's end."""
+    return view[tuple(slice(size) for size in box.sizes)]

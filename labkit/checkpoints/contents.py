@@ -6,10 +6,12 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank has `Owned`
-pieces of parameters (precision/pieces.py); several may have the same one, then one writes it.
+pieces of parameters (precision/pieces.py); several may have the same one, then one writes it. A
+parameter that is cut over tensor-parallel ranks has its plain name and its whole shape.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
+from labkit.parallel.parts.shards import comms_of, shard_of
 from labkit.precision.pieces import OwnedPiece
 from labkit.world.attach import attach
 
@@ -25,10 +28,12 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The ranks that hold the model together: those of its strategy, else all."""
-    for owner in (optimizer, model):
-        if isinstance(comm := getattr(owner, "comm", None), Comm):
-            return comm
+    """The ranks that hold the model together: those of its strategy; all, where it has none or
+    where parameters are cut over further ranks."""
+    if not comms_of(plain_module(model).parameters()):
+        for owner in (optimizer, model):
+            if isinstance(comm := getattr(owner, "comm", None), Comm):
+                return comm
     return attach().comm
 
 
@@ -47,7 +52,7 @@ class Contents:
     """What this rank holds of a model and its optimizer, and what all ranks hold together.
 
     pieces      this rank's pieces of parameters
-    shapes      name -> shape of every parameter that any rank has
+    shapes      name -> shape of every parameter that any rank has, whole
     buffers     name -> buffer, of those that a state dict has; the same on all ranks
     also        a further name of a tied parameter or buffer -> its first name
     groups      for each parameter group the names of its parameters, of all ranks
@@ -61,14 +66,16 @@ class Contents:
         self.buffers, self.also = _buffers(self.module)
         names = {id(p): name for name, p in self.module.named_parameters()}
         if self.strategy is None:
-            check_same_on_all_ranks(self._named(), comm)
+            check_same_on_all_ranks([(name, _without_cut(p)) for name, p in self._named()], comm)
             self.pieces = [_whole(name, p, optimizer) for name, p in self._named()]
         else:
             other = self.module if self.strategy is optimizer else optimizer
             self.pieces = list(self.strategy.owned(other))
+        self._shards = {name: shard_of(p) for name, p in self._named()}
+        self.pieces = [replace(one, shard=self._shards[one.name]) for one in self.pieces]
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         mine = (
-            {piece.name: piece.shape for piece in self.pieces},
+            {piece.name: piece.whole_shape for piece in self.pieces},
             {piece.name for piece in self.pieces if piece.optimizer is not None},
             [[names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups],
         )
@@ -100,14 +107,21 @@ class Contents:
         sharded_module = self.strategy is not None and self.strategy is not self.optimizer
         for name, parameter in self._named():
             if name not in self.shapes and not sharded_module:
-                self.pieces.append(_whole(name, parameter, None))
-                self.shapes[name] = parameter.shape
+                piece = replace(_whole(name, parameter, None), shard=self._shards[name])
+                self.pieces.append(piece)
+                self.shapes[name] = piece.whole_shape
 
     def _find_tied(self) -> None:
         first = {id(p): name for name, p in self._named()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if first[id(parameter)] != name:
                 self.also[name] = first[id(parameter)]
+
+    def to_write(self) -> Iterator[OwnedPiece]:
+        """This rank's pieces, of what all tensor-parallel ranks have only on the first of them:
+        data-parallel ranks may cut it at other places on the others."""
+        first = all(comm.rank == 0 for comm in comms_of(p for _, p in self._named()))
+        return (piece for piece in self.pieces if first or piece.shard is not None)
 
     def has_elements(self, name: str) -> bool:
         """Whether there is anything of a parameter; where not, a strategy may leave it out."""
@@ -140,6 +154,17 @@ def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
     return key != "step" and shape == parameter
 
 
+def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
+    """Raises ValueError for a state with neither one number in all nor one for each element, as
+    Adafactor has for rows: of a parameter that is cut, nobody knows how to join or cut it."""
+    if piece.shard is not None and shape.numel() > 1:
+        raise ValueError(
+            f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "
+            f"shape {list(piece.whole_shape)}, is cut over ranks {list(piece.shard.comm.ranks)}; "
+            "use an optimizer that treats each element by itself, as AdamW, or optimizer=None"
+        )
+
+
 def _sharder(model: nn.Module, optimizer: Any) -> Any:
     """Who says what this rank owns; None where every rank has all."""
     found = [x for x in (optimizer, model) if hasattr(x, "owned")]
@@ -157,6 +182,14 @@ def _whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
         parameter is p for group in optimizer.param_groups for p in group["params"]
     )
     return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
+
+
+def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
+    """What describes the whole parameter."""
+    if (shard := shard_of(parameter)) is None:
+        return parameter
+    whole = torch.empty(shard.whole_shape(parameter.shape), dtype=parameter.dtype, device="meta")
+    return whole.requires_grad_(parameter.requires_grad)
 
 
 def _buffers(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -25,6 +25,7 @@ from labkit.checkpoints.match import (
 )
 from labkit.checkpoints.stored import Fill, Stored, is_thing
 from labkit.checkpoints.together import together
+from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
 
 
@@ -39,19 +40,23 @@ class Loaded:
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    comm: Comm | None = None,
 ) -> Loaded:
     """Load the latest checkpoint in `folder`, or the one that `folder` is, into a model and its
     optimizer, of any strategy and on any number of ranks; every rank calls it.
 
     Numbers take the dtypes that the model has here. Without `optimizer` the weights alone are
-    loaded. As with torch.load, load only what you trust: a checkpoint may hold code.
+    loaded. `comm` as in `save_checkpoint`. As with torch.load, load only what you trust: a
+    checkpoint may hold code.
 
     Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
     when it is damaged, of a newer format, or of another model or optimizer (it names the first
     parameters that differ).
     """
-    comm = comm_of(model, optimizer)
+    comm = comm or comm_of(model, optimizer)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
     path = together(comm, lambda: folders.find(folder) if comm.rank == 0 else None, failed)[0]
@@ -87,7 +92,7 @@ def load_checkpoint(
 
 
 def _weights(contents: Contents) -> list[Fill]:
-    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor) for p in contents.pieces]
+    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor, p.shard) for p in contents.pieces]
     buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
     return [fill for fill in pieces + buffers if fill.tensor.numel()]
 
@@ -104,11 +109,12 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> tuple[dict[str, Any], list[
         if is_thing(entry):
             state[key] = stored.value(path)
             continue
-        if lies_like(key, entry.size, piece.shape):
+        if lies_like(key, entry.size, piece.whole_shape):
             old = now.get(key)
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
-            state[key] = old if fits else torch.empty_like(piece.tensor, requires_grad=False)
-            fills.append(Fill(path, piece.shape, piece.start, state[key]))
+            # Zeros, where there is padding: nothing is read for it.
+            state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
+            fills.append(Fill(path, piece.shape, piece.start, state[key], piece.shard))
         else:
             state[key] = torch.empty(
                 entry.size, dtype=entry.properties.dtype, device=_device_of_numbers(piece)

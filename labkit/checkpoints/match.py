@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from labkit.checkpoints.contents import FORMAT, Contents
+from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, lies_like
 from labkit.checkpoints.stored import Stored
 
 SHOWN = 3
@@ -58,6 +58,10 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
     empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
     unexpected = sorted(names - empty)
     _raise(stored, "optimizer", [], unexpected, [])
+    for piece in (piece for piece in contents.pieces if piece.shard is not None):
+        for key, entry in stored.under("optimizer", "state", piece.name).items():
+            if _is_tensor(entry) and not lies_like(key, entry.size, piece.whole_shape):
+                check_one_for_all(piece, key, entry.size)
 
 
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:

@@ -29,10 +29,20 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
-from labkit.checkpoints.boxes import small_boxes, view_of
-from labkit.checkpoints.contents import FORMAT, Contents, Path, comm_of, lies_like, state_of
+from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
+from labkit.checkpoints.contents import (
+    FORMAT,
+    Contents,
+    Path,
+    check_one_for_all,
+    comm_of,
+    lies_like,
+    state_of,
+)
 from labkit.checkpoints.progress import SlowBar
 from labkit.checkpoints.together import together
+from labkit.comm import Comm
+from labkit.precision.pieces import OwnedPiece
 
 BOX_BYTES = 64 * 2**20
 
@@ -44,6 +54,7 @@ def save_checkpoint(
     step: int = 0,
     extra: Any = None,
     keep: int = 2,
+    comm: Comm | None = None,
 ) -> pathlib.Path:
     """Write a checkpoint into `folder`; every rank calls it. Returns the checkpoint's own folder.
 
@@ -53,6 +64,8 @@ def save_checkpoint(
         optimizer: its optimizer, or the strategy around that; None: the weights alone.
         step, extra: `load_checkpoint` gives them back; of `extra`, what rank 0 has.
         keep: how many checkpoints stay, this one included.
+        comm: the ranks that hold the model together, as `mesh.comm`; None: those of the strategy,
+            and all ranks where there is none or where parameters are cut (tensor parallelism).
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
@@ -60,7 +73,7 @@ def save_checkpoint(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
-    comm = comm_of(model, optimizer)
+    comm = comm or comm_of(model, optimizer)
     folder = pathlib.Path(folder).absolute()
     failed = f"step {step} was not saved; checkpoints made before are as they were"
     contents = Contents(model, optimizer, comm)
@@ -124,19 +137,20 @@ class PiecePlanner(DefaultSavePlanner):
         self._paths: dict[str, Path] = {}
 
     def create_local_plan(self) -> SavePlan:
-        for piece in self._contents.pieces:
-            self._pieces(("model", piece.name), piece.shape, piece.start, piece.tensor)
+        for piece in self._contents.to_write():
+            self._piece(("model", piece.name), piece, piece.tensor)
             for key, value in state_of(piece).items():
                 path: Path = ("optimizer", "state", piece.name, key)
                 if not isinstance(value, torch.Tensor):
                     self._thing(path, value)
                 elif lies_like(key, value.shape, piece.tensor.shape):
-                    self._pieces(path, piece.shape, piece.start, value)
+                    self._piece(path, piece, value)
                 elif piece.start == 0:
-                    self._pieces(path, value.shape, 0, value)
+                    check_one_for_all(piece, key, value.shape)
+                    self._whole(path, value)
         if self._rank == 0:
             for name, buffer in self._contents.buffers.items():
-                self._pieces(("model", name), buffer.shape, 0, buffer)
+                self._whole(("model", name), buffer)
             for path, value in self._contents.hyperparameters():
                 self._thing(path, value)
             self._thing(("labkit",), self._record)
@@ -152,21 +166,27 @@ class PiecePlanner(DefaultSavePlanner):
         self._data[index := MetadataIndex(key)] = value
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
-    def _pieces(self, path: Path, shape: torch.Size, start: int, tensor: torch.Tensor) -> None:
-        """`tensor` is elements `start` to `start + tensor.numel()` of what has `shape`."""
+    def _whole(self, path: Path, tensor: torch.Tensor) -> None:
+        self._piece(path, OwnedPiece("", tensor.shape, 0, tensor, None), tensor)
+
+    def _piece(self, path: Path, piece: OwnedPiece, tensor: torch.Tensor) -> None:
+        """`tensor` is what lies at `path` of this piece, or has a number for each of its own."""
         key, tensor = self._key(path), tensor.detach()
         properties = TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
-        for box in small_boxes(shape, start, tensor.numel(), most):
-            sizes = torch.Size(box.sizes)
+        for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
+            box = in_whole(here, piece.shard)
+            if box is None:  # padding
+                continue
             index = MetadataIndex(key, box.offsets)
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), sizes)
-            self._data[index] = view_of(tensor, shape, start, box)
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            view = view_of(tensor, piece.shape, piece.start, here)
+            self._data[index] = beginning_of(view, box)
             self._items.append(
                 WriteItem(
                     index,
                     WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk, properties, shape),
+                    tensor_data=TensorWriteData(chunk, properties, piece.whole_shape),
                 )
             )
 

@@ -19,20 +19,22 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from labkit.checkpoints.boxes import small_boxes, view_of
+from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
 from labkit.checkpoints.contents import Path
 from labkit.checkpoints.progress import SlowBar
+from labkit.parallel.parts.shards import Shard
 
 
 @dataclass(frozen=True)
 class Fill:
-    """`tensor` is to become elements `start` to `start + tensor.numel()` of what lies at `path`
-    and has `shape`."""
+    """`tensor` is to become elements `start` to `start + tensor.numel()` of what has `shape` here:
+    all that lies at `path`, or the part of it that `shard` says."""
 
     path: Path
     shape: torch.Size
     start: int
     tensor: torch.Tensor
+    shard: Shard | None = None
 
 
 class Stored:
@@ -116,13 +118,17 @@ class Stored:
         key, entry = self._keys[fill.path], self.entries[fill.path]
         assert isinstance(entry, TensorStorageMetadata)
         found = []
-        for box in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
+        for here in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
+            box = in_whole(here, fill.shard)
+            if box is None:  # padding stays as it is
+                continue
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:
                 raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
             index = MetadataIndex(f"{number} {key}", box.offsets)
-            landing.views[index] = view_of(fill.tensor.detach(), fill.shape, fill.start, box)
+            view = view_of(fill.tensor.detach(), fill.shape, fill.start, here)
+            landing.views[index] = beginning_of(view, box)
             found += [replace(part, dest_index=index) for part in parts]
         return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +29,7 @@ from labkit.comm.surroundings import caller, here
 from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
 
+Made = TypeVar("Made")
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
@@ -144,16 +145,19 @@ class Carrier:
         return self._noted(note, event, not blocking, lambda: start(back, call), finish)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
+        seq = next(self._collectives)  # also where nobody looks: a recording is the same
         if here.board is not None:
-            told = f"{what} {value()}"
-            note = Note(self.name, self.ranks, next(self._collectives), told, caller(), told)
+            with here.carrying():  # no operation of the program's
+                told = f"{what} {value()}"
+            note = Note(self.name, self.ranks, seq, told, caller(), told)
             here.board.enter(note)
             here.board.leave(note)
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        if like.device.type == "cpu" and self.size > 1:
-            return self._back(like).symmetric_empty(numel, like.dtype)
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+        if like.device.type != "cpu" or self.size == 1:
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        back, what = self._back(like), f"symmetric_empty({numel}, {like.dtype})"
+        return self._made_together(what, lambda: back.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
@@ -178,17 +182,22 @@ class Carrier:
         return copy
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        """torch's new group of these global ranks, made by all ranks at once. It is no
-        communication of a strategy, but the ranks can disagree about it and wait for each
-        other in it, so it goes on the board."""
-        what = f"subgroup({list(ranks)})"
+        """torch's new group of these global ranks, made by all ranks at once."""
+        timeout = self._timeout()
+        return self._made_together(
+            f"subgroup({list(ranks)})", lambda: dist.new_group(ranks, timeout=timeout)
+        )
+
+    def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
+        """What all ranks make at once. It is no communication of a strategy, but they can
+        disagree about it and wait for each other in it, so it goes on the board."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
             here.board.enter(note, WAITED_FOR)
-        group = dist.new_group(ranks, timeout=self._timeout())
+        made = make()
         if here.board:
             here.board.leave(note)
-        return group
+        return made
 
     def _timeout(self) -> timedelta | None:
         """That of this group, or None, torch's half an hour, where it does not tell."""

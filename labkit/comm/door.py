@@ -76,6 +76,10 @@ class Comm:
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
 
+    def __deepcopy__(self, memo: object) -> "Comm":
+        """Of a copied module, too, the messages go over this group."""
+        return self
+
     def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
 
@@ -119,7 +123,10 @@ class Comm:
 
         Ranks that share memory have it where all reach it, and `all_reduce` of the same part of it
         on all ranks copies nothing in and out; elsewhere, or without room, it is `torch.empty`.
+        Raises ValueError for a negative size.
         """
+        if numel < 0:
+            raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
         return self._carrier.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------

@@ -15,6 +15,7 @@ Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI
 specifications 4.0 and 5.0): 252 and 504 Gbit/s after their encoding of 128 bits in 130.
 """
 
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,13 +128,19 @@ class Bus:
 
 
 class _Paced(Arrival):
-    future: "Future[None]"
+    future: "Future[None] | None"  # None: it failed, and somebody was told
 
     def done(self) -> bool:
-        return self.future.done()
+        return self.future is None or self.future.done()
 
     def _wait(self) -> None:
-        self.future.result()  # raises what went wrong
+        if self.future is None:
+            raise RuntimeError("this copy failed, as its first wait has told; issue it again")
+        try:
+            self.future.result()  # raises what went wrong
+        except Exception:
+            self.future = None  # else the error, whose traceback leads here, keeps itself alive
+            raise
 
 
 class StreamBus:
@@ -214,6 +221,12 @@ def check_alike(target: Tensor, source: Tensor) -> None:
 
 
 def sleep_until(when_s: float) -> None:
-    """Until that moment of the monotonic clock, or not at all."""
-    if (left_s := when_s - time.monotonic()) > 0:
-        time.sleep(left_s)
+    """Until that moment of the monotonic clock, or not at all; no longer when the program ends."""
+    while (left_s := when_s - time.monotonic()) > 0 and not _ENDING.is_set():
+        time.sleep(min(left_s, 1.0))
+
+
+# At its end a program waits for the threads of its executors: what nobody has waited for is then
+# copied without a pace. (A daemon thread that is inside torch just then would abort the process.)
+_ENDING = threading.Event()
+threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ is another, so it goes with any strategy.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -58,7 +59,7 @@ class Choices:
                 self._edits.append(Recompute(model, what, its, core))
         if offload is not None:
             self._edits += [
-                _Offloaded(block, offload) for block, name in zip(every, names) if name == "offload"
+                _Edited(block, offload) for block, name in zip(every, names) if name == "offload"
             ]
 
     def remove(self) -> None:
@@ -74,22 +75,28 @@ class Choices:
 
 
 class _Offloaded:
-    """What `block` keeps goes to the host."""
+    """`forward`; what it keeps goes to the host."""
+
+    def __init__(self, forward: Callable[..., Any], offload: Offload):
+        self.forward, self.offload = forward, offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.offload:
+            return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offloaded":
+        """In a copy of the model: the copy's own method, over the same bus to the same memory."""
+        return _Offloaded(deepcopy(self.forward, memo), self.offload)
+
+
+class _Edited:
+    """`block` with another `forward`."""
 
     def __init__(self, block: nn.Module, offload: Offload):
-        self.block, self._forward = block, block.forward
-        block.forward = self._inside(offload)
-
-    def _inside(self, offload: Offload) -> Callable[..., Any]:
-        forward = self._forward
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with offload:
-                return forward(*args, **kwargs)
-
-        return inside
+        self.block, self._before = block, block.__dict__.get("forward")
+        block.forward = _Offloaded(block.forward, offload)
 
     def remove(self) -> None:
         del self.block.forward
-        if self.block.forward != self._forward:  # of the instance, from before
-            self.block.forward = self._forward
+        if self._before is not None:  # of the instance, from before
+            self.block.forward = self._before

@@ -27,10 +27,12 @@ def generators_of(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
+    """Each generator with its state now."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def restore(states: States) -> None:
+    """Put every generator back into its state."""
     for generator, state in states:
         generator.set_state(state)
 

@@ -46,9 +46,10 @@ class Recompute:
     ):
         if not callable(what) and what not in ("full", "selective"):
             raise ValueError(f"what={what!r}: choose full, selective or a policy (op) -> bool")
-        chosen = list(dict.fromkeys(blocks_of(model) if blocks is None else blocks))
+        every = blocks_of(model) if blocks is None else blocks
         if what == "selective":
-            chosen = [_core_of(block, core) for block in chosen]
+            every = [_core_of(block, core) for block in every]
+        chosen = list(dict.fromkeys(every))  # blocks may share one
         for module in chosen:
             if isinstance(module.__dict__.get("forward"), Recomputed):
                 raise ValueError(

@@ -31,11 +31,16 @@ queries of h/g heads, c = its keys.
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
+
+from labkit.precision.autocasting import autocast
 
 
 class FlashAttention(nn.Module):
@@ -54,15 +59,31 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
 
     Args:
         q: [b, h, s, e]; k, v: [b, g, t, e], where g divides h. float16 and bfloat16 are computed
-            in float32, and rounded at the end.
+            in float32, and rounded at the end, also inside autocast (torch's and labkit's).
         causal: query i sees the keys 0 to i.
         tile: queries and keys of a tile; memory at work goes with its square.
 
-    Returns [b, h, s, e], in the type of q. Has a first derivative, no second.
+    Returns [b, h, s, e], in the type of q; zeros where there are no keys. It has a first
+    derivative, no second.
     Raises ValueError for shapes or types that do not fit together.
     """
     check_fit(q, k, v, tile)
     return _Flash.apply(q, k, v, causal, tile)
+
+
+def _uncast(run: Any) -> Any:
+    """Autocast would round scores and weights to two bytes."""
+
+    @wraps(run)
+    def inside(x: Tensor, *others: Any) -> Any:
+        with ExitStack() as off:
+            if torch.amp.is_autocast_available(x.device.type):
+                off.enter_context(torch.autocast(x.device.type, enabled=False))
+            if _get_current_function_mode_stack():  # labkit's may be among them
+                off.enter_context(autocast(enabled=False))
+            return run(x, *others)
+
+    return inside
 
 
 class _Flash(torch.autograd.Function):
@@ -80,6 +101,7 @@ class _Flash(torch.autograd.Function):
         return *flash_backward(dout, q, k, v, out, logsum, ctx.causal, ctx.tile), None, None
 
 
+@_uncast
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int
 ) -> tuple[Tensor, Tensor]:
@@ -102,11 +124,12 @@ def flash_forward(
             total = smaller * total + weights.sum(-1, keepdim=True)
             result = smaller * result + weights @ v[:, :, columns].to(wide)
             highest = higher
-        out[:, :, rows] = _unfolded(result / total, q.shape[1])
+        out[:, :, rows] = _unfolded(result / total.clamp(min=1), q.shape[1])  # 0: no keys
         logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
     return out, logsum
 
 
+@_uncast
 def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor,
     causal: bool, tile: int,

@@ -50,12 +50,18 @@ def measure(
         choices: which to try; "none" must be among them.
 
     Afterwards gradients and random numbers are as before; what forward counts (BatchNorm) is not.
-    Raises ValueError where a block is not called once and in its turn, and where gradients are
-    there already.
+    Raises ValueError where a block is not called once and in its turn, is in the list twice, and
+    where gradients are there already.
     """
     every = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: "none" is what the others are compared with')
+    if twice := [block for block in every if every.count(block) > 1]:
+        raise ValueError(
+            f"blocks {[i for i, block in enumerate(every) if block is twice[0]]} are one module, a "
+            f"{type(twice[0]).__name__} that forward calls more than once: what each call costs "
+            "cannot be told apart; leave it out, measure(..., blocks=[...])"
+        )
     if any(p.grad is not None for p in model.parameters()):
         raise ValueError("there are gradients already; call zero_grad() before you measure")
     names = [name for name in choices if name != "offload" or offload is not None]
@@ -169,6 +175,9 @@ def _one_step(
                 p.grad = None
         marks.mark("end")
     marks.most.setdefault("a", 0)
+    for i in range(len(blocks)):  # one that is frozen has no backward
+        marks.most.setdefault(f"b{i}", 0)
+        marks.flops.setdefault(f"b{i}", 0)
     return marks
 
 

@@ -59,7 +59,7 @@ def offload_activations(
 
     One object for all steps: it may be entered again and again, also around parts of a forward.
     Raises ValueError for arguments that cannot be; in backward, RuntimeError for a tensor that was
-    changed in place while it left.
+    changed in place while it left, or although it stayed.
     """
     if in_flight < 1 or smallest_bytes < 0:
         raise ValueError(
@@ -81,6 +81,8 @@ class Ticket:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conj: bool  # views of complex numbers: x.conj() is a bit, and the memory that of x
+    neg: bool
 
 
 class Offload:
@@ -119,12 +121,13 @@ class Offload:
 
     # --- forward: autograd keeps a tensor ---
 
-    def _pack(self, x: torch.Tensor) -> "torch.Tensor | Ticket":
+    def _pack(self, x: torch.Tensor) -> "tuple[torch.Tensor, int] | Ticket":
         moved = self._moved(x) if self._may_leave(x) else None
-        if moved is None:
-            return x.detach()  # an output itself leads to its graph, which would keep itself alive
+        if moved is None:  # an output itself leads to its graph, which would keep itself alive
+            return x.detach(), x._version
         moved.tickets += 1
-        return Ticket(moved, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+        offset = int(x.storage_offset())
+        return Ticket(moved, x.dtype, x.shape, x.stride(), offset, x.is_conj(), x.is_neg())
 
     def _may_leave(self, x: torch.Tensor) -> bool:
         if x.device != self._device or x.layout is not torch.strided:
@@ -139,13 +142,13 @@ class Offload:
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
             return known
+        while len(self._leaving) >= self._in_flight:
+            if (first := self._leaving.popleft()()) is not None:
+                first.leave()
         piece = self.host.take(storage.nbytes())
         if piece is None:
             self.no_room_bytes += storage.nbytes()
             return None
-        while len(self._leaving) >= self._in_flight:
-            if (first := self._leaving.popleft()()) is not None:
-                first.leave()
         moved = Moved(self._count, x, piece, self.bus, self.host)
         self._count += 1
         self.moved_bytes += storage.nbytes()
@@ -156,9 +159,12 @@ class Offload:
 
     # --- backward: it wants the tensor ---
 
-    def _unpack(self, kept: "torch.Tensor | Ticket") -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
+    def _unpack(self, kept: "tuple[torch.Tensor, int] | Ticket") -> torch.Tensor:
+        if not isinstance(kept, Ticket):
+            x, version = kept
+            if x._version != version:
+                raise _changed()
+            return x
         moved = kept.moved
         moved.fetch()
         for number in range(moved.number - 1, moved.number - 1 - self._in_flight, -1):
@@ -166,7 +172,9 @@ class Offload:
                 earlier.fetch()
         flat = moved.use()
         x = torch.empty(0, dtype=kept.dtype, device=flat.device)
-        return x.set_(flat.untyped_storage(), kept.offset, kept.shape, kept.stride)
+        x.set_(flat.untyped_storage(), kept.offset, kept.shape, kept.stride)
+        x = torch._conj(x) if kept.conj else x
+        return torch._neg_view(x) if kept.neg else x
 
 
 class Moved:
@@ -219,10 +227,7 @@ class Moved:
         if self._seen is None:
             self._trip.wait()
         if self._changed or (self._seen is not None and self._seen._version != self.version):
-            raise RuntimeError(
-                "a tensor that backward needs was changed in place after it had been saved; use "
-                "the operation that makes a new tensor (x = x + y, not x += y)"
-            )
+            raise _changed()
         self._wanted += 1
         if self._wanted == self.tickets:  # the graph may be walked again: then it comes again
             self._wanted = 0
@@ -238,3 +243,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     """All bytes of its storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage())
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError(
+        "a tensor that backward needs was changed in place after it had been saved; use the "
+        "operation that makes a new tensor (x = x + y, not x += y)"
+    )

@@ -49,6 +49,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def storages_in(things: Any) -> list[torch.UntypedStorage]:
+    """The memory of the tensors in a nest of things, without what was moved to the host."""
     tensors = (x for x in tree_leaves(things) if isinstance(x, torch.Tensor))
     return [x.untyped_storage() for x in tensors if not is_host_memory(x)]
 

@@ -8,8 +8,9 @@
 A policy is asked once for each operation of forward, `policy(op) -> bool`: True keeps its result.
 What costs much to compute and little to hold is worth keeping: `keep_products` keeps those of the
 matrix products, so that only cheap operations run twice. Never asked about are views, which cost
-nothing; casts, of which autocast may have made some before; and operations that write to their
-inputs: they must run, and what they write to is computed again.
+nothing, and all else that hands out the memory of an input (behind a product of three dimensions,
+aten._unsafe_view); casts, of which autocast may have made some before; and operations that write to
+their inputs: they must run, and what they write to is computed again.
 
 An operation that draws random numbers and is kept leaves the generators as if it had run.
 
@@ -52,8 +53,8 @@ class _Result:
     """What a kept operation made, detached: with its graph it would keep itself alive."""
 
     value: Any
-    versions: list[int]
     random: States  # behind the operation, where it draws
+    seen: list[tuple[torch.Tensor, int]]  # all that count changes of its memory, with their count
 
 
 class Kept:
@@ -92,25 +93,28 @@ class Kept:
 
     def _keep(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
         out = op(*args, **kwargs)
+        value = tree_map_only(torch.Tensor, _same_version, out)
+        seen = [(x, x._version) for x in _tensors(value)]
         kept = None
-        if self.policy(op):
-            value = tree_map_only(torch.Tensor, _same_version, out)
-            tensors = _tensors(value)
+        if shared := _memories(out) & _memories((args, kwargs)):  # a view that counts by itself
+            for maker, call in (self._kept_in[one] for one in shared & self._kept_in.keys()):
+                if (its := self.results[maker][call]) is not None:
+                    its.seen.extend(seen)
+        elif self.policy(op):
             draws = torch.Tag.nondeterministic_seeded in op.tags
-            states = states_of(generators_of(tensors)) if draws else []
-            kept = _Result(value, [x._version for x in tensors], states)
-            self._kept_in |= {_memory(x): (op, len(self.results[op])) for x in tensors}
+            kept = _Result(value, states_of(generators_of(_tensors(out))) if draws else [], seen)
+            self._kept_in |= dict.fromkeys(_memories(out), (op, len(self.results[op])))
         self.results[op].append(kept)
         return out
 
     def _written(self, x: torch.Tensor) -> None:
         """An operation of the function writes to `x`: what was kept of it is not that any more."""
-        if _memory(x) in self._kept_in:
-            op, call = self._kept_in.pop(_memory(x))
+        for memory in _memories(x) & self._kept_in.keys():
+            op, call = self._kept_in.pop(memory)
             self.results[op][call] = None
 
     def _value(self, op: OpOverload, kept: _Result) -> Any:
-        if [x._version for x in _tensors(kept.value)] != kept.versions:
+        if any(x._version != version for x, version in kept.seen):
             raise ValueError(
                 f"recompute with a policy: what {op} made was kept, and changed in place after the "
                 "function; write the change without `_`, `out=` and `[...]=`, or let the policy "
@@ -156,8 +160,10 @@ def _same_version(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
-def _memory(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+def _memories(value: Any) -> set[int]:
+    """Where its tensors lie; those of sparse ones are not looked at."""
+    tensors = (x for x in _tensors(value) if x.layout is torch.strided)
+    return {x.untyped_storage()._cdata for x in tensors}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ the moment when it saves it: the module whose forward runs then is the one that 
              └─> k(·)    saves the same memory once more      nothing new
 
 Memory counts once, however many operations save it, and for the first of them. Parameters and
-buffers are there anyway.
+buffers are there anyway. Sparse tensors, which have no memory of this kind, are left out.
 
 Source: torch, "Hooks for autograd saved tensors".
 """
@@ -35,11 +35,14 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
 
     >>> sum(one.nbytes for one in saved_by(block, x))
     """
-    own = {_memory(x) for x in (*module.parameters(), *module.buffers())}
+    there = (*module.parameters(), *module.buffers())
+    own = {_memory(x) for x in there if x.layout is torch.strided}
     running, found = [""], []
     alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
 
     def save(x: torch.Tensor) -> torch.Tensor:
+        if x.layout is not torch.strided:
+            return x.detach()
         key = _memory(x)
         if key not in own and key not in alive:
             alive[key] = x.detach()

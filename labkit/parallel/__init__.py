@@ -1,10 +1,12 @@
 """The strategies. One concept, one file; what several of them need is in `parts`."""
 
 from labkit.parallel.async_parameter_server import AsyncParameterServer
+from labkit.parallel.context import context_parallel
 from labkit.parallel.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.parameter_server import ParameterServer
 from labkit.parallel.single import Single
+from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.zero import ZeroOptimizer
 from labkit.parallel.zero3 import ZeRO3
 
@@ -16,4 +18,6 @@ __all__ = [
     "Single",
     "ZeRO3",
     "ZeroOptimizer",
+    "context_parallel",
+    "tensor_parallel",
 ]

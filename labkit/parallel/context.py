@@ -104,7 +104,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     if (p := getattr(dropout, "p", dropout)) > 0:  # a module, or the number itself
         raise ValueError(
             f'way="ring" has no dropout inside attention, and this model\'s is {p}; take it out, '
-            'block.attn.core = CausalAttention(0.0) in each block, or use way="ulysses"'
+            'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
         )
     return RingAttention(comm)
 

@@ -23,8 +23,9 @@ Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t ti
 
 Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again.
 
-    conjugate.py      f, g and their kind           random_state.py   dropout that agrees or differs
-    tensor_linear.py  the two ways to cut           tensor_checks.py  what is said of bad input
+    conjugate.py      f, g and their kind          vocab_parallel.py  the embedding and the head
+    tensor_linear.py  the two ways to cut          random_state.py    dropout that agrees or differs
+    shards.py         the mark of a part           tensor_checks.py   what is said of bad input
 
 Legend: b rows, s positions, w width, h heads, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
@@ -38,11 +39,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
-from labkit.parallel.parts.conjugate import copies_to_ranks, gather_from_ranks, scatter_to_ranks
+from labkit.parallel.parts.conjugate import copies_to_ranks, own_part
 from labkit.parallel.parts.random_state import DrawsItsOwn
 from labkit.parallel.parts.replicas import copy_from_rank_0
 from labkit.parallel.parts.tensor_checks import SameInput, check_fits, is_attention, is_mlp
 from labkit.parallel.tensor_linear import ColumnParallelLinear, OneInput, RowParallelLinear
+from labkit.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 
 def tensor_parallel(
@@ -72,6 +74,7 @@ def tensor_parallel(
     layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
     for layer in layers:
         _cut_layer(layer, comm, sequence)
+    layers += _cut_vocabulary(model, comm, sequence, gather_logits)
     if sequence:
         _cut_sequence(model, comm, {one for layer in layers for one in layer.modules()})
     model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
@@ -94,40 +97,48 @@ def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
     layer.forward = DrawsItsOwn(layer, comm)
 
 
+def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
+    """The embedding and the head by rows, one for each token; tied, they stay one parameter."""
+    made: list[nn.Module] = []
+    rows: dict[Tensor, nn.Parameter] = {}
+    for module in list(model.modules()):
+        if isinstance(tokens := getattr(module, "tokens", None), nn.Embedding):
+            module.tokens = VocabParallelEmbedding.from_embedding(tokens, comm, sequence=sequence)
+            rows[tokens.weight] = module.tokens.weight
+            made.append(module.tokens)
+    if isinstance(head := getattr(model, "head", None), nn.Linear):
+        model.head = VocabParallelHead.from_linear(
+            head, comm, gather_output=gather_logits, sequence=sequence
+        )
+        model.head.weight = rows.get(head.weight, model.head.weight)
+        made.append(model.head)
+    return made
+
+
 # ---- sequence parallelism: the rest of the model, on a part of the sequence
 
 
-def _cut_sequence(model: Any, comm: Comm, whole: set[nn.Module]) -> None:
-    """From the embedding to the head, x is [b, s/t, w], but for the modules `whole`."""
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "tokens", None), nn.Module):
-            module.tokens.forward = _ThenScatter(module.tokens, comm)
-            whole.add(module.tokens)
-            if hasattr(module, "positions"):
-                module.positions.forward = _OwnPositions(module.positions, comm)
-                whole.add(module.positions)
-    if hasattr(model, "head"):
-        model.head.forward = _GatherFirst(model.head, comm)
-        whole.add(model.head)
+def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
+    """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
     for module in model.modules():
-        if module in whole:
-            continue
+        edit: Any = None
         if isinstance(module, _DropoutNd):
-            module.forward = DrawsItsOwn(module, comm)
+            edit = DrawsItsOwn
+        elif isinstance(module, nn.Embedding):
+            edit = _OwnPositions
         elif module._parameters:
-            module.forward = SummedGradients(module, comm)
+            edit = SummedGradients
+        if edit and module not in cut:
+            module.forward = edit(module, comm)
 
 
-class _Edit:
-    """Takes the place of `module.forward`."""
+class SummedGradients:
+    """Takes the place of `forward` of a module that sees a part of the sequence, as a norm does:
+    the gradients of its own parameters are parts as well, and backward sums them over the ranks, in
+    one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
-
-
-class SummedGradients(_Edit):
-    """A module that sees a part of the sequence, as a norm does: the gradients of its own
-    parameters are parts as well, and backward sums them over the ranks, in one all-reduce."""
 
     def __call__(self, *args: Any) -> Any:
         whole: Any = self.module._parameters
@@ -144,18 +155,4 @@ class _OwnPositions(SummedGradients):
     """The table of positions: [s] -> the vectors of the own part, [s/t, w]."""
 
     def __call__(self, positions: Tensor) -> Any:
-        return super().__call__(scatter_to_ranks(positions, self.comm, dim=-1))
-
-
-class _ThenScatter(_Edit):
-    """The tokens' vectors [b, s, w], the same on all ranks -> those of the own part."""
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return scatter_to_ranks(self.forward(tokens), self.comm, dim=1)
-
-
-class _GatherFirst(_Edit):
-    """The head: all ranks have all of x before it."""
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.forward(gather_from_ranks(x, self.comm, dim=1))
+        return super().__call__(own_part(positions, self.comm, dim=-1))

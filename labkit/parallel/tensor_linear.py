@@ -43,6 +43,7 @@ from labkit.parallel.parts.conjugate import (
     reduce_scatter_sequence,
     sum_scattered,
 )
+from labkit.parallel.parts.shards import Shard, mark_shard
 
 
 class ColumnParallelLinear(nn.Module):
@@ -73,6 +74,7 @@ class ColumnParallelLinear(nn.Module):
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.train(linear.training)
         self.comm, self.sequence = comm, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = piece_of(linear.weight, comm, dim=0)  # [out/t, in]
@@ -83,6 +85,11 @@ class ColumnParallelLinear(nn.Module):
         if self.one_input is not None:
             return self.one_input(self, x)
         return columns([self], x)[0]
+
+    @property
+    def beside(self) -> "list[ColumnParallelLinear]":
+        """The layers whose parameters a call of this one may use, too."""
+        return [] if self.one_input is None else self.one_input.layers
 
     def extra_repr(self) -> str:
         piece, bias = tuple(self.weight.shape), self.bias is not None
@@ -116,6 +123,7 @@ class RowParallelLinear(nn.Module):
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.train(linear.training)
         self.comm, self.sequence = comm, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = piece_of(linear.weight, comm, dim=1)  # [out, in/t]
@@ -233,7 +241,11 @@ def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
             f"dim {dim} of a weight {list(parameter.shape)} is {whole} long, which does not divide "
             f"over {comm.size} tensor-parallel ranks; sizes that would: {fits}"
         )
-    return copy_of(parameter.detach().chunk(comm.size, dim)[comm.rank], parameter.requires_grad)
+    length = whole // comm.size
+    start = comm.rank * length
+    piece = copy_of(parameter.narrow(dim, start, length), parameter.requires_grad)
+    mark_shard(piece, Shard(comm, dim, start, start + length, whole))
+    return piece
 
 
 def copy_of(x: Tensor, requires_grad: bool | None = None) -> nn.Parameter:

@@ -23,7 +23,7 @@ Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, f
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,12 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.conjugate import (
-    all_gather_sequence,
-    copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
 from labkit.parallel.parts.shards import Shard, mark_shard
+from labkit.parallel.tensor_linear import ColumnParallelLinear
 
 IGNORED = -100  # a target that does not count, as in F.cross_entropy
 
@@ -67,135 +66,110 @@ def cut_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
 class VocabParallelEmbedding(nn.Module):
     """nn.Embedding, its rows cut over the ranks of `comm`.
 
+    tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks.
+
     Args:
-        num_embeddings, embedding_dim, padding_idx: as of nn.Embedding. The whole table is drawn,
-            for a moment, so that the same seed gives the same rows for every number of ranks.
-        sequence: give each rank its part of the positions, [b, s/t, w], by a reduce-scatter in
+        num_embeddings, embedding_dim, padding_idx: as of nn.Embedding.
+        sequence: each rank gets its part of the positions, [b, s/t, w], by a reduce-scatter in
             place of the all-reduce.
 
-    tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks.
-    Raises ValueError for a token outside the vocabulary (on a GPU the device asserts).
+    Built from sizes, it has the rows of the nn.Embedding that all ranks, with one seed, would make;
+    `from_embedding` cuts a given one. Raises ValueError for a token outside the vocabulary (on a
+    GPU the device asserts).
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        comm: Comm,
-        *,
-        padding_idx: int | None = None,
-        sequence: bool = False,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, comm: Comm, *,
+        padding_idx: int | None = None, sequence: bool = False, **of_embedding: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        table = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = table.padding_idx  # whose row never learns
-        self.comm, self.sequence = comm, sequence
-        self.weight = cut_rows(table.weight, comm)
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **of_embedding)
+        self._cut(whole, comm, sequence)
 
     @classmethod
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Comm, *, sequence: bool = False
     ) -> "VocabParallelEmbedding":
-        """With this rank's rows of `embedding`, which is left as it is.
+        """This rank's rows of `embedding`, which is the same on all ranks, and stays as it is."""
+        cut = cls.__new__(cls)
+        nn.Module.__init__(cut)
+        cut._cut(embedding, comm, sequence)
+        return cut
 
-        Raises ValueError for options that look at the whole table: max_norm, sparse,
-        scale_grad_by_freq.
-        """
+    def _cut(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(embedding, option):
+            if value := getattr(embedding, option):
                 raise ValueError(
-                    f"an embedding with {option}={getattr(embedding, option)} cannot be cut by "
-                    f"its vocabulary; build it without {option}"
+                    f"an embedding with {option}={value} cannot be cut by its vocabulary; build "
+                    f"it without {option}"
                 )
-        sizes = embedding.num_embeddings, embedding.embedding_dim
-        with torch.device("meta"):
-            made = cls(*sizes, comm, padding_idx=embedding.padding_idx, sequence=sequence)
-        made.weight = cut_rows(embedding.weight, comm)
-        return made.train(embedding.training)
+        self.comm, self.sequence = comm, sequence
+        self.num_embeddings, self.embedding_dim = embedding.weight.shape
+        self.weight = cut_rows(embedding.weight, comm)
+        self.padding_idx = embedding.padding_idx  # whose row never learns
+        own = -1 if self.padding_idx is None else self.padding_idx - comm.rank * len(self.weight)
+        self._own_padding_idx = own if 0 <= own < len(self.weight) else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_inside("a token", tokens, self.num_embeddings)
         own, mine = _own_of(tokens, len(self.weight), self.comm)
-        x = F.embedding(own, self.weight, self._own_padding_idx())  # [b, s, w]
+        x = F.embedding(own, self.weight, self._own_padding_idx)  # [b, s, w]
         x = x.masked_fill(~mine.unsqueeze(-1), 0)
         if self.sequence:
             return reduce_scatter_sequence(x, self.comm)  # [b, s/t, w]
         return reduce_from_ranks(x, self.comm)  # [b, s, w]
 
-    def _own_padding_idx(self) -> int | None:
-        if self.padding_idx is None:
-            return None
-        index = self.padding_idx - self.comm.rank * len(self.weight)
-        return index if 0 <= index < len(self.weight) else None
-
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, {_whose(self)}"
+        piece = tuple(self.weight.shape)
+        return f"weight {piece} of {(self.num_embeddings, self.embedding_dim)}"
 
 
-class VocabParallelHead(nn.Module):
-    """nn.Linear from x to logits, its rows (one for each token of the vocabulary) cut over ranks.
+class VocabParallelHead(ColumnParallelLinear):
+    """nn.Linear from x to logits, of which each rank has the columns of its part of the vocabulary:
+    a `ColumnParallelLinear` whose columns need not divide.
 
     Args:
-        in_features, out_features, bias: as of nn.Linear, without a bias by default. The whole
-            matrix is drawn, for a moment, as the embedding's is.
+        in_features, out_features, bias: as of nn.Linear, without a bias by default.
+        sequence: x comes as each rank's part of the positions, [b, s/t, w].
         gather_output: give every rank all logits, [b, s, v]. Else each has its own, [b, s, V/t],
             those of padding -inf: for `vocab_parallel_cross_entropy`.
-        sequence: x comes as each rank's part of the positions, [b, s/t, w].
 
     Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding` over the same
     ranks; both have the same rows.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        comm: Comm,
-        *,
-        bias: bool = False,
-        gather_output: bool = True,
-        sequence: bool = False,
-    ) -> None:
-        super().__init__()
-        whole = nn.Linear(in_features, out_features, bias)
-        self.in_features, self.out_features = in_features, out_features
-        self.comm, self.gather_output, self.sequence = comm, gather_output, sequence
-        self.weight = cut_rows(whole.weight, comm)
-        self.bias = cut_rows(whole.bias, comm) if bias else None
+        self, in_features: int, out_features: int, comm: Comm, *, bias: bool = False,
+        sequence: bool = False, gather_output: bool = True, **of_linear: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, comm, bias=bias, sequence=sequence, **of_linear)
+        self.gather_output = gather_output
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, comm: Comm, *, gather_output: bool = True, sequence: bool = False
+        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False, gather_output: bool = True
     ) -> "VocabParallelHead":
-        """With this rank's rows of `linear`, which is left as it is."""
-        how = {"bias": linear.bias is not None, "gather_output": gather_output}
-        with torch.device("meta"):
-            made = cls(linear.in_features, linear.out_features, comm, **how, sequence=sequence)
-        made.weight = cut_rows(linear.weight, comm)
-        made.bias = None if linear.bias is None else cut_rows(linear.bias, comm)
-        return made.train(linear.training)
+        """This rank's rows of `linear`, which is the same on all ranks, and stays as it is."""
+        head = super().from_linear(linear, comm, sequence=sequence)
+        assert isinstance(head, VocabParallelHead)
+        head.gather_output = gather_output
+        return head
+
+    def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.comm, self.sequence, self.one_input = comm, sequence, None
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = cut_rows(linear.weight, comm)
+        self.bias = None if linear.bias is None else cut_rows(linear.bias, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        enter = all_gather_sequence if self.sequence else copy_to_ranks
-        x = enter(x, self.comm)  # [b, s, w]
-        if not self.gather_output:
-            return F.linear(x, self.weight, self._bias_that_hides_padding())  # [b, s, V/t]
-        logits = F.linear(x, self.weight, self.bias)
-        return gather_from_ranks(logits, self.comm, -1)[..., : self.out_features]  # [b, s, v]
-
-    def _bias_that_hides_padding(self) -> Tensor | None:
-        """The bias, -inf where a row is padding."""
-        height = len(self.weight)
+        logits = super().forward(x)  # [b, s, V/t]
+        if self.gather_output:
+            return gather_from_ranks(logits, self.comm, -1)[..., : self.out_features]  # [b, s, v]
+        height = logits.shape[-1]
         real = min(max(self.out_features - self.comm.rank * height, 0), height)
         if real == height:
-            return self.bias
-        hidden = self.weight.new_zeros(height)
-        hidden[real:] = -math.inf
-        return hidden if self.bias is None else self.bias + hidden
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {_whose(self)}"
+            return logits
+        return F.pad(logits[..., :real], (0, height - real), value=-math.inf)
 
 
 def vocab_parallel_cross_entropy(
@@ -261,7 +235,3 @@ def check_inside(what: str, ids: Tensor, vocab: int) -> None:
             f"{what} is {int(ids[~inside][0])}, and the vocabulary has 0 to {vocab - 1}; check "
             "that the text was cut into tokens for this model"
         ) from None
-
-
-def _whose(part: VocabParallelEmbedding | VocabParallelHead) -> str:
-    return f"{len(part.weight)} rows here, rank {part.comm.rank} of {part.comm.size}"

@@ -74,6 +74,7 @@ class ZeroOptimizer(StandIns):
     `torch.no_grad()` instead.
     """
 
+    _depends_on = "rank, world size, bucket_mb or model"
     _step_supports_amp_scaling = True  # so torch's scaler comes to `step`, to be refused
 
     def __init__(

@@ -231,8 +231,10 @@ class ZeRO3(WholeState, nn.Module):
 
     @property
     def gathered_bytes(self) -> int:
-        """Of gathered parameters, now; `peak_gathered_bytes`: the most since one set it to 0."""
-        return sum(flat.full.held_bytes for unit in self.units for flat in unit.flats)
+        """Of gathered parameters (not of those kept whole), now; `peak_gathered_bytes`: the most
+        since one set it to 0."""
+        flats = [flat for unit in self.units for flat in unit.flats if not flat.keep_whole]
+        return sum(flat.full.held_bytes for flat in flats)
 
     # --- backward ---
 

@@ -38,7 +38,7 @@ WORDS = {
     "cast": "cast (predicted)", "stage": "staging of pageable memory", "copy": "copy in a memory",
     "bus": "bus",
 }  # fmt: skip
-ROW_IN, GAP, READ = 0.36, 0.9, BLUE
+ROW_IN, GAP = 0.36, 0.9
 
 
 @styled
@@ -149,8 +149,7 @@ def loading(runs: Mapping[str, Run]) -> Picture:
         (rank,) = run.trace.ranks.values()
         y = 3 * i
         for event in rank.comms:
-            colour = READ if event.op == "read" else shade(event.op, event.seq)
-            _bar(axes, y + 1, event.began_s, event.ended_s, colour)
+            _bar(axes, y + 1, event.began_s, event.ended_s, shade(event.op, event.seq))
         for span in rank.spans:
             _bar(axes, y + 1.8, span.began_s, span.ended_s, PHASES["forward"])
         for event in rank.comms:

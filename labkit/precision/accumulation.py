@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.precision.stand_ins import LOW
 from labkit.precision.weak_hooks import when_gradient_is_there
 
 
@@ -28,7 +29,7 @@ class Fp32Gradients:
     """Adds each gradient of `params` to an fp32 sum as soon as backward has made it.
 
     Args:
-        params: parameters of any type; frozen ones are left out.
+        params: parameters in fp32 or 16 bits; frozen ones are left out.
         comm: ranks over which `hand_over` averages; None: no others. With DDP, which would send
             what comes in bf16, run every micro-batch in `ddp.no_sync()` and give its comm here.
 
@@ -39,14 +40,20 @@ class Fp32Gradients:
     >>> optimizer.step()  # MasterWeights, or any that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError where there is nothing to train, and in backward where a strategy takes the
-    gradients away: DDP outside of `no_sync()`, ZeRO.
+    Raises ValueError where there is nothing to train, or gradients have more digits than fp32; and
+    in backward, where a strategy takes the gradients away (DDP outside of `no_sync()`, ZeRO), or
+    its ranks are not among those of `comm`.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
-        self.parameters = [p for p in params if p.requires_grad]
+        self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once
         if not self.parameters:
             raise ValueError("no parameter requires a gradient, so there is nothing to add up")
+        if wide := {p.dtype for p in self.parameters} - {torch.float32, *LOW}:
+            raise ValueError(
+                f"sums in float32 would round gradients of {wide.pop()}; leave such parameters "
+                "out, their gradients add up in .grad"
+            )
         self.comm = comm
         sizes = [p.numel() for p in self.parameters]
         self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)  # one message
@@ -64,16 +71,28 @@ class Fp32Gradients:
                 "micro-batch in `ddp.no_sync()`, and give its comm to Fp32Gradients; ZeRO adds up "
                 "its own shares"
             )
+        replicas: Comm | None = getattr(owner, "comm", None)
+        if replicas is not None and not self._averages_over(replicas):
+            raise ValueError(
+                f"in `no_sync()` nobody averages over the {replicas.size} ranks of "
+                f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
+                "Fp32Gradients(params, ddp.comm)"
+            )
         if p.grad is self.sums[p]:
             raise RuntimeError(
                 "the gradients that were handed over are still there, and backward has added to "
-                "them; call optimizer.zero_grad() after each step"
+                "them; call optimizer.zero_grad() after each step, not with set_to_none=False"
             )
         if not self._came:
             self.flat.zero_()
         self._came.add(p)
         self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
         p.grad = None
+
+    def _averages_over(self, replicas: Comm) -> bool:
+        if self.comm is None:
+            return replicas.size == 1
+        return {*replicas.ranks} <= {*self.comm.ranks}
 
     def hand_over(self) -> None:
         """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""

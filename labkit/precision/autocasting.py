@@ -11,15 +11,18 @@ takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and sav
 
 torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
 call of a torch function. Calls that are written in Python themselves, as
-F.multi_head_attention_forward, are looked into. Into those in C++ we cannot look: `OF_PRODUCTS`
-names the usual ones, and nn.LSTM stays in fp32.
+F.multi_head_attention_forward, are looked into. Into those in C++ we cannot look: what the usual
+ones are made of stands in op_policy.py, and so does what stays in fp32.
+
+torch's own switches are another thing: `torch.autocast("cpu", enabled=False)` inside our region
+turns nothing off, and `custom_fwd(cast_inputs=...)` does not know that one is on.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -30,13 +33,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from labkit.precision.op_policy import POLICIES
 from labkit.precision.stand_ins import LOW
 
-Casts = dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]]
+Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
-@contextmanager
-def autocast(
-    dtype: torch.dtype = torch.bfloat16, device_type: str | None = None, *, enabled: bool = True
-) -> Iterator[None]:
+class autocast(ContextDecorator):
     """Inside, torch's ops run in `dtype` or in fp32, by the policy of their device.
 
     Args:
@@ -48,21 +48,43 @@ def autocast(
     Call `backward` outside: it runs in the types that forward took. labkit's `recompute` enters the
     region again for the part of forward that it runs; what else does so needs a region of its own.
 
+    It may be entered again and again, and stand before a function as a decorator.
+
     Raises ValueError for a type that autocast or the device cannot take.
 
     >>> with autocast(torch.bfloat16):
     ...     value = loss(model(batch.x), batch)
     """
-    if enabled:
-        check_low_type(dtype, device_type)
-    around = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Casting)]
-    casts = around[-1].casts if around else {}
-    for one in around:
-        one.regions_inside += 1  # the innermost region alone decides
-    try:
-        with _Casting(dtype, device_type, enabled, casts):
-            yield
-    finally:
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        device_type: str | None = None,
+        *,
+        enabled: bool = True,
+    ):
+        if isinstance(dtype, str):
+            raise ValueError(
+                f"autocast takes the type first: autocast({device_type or torch.bfloat16}, "
+                f"{dtype!r}), and without a device that of each op"
+            )
+        self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
+        self._entered: list[tuple[_Casting, list[_Casting]]] = []  # each with those around it
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            check_low_type(self.dtype, self.device_type)
+        around = _open_regions()
+        casts = around[-1].casts if around else {}
+        mode = _Casting(self.dtype, self.device_type, self.enabled, casts)
+        mode.__enter__()
+        for one in around:
+            one.regions_inside += 1  # the innermost region alone decides
+        self._entered.append((mode, around))
+
+    def __exit__(self, *error: Any) -> None:
+        mode, around = self._entered.pop()
+        mode.__exit__(*error)
         for one in around:
             one.regions_inside -= 1
 
@@ -89,7 +111,7 @@ class _Casting(TorchFunctionMode):
         floats = [x for x in _tensors((args, kwargs)) if self._may_be_cast(x)]
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        match POLICIES[floats[0].device.type].of(op := _name(func)):
+        match POLICIES[floats[0].device.type].of_call(op := _name(func), args, kwargs):
             case "low":
                 to = self.dtype
             case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told
@@ -134,11 +156,30 @@ class _Casting(TorchFunctionMode):
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
         if x.dtype == to or not is_weight or to == torch.float32:
             return x.to(to)
-        # Written to, or first cast where no gradient was wanted, it is another copy.
-        key = (id(x), x._version, torch.is_grad_enabled(), to)
-        if key not in self.casts:
-            self.casts[key] = x, x.to(to)  # with x, so that its id stays its own
-        return self.casts[key][1]
+        # First cast where no gradient was wanted, or written to since, it is another copy.
+        key = (id(x), torch.is_grad_enabled(), to)
+        _, version, copy = self.casts.get(key, (x, None, x))
+        if version != x._version:
+            copy = x.to(to)
+            self.casts[key] = x, x._version, copy  # with x, so that its id stays its own
+        return copy
+
+
+def _open_regions() -> list[_Casting]:
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Casting)]
+
+
+def low_type_around(x: torch.Tensor) -> torch.dtype | None:
+    """That in which a region around this line, ours or torch's, runs products of `x`; None where
+    it runs them in x's own type."""
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    ours, device = _open_regions(), x.device.type
+    if ours and ours[-1].enabled and ours[-1]._may_be_cast(x):
+        return ours[-1].dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:

@@ -31,6 +31,11 @@ class DynamicScale:
     _growth_tracker: int = 0  # good steps since the scale was changed
 
     def __post_init__(self) -> None:
+        if isinstance(self.scale, str):
+            raise ValueError(
+                f"GradScaler({self.scale!r}): labkit's goes by the device of the gradients; leave "
+                "it out: GradScaler(init_scale=65536.0)"
+            )
         ranges = {
             "scale": (0 < self.scale < inf, "finite and more than 0; 65536 is usual"),
             "growth_factor": (1 < self.growth_factor < inf, "more than 1; 2 is usual"),
@@ -64,7 +69,8 @@ class DynamicScale:
             raise ValueError(
                 f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
                 f"is down to {self.scale:g}: gradients that are inf or NaN without any scale are "
-                "not its fault. Look for NaN in the weights: labkit.find_nonfinite(model, *batch); "
+                "not its fault. Look for NaN in the weights: labkit.find_nonfinite(model, *batch), "
+                "inside the same autocast region as the forward; "
                 "go back to a checkpoint with a lower learning rate or clipped gradients, or train "
                 "in bfloat16"
             )

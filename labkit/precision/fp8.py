@@ -13,8 +13,9 @@
 
 8 bits have so little range that a tensor fits only when it is scaled to it: s = 2^⌊log2(max/amax)⌋,
 with amax its largest magnitude; a power of two, which rounds nothing by itself. To know amax a
-tensor must be read before it is cast. *Delayed* scaling takes the largest amax of the last steps
-instead, and what then is too large becomes the format's largest number.
+tensor must be read before it is cast. *Delayed* scaling takes the largest amax of the last calls
+instead, and what then is too large becomes the format's largest number. It cannot be combined with
+recompute: a call that is made again comes later, and would be scaled in another way.
 
 A GPU of compute capability 8.9 or more multiplies 8 bits (`torch._scaled_mm`). Elsewhere the same
 is simulated: values are rounded to 8 bits, and their product is taken in fp32. Kept for backward:
@@ -30,11 +31,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from labkit.precision.autocasting import autocast
+from labkit.precision.autocasting import autocast, low_type_around
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # compute capability from which a GPU multiplies 8 bits
+LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp32
 TILE = 16  # sizes that torch._scaled_mm takes are multiples of it
 
 
@@ -42,7 +45,8 @@ class Scaled(nn.Module):
     """Casts tensors of one role to `dtype`, 8 bits, by their amax or by that of the last calls.
 
     history: 0: by the amax of the tensor itself; n: by the largest of the n calls before. It is
-    not in the state_dict: after loading, the first call goes by its own amax.
+    not in the state_dict: after loading, the first call goes by its own amax. It stays in fp32
+    where the model is cast to 16 bits.
     """
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
@@ -61,8 +65,9 @@ class Scaled(nn.Module):
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The power of two that takes amax as close to the format's largest number as it goes."""
-        scale = torch.exp2(torch.floor(torch.log2(self.most / amax)))
-        usable = (amax > 0) & torch.isfinite(amax) & torch.isfinite(scale)
+        power = torch.floor(torch.log2(self.most / amax))
+        scale = torch.exp2(power.clamp(max=LARGEST_POWER))
+        usable = (amax > 0) & torch.isfinite(amax)
         return torch.where(usable, scale, torch.ones_like(amax))
 
     def _expected(self, amax: Tensor) -> Tensor:
@@ -73,6 +78,13 @@ class Scaled(nn.Module):
             new = torch.where(torch.isfinite(amax), amax, before)  # an inf would stay for n calls
             self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
         return torch.where(before > 0, before, amax)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Scaled":
+        exact = self.amaxes
+        super()._apply(fn, recurse)
+        if self.amaxes.dtype != exact.dtype:  # model.half(): 65504 is no bound for an amax
+            self.amaxes = exact.to(self.amaxes.device)
+        return self
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
@@ -99,32 +111,38 @@ class _Product(torch.autograd.Function):
     """x [m, k], w [n, k] -> x wᵀ [m, n]; both gradients are products of 8 bits, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear") -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear", dtype: torch.dtype) -> Tensor:
         (x8, s_x), (w8, s_w) = layer.cast_x(x), layer.cast_w(w)
         ctx.save_for_backward(x8, w8, s_x, s_w)
         ctx.layer, ctx.dtypes = layer, (x.dtype, w.dtype)
-        return fp8_product(x8, w8.t(), s_x * s_w, x.dtype, layer.simulate)
+        return fp8_product(x8, w8.t(), s_x * s_w, dtype, layer.simulate)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
         g8, s_g = ctx.layer.cast_g(gradients[0])
-        dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
-        dw = fp8_product(g8.t(), x8, s_g * s_x, ctx.dtypes[1], simulate)
-        return dx, dw, None
+        dx = dw = None  # of a first layer's input and of frozen weights nobody wants any
+        if ctx.needs_input_grad[0]:
+            dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
+        if ctx.needs_input_grad[1]:
+            dw = fp8_product(g8.t(), x8, s_g * s_x, ctx.dtypes[1], simulate)
+        return dx, dw, None, None
 
 
 class Fp8Linear(nn.Module):
-    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n], of x's type.
+    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n].
 
-    It has the Linear's own parameters, in the types they have; bias and gradients are as they were.
+    y is of x's type, or of the one that an autocast region around it runs products in. The
+    parameters are the Linear's own, in the types they have; bias and gradients are as they were.
 
     Args:
         linear: whose parameters it takes.
         history: 0: each tensor is scaled by its own amax; n: by the largest of n calls before.
         simulate: round to 8 bits and multiply in fp32; None: where the device needs it, a CPU.
 
-    Raises ValueError for a GPU that cannot multiply 8 bits, unless `simulate`.
+    Raises ValueError for a GPU that cannot multiply 8 bits, unless `simulate`; and in backward,
+    where that runs a forward with history once more (recompute).
     """
 
     def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
@@ -137,12 +155,25 @@ class Fp8Linear(nn.Module):
         self.cast_x = Scaled(E4M3, history).to(device)
         self.cast_w = Scaled(E4M3, history).to(device)
         self.cast_g = Scaled(E5M2, history).to(device)
+        self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_runs_once()
+        dtype = low_type_around(x) or x.dtype
         with autocast(enabled=False), torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, self.in_features)
-            y = _Product.apply(rows, self.weight, self).view(*x.shape[:-1], self.out_features)
+            y = _Product.apply(rows, self.weight, self, dtype)
+            y = y.view(*x.shape[:-1], self.out_features)
             return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _check_runs_once(self) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1  # as torch's checkpoint asks
+        if in_backward and self.training and len(self.cast_x.amaxes):
+            raise ValueError(
+                "Fp8Linear: backward runs this layer's forward once more (recompute), and with "
+                f"history={len(self.cast_x.amaxes)} it would be scaled by other calls than the "
+                "first time: its gradients would be wrong. Take history=0, or do not recompute it"
+            )
 
     def extra_repr(self) -> str:
         how = "simulated" if self.simulate else "torch._scaled_mm"
@@ -171,14 +202,15 @@ def use_fp8(
     """Put an Fp8Linear in the place of each nn.Linear of `model` whose name fits the pattern
     `only`; return the names. Usual is to leave the first and last layers as they are.
 
-    Parameters stay the same objects, so an optimizer made before still holds them.
-    Raises ValueError where no linear layer fits.
+    Parameters stay the same objects, so an optimizer made before still holds them; a layer that
+    has several names stays one layer. Raises ValueError where no linear layer fits, or one has
+    hooks, which would be lost: a strategy's (ZeRO3), so wrap the model afterwards.
 
     >>> use_fp8(model, only="blocks.*")
     """
     found = [
-        name
-        for name, module in model.named_modules()
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
         if name and type(module) is nn.Linear and fnmatch.fnmatchcase(name, only)
     ]
     if not found:
@@ -186,9 +218,14 @@ def use_fp8(
         raise ValueError(
             f"no nn.Linear of {type(model).__name__} has a name like {only!r}; it has {names[:8]}"
         )
-    for name in found:
+    for name, linear in found:
+        if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):
+            raise ValueError(
+                f"{name} has hooks, which an Fp8Linear in its place would not call; use_fp8 comes "
+                "first, then strategies and what else puts hooks on modules"
+            )
+    layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in found}
+    for name, linear in found:
         parent, _, last = name.rpartition(".")
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), last, Fp8Linear(linear, history, simulate))
-    return found
+        setattr(model.get_submodule(parent), last, layers[linear])
+    return [name for name, _ in found]

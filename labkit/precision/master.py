@@ -5,7 +5,8 @@
                       4 bytes, its fp32 master copy       } K = 12 bytes that
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
-bf16 has 8 bits of mantissa: an update smaller than 1/256 of its weight is lost when it is added.
+bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost when it is added, and up to
+1/256 some are: half a step is 1/256 of the smallest weight of a power of two, 1/512 of the largest.
 The optimizer therefore adds to an fp32 copy, and the model gets that copy, rounded:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
@@ -58,6 +59,7 @@ class MasterWeights(StandIns):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         value = value_of(closure)
+        self._check_known()
         self._hand_down_options()
         self._take_what_was_written()
         for chunk in self._chunks():
@@ -71,6 +73,16 @@ class MasterWeights(StandIns):
         self.gradient_factor = None
         self.after_load()
         return value
+
+    def _check_known(self) -> None:
+        every = [p for group in self.param_groups for p in group["params"]]
+        if thawed := [p for p in every if p.grad is not None and p not in self._master]:
+            raise ValueError(
+                f"MasterWeights: {len(thawed)} parameters, the first of shape "
+                f"{list(thawed[0].shape)}, were frozen when the optimizer was made and have a "
+                "gradient now: without a master they would not be trained. Make the optimizer "
+                "after requires_grad_(True)"
+            )
 
     def _chunks(self) -> Iterator[list[torch.Tensor]]:
         """The parameters with gradients, some at a time: so their fp32 gradients are never all

@@ -9,6 +9,7 @@ any more, and a loss scaler that only skips steps would skip for ever.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,11 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     """Where `model(*args, **kwargs)` first meets NaN or inf, in a sentence; None where nowhere.
 
     Arguments are looked at first, then parameters and buffers, then what modules are given and
-    what they make, as forward comes to them: it runs once, without gradients. Under a strategy
-    every rank calls this, and is told of what it holds. A -inf in arguments and buffers is taken
-    for a mask.
+    what they make, as forward comes to them: it runs once, without gradients, and leaves buffers
+    (BatchNorm's averages) and torch's random numbers as they were. Call it inside the autocast
+    region in which training runs forward: without it, nothing overflows. Under a strategy every
+    rank calls this, and is told of what it holds. A -inf in arguments and buffers is taken for a
+    mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
@@ -43,21 +46,41 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         if told := _told(x, masks=True):
             found.append(f"the buffer {name} {told}; make it anew, or go back to a checkpoint")
     parts = model.named_modules()
-    hooks = [part.register_forward_hook(partial(_look, found, name)) for name, part in parts]
+    hooks = [
+        part.register_forward_hook(partial(_look, found, name), with_kwargs=True)
+        for name, part in parts
+    ]
     try:
-        model(*args, **kwargs)  # in any case: other ranks may need this one for it
+        with _as_it_was(model):
+            model(*args, **kwargs)  # in any case: other ranks may need this one for it
     finally:
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
 
 
-def _look(found: list[str], name: str, module: nn.Module, args: Any, output: Any) -> None:
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and random numbers are what they were."""
+    gpus = {x.device for x in [*model.parameters(), *model.buffers()] if x.is_cuda}
+    before = [(x, x._version, x.clone()) for x in model.buffers()]
+    with torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            for x, version, was in before:
+                if x._version != version:  # autograd may have kept the others
+                    x.copy_(was)
+
+
+def _look(
+    found: list[str], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
     """A hook behind each forward; a module's parts come before it."""
     if found:
         return
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    if told := _told(args, masks=True):
+    if told := _told((args, kwargs), masks=True):
         found.append(
             f"the input of {where} {told}; no module has made it: look at what is computed between "
             f"the call of {where} and that of the module before"
@@ -80,6 +103,7 @@ def _range_of(output: Any) -> str:
 def _told(given: Any, masks: bool = False) -> str:
     """What of the first bad tensor is not finite, in words; of masks, -inf is meant."""
     for x in (x for x in _tensors(given) if x.is_floating_point()):
+        x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())
         if count := int(bad.sum()):
             kinds = {"NaN": x.isnan(), "inf": bad & x.isinf()}

@@ -22,9 +22,16 @@ device. Where it matters:
 "As it comes" serves bf16, which is the CPU's type: its range is that of fp32, and torch's kernels
 of softmax and layer_norm compute in fp32 inside. The GPU's lists were made for fp16, whose largest
 number, 65504, exp(12) exceeds.
+
+Calls of which we do not see what is inside run as they come: nn.LSTM and other RNNs, scripted
+modules, `torch.ops.aten...`, the fast path of TransformerEncoderLayer in eval. An einsum of three
+operands or more runs as a whole in one type, where torch's goes pair by pair; and an index of size
+1 counts as any other, which torch's takes for none.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class OpPolicy:
                 return name
         return "as it comes"
 
+    def of_call(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """As `of`; where `op` is on no list, by what these arguments make of it."""
+        found = self.of(op)
+        return found if found != "as it comes" else self.of(made_of(op, args, kwargs))
+
 
 def _ops(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -53,7 +65,34 @@ PRODUCTS = _ops("""
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
 """)
 # One call in Python, products inside: torch's autocast sees these, we see the call.
-OF_PRODUCTS = _ops("einsum chain_matmul linalg_multi_dot")
+OF_PRODUCTS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
+
+
+def made_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The op that a call comes down to, where its arguments say which; else `op`."""
+    match op:
+        case "einsum":
+            return _of_einsum(args[0])
+        case "inner":
+            dims = {x.dim() for x in args[:2]}
+            return "mul" if 0 in dims else "dot" if dims == {1} else "tensordot"
+        case "pad":
+            pad, mode = [*args[1:3], *(kwargs[key] for key in ("pad", "mode") if key in kwargs)]
+            kinds = {"reflect": "reflection_pad", "replicate": "replication_pad"}
+            return f"{kinds[mode]}{len(pad) // 2}d" if mode in kinds else "pad"
+    return op
+
+
+def _of_einsum(equation: str) -> str:
+    """ij,jk->ik is a product of matrices: two operands share an index that is summed over. Others
+    multiply element by element, or sum, or only look in another order."""
+    inputs, arrow, output = equation.partition("->")
+    letters = Counter(filter(str.isalpha, inputs))
+    kept = set(output) if arrow else {letter for letter, times in letters.items() if times == 1}
+    operands = Counter(letter for one in inputs.split(",") for letter in set(one))
+    summed = [operands[letter] for letter in letters.keys() - kept]
+    return "bmm" if any(count > 1 for count in summed) else "sum" if summed else "mul"
+
 
 LOSSES = _ops("""
     mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss
@@ -90,7 +129,7 @@ CUDA = OpPolicy(
     | OF_PRODUCTS
     | _ops("""
     mv addmv addr convolution cudnn_convolution cudnn_convolution_transpose
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell
     _scaled_dot_product_flash_attention
     """),
     fp32=LOSSES
@@ -98,12 +137,13 @@ CUDA = OpPolicy(
     softmax log_softmax layer_norm native_layer_norm group_norm rms_norm
     exp expm1 log log10 log1p log2 pow reciprocal rsqrt softplus logsumexp
     sum prod cumsum cumprod norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm
-    linalg_norm acos asin cosh sinh tan erfinv cosine_similarity dist pdist cdist renorm
+    linalg_norm pairwise_distance acos asin cosh sinh tan erfinv cosine_similarity dist pdist cdist
+    renorm
     upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
-    """),  # linalg_norm is made of linalg_vector_norm and linalg_matrix_norm
+    """),  # linalg_norm and pairwise_distance are made of linalg_vector_norm
     promote=_ops("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """),

@@ -2,7 +2,8 @@
 
 Replicated, each rank owns every parameter whole. Under ZeRO it owns a piece of some: `numel`
 elements, from `start` on, of the parameter lying flat. Piece and optimizer state lie alike, so a
-checkpoint written from pieces can be read into any others.
+checkpoint written from pieces can be read into any others. Under tensor parallelism what is cut
+into pieces is itself a part, rows or columns, of a whole parameter.
 
 A strategy that owns pieces has two methods:
 
@@ -11,17 +12,20 @@ A strategy that owns pieces has two methods:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A piece of parameter `name`, whose whole shape is `shape`.
+    """A piece of parameter `name`, which has `shape` on this rank.
 
     tensor      what the optimizer steps on: the piece, [numel] flat, or the whole parameter; the
                 fp32 master copy where there is one
     optimizer   the torch optimizer whose `state[tensor]` is the piece's state; None if frozen
+    shard       where the parameter is cut, the Shard that it is (labkit/parallel/parts/shards.py);
+                checkpoints enter it
     """
 
     name: str
@@ -29,3 +33,10 @@ class OwnedPiece:
     start: int
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer | None
+    shard: Any = None
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Of the parameter on all ranks together."""
+        whole: torch.Size = self.shape if self.shard is None else self.shard.whole_shape(self.shape)
+        return whole

@@ -22,7 +22,8 @@ skip a step that the others take. Under DDP an inf reaches all ranks with the av
 would agree even so; tensor and pipeline parallel ranks would not.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
-growth and back-off: torch.amp.GradScaler, whose methods and state these are.
+growth and back-off: torch.amp.GradScaler, whose state this is, and whose methods, but for those
+that get and set the factors and the interval.
 """
 
 from dataclasses import dataclass, field
@@ -50,11 +51,22 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 class Turn:
     """What is known of some gradients between `unscale_` and `update`."""
 
+    trained: Trained
     parameters: set[torch.Tensor]
     number: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
     still_scaled: list[tuple[int, int]]  # 16-bit gradients that an optimizer unscales in its step
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     decided: float | None = None  # `number`, once it has been waited for
+
+    def number_found(self) -> float:
+        if self.decided is None:
+            self.decided = self.number.item()
+        return self.decided
+
+    def let_go(self) -> None:
+        """An optimizer that was unscaled and not stepped keeps no factor for a later step."""
+        if isinstance(self.trained, StandIns) and not self.stepped:
+            self.trained.skip()
 
 
 class GradScaler:
@@ -68,8 +80,8 @@ class GradScaler:
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
-        comm: the ranks that take the same steps, as an axis of the mesh; all by default. A process
-            that is no rank decides alone.
+        comm: the ranks that take the same steps, as an axis of the mesh; all by default, as they
+            are at the first `unscale_` or `step`. A process that is no rank decides alone.
         skip_bad_losses: where the loss was inf or NaN before it was scaled, skip the step silently,
             as torch does. Otherwise `step` says so: a smaller scale cannot help there.
 
@@ -91,7 +103,7 @@ class GradScaler:
     ):
         self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
-        self.comm = comm or _all_ranks()
+        self.comm = comm
         self._losses: list[torch.Tensor] = []  # since the last update, as they were
         self._turns: list[Turn] = []
 
@@ -129,6 +141,7 @@ class GradScaler:
                 "GradScaler.unscale_: these gradients have been unscaled since the last update(); "
                 "call unscale_ once for an optimizer, after the last backward of a step"
             )
+        self.comm = self.comm or _all_ranks()
         check_owner(trained, self.comm)
         check_not_clipped(trained, self._now.scale)
         found = unscale(trained, self._now.scale)
@@ -138,7 +151,7 @@ class GradScaler:
             number.masked_fill_(found > 0, torch.inf)
         if self.comm is not None:
             self.comm.all_reduce(number, "max")
-        self._turns.append(Turn({*parameters}, number, still_scaled(trained)))
+        self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, if `unscale_` has not been called, and step where all gradients of all ranks are
@@ -178,18 +191,24 @@ class GradScaler:
     def update(self, new_scale: float | None = None) -> None:
         """At the end of a step: the scale for the next one, or `new_scale`.
 
+        An optimizer without gradients on any rank has no say in it, where another has some. One
+        that was unscaled and not stepped is let go: its next gradients are scaled anew.
+
         Raises ValueError without a step, and where the scale has come below 1 by 20 skipped steps
         or more in a row: then it is not the scale that makes gradients inf.
         """
         if not self._enabled:
             return
+        turns, self._turns, self._losses = self._turns, [], []
+        for turn in turns:
+            turn.let_go()
         if new_scale is not None:
             self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
-        elif self._turns:
-            self._now.after_step(skipped=any([self._must_skip(turn) for turn in self._turns]))
+        elif turns:
+            told = [turn for turn in turns if turn.number_found() != 0] or turns
+            self._now.after_step(skipped=any([self._must_skip(turn) for turn in told]))
         else:
             raise ValueError("GradScaler.update: no step since the last one; call step before")
-        self._turns, self._losses = [], []
         self._now.check_hope()
 
     # --- the decision ---
@@ -205,9 +224,7 @@ class GradScaler:
 
     def _must_skip(self, turn: Turn) -> bool:
         """Whether a rank has found inf or NaN: what a step waits for."""
-        if turn.decided is None:
-            turn.decided = turn.number.item()
-        number = turn.decided
+        number = turn.number_found()
         if number == 0:
             raise ValueError(
                 "GradScaler: no parameter of this optimizer has a gradient, on any rank; call "
@@ -236,8 +253,9 @@ class GradScaler:
             raise ValueError(
                 f"GradScaler: the loss was {bad[0].item()} before it was scaled: not the scale is "
                 "at fault, but NaN or inf in the batch or the weights, or a forward that "
-                "overflows. labkit.find_nonfinite(model, *batch) names where it begins. The step "
-                "was skipped, on all ranks; GradScaler(skip_bad_losses=True) does so silently"
+                "overflows. labkit.find_nonfinite(model, *batch), inside the same autocast region "
+                "as the forward, names where it begins. The step was skipped, on all ranks; "
+                "GradScaler(skip_bad_losses=True) does so silently"
             )
 
     # --- state ---

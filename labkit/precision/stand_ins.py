@@ -39,6 +39,7 @@ class StandIns(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
+    _depends_on = "model"  # in words: whose state can be loaded
 
     # What gradients in 16 bits have yet to be multiplied by, in fp32, as the next step does it: a
     # loss scaler sets it (labkit/precision/unscaling.py), and `clip_grad_norm` then clips by it.
@@ -119,9 +120,8 @@ class StandIns(torch.optim.Optimizer):
         masters, whose = found.pop("masters", None), found.pop("whose", None)
         if whose != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
-                f"{type(self).__name__}: this state is of another rank, world size, bucket_mb or "
-                "model than this optimizer; a checkpoint (labkit's save_checkpoint) can be loaded "
-                "into any"
+                f"{type(self).__name__}: this state is of another {self._depends_on} than this "
+                "optimizer; a checkpoint (labkit's save_checkpoint) can be loaded into any"
             )
         self.inner.load_state_dict(found)
         self.state = self.inner.state

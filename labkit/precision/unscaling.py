@@ -96,12 +96,16 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
         raise ValueError(
             f"GradScaler.unscale_: a {name} has the gradients of this model; give the optimizer"
         )
-    if comm is not None and owners is not None and not {*owners.ranks} <= {*comm.ranks}:
-        raise ValueError(
-            f"GradScaler: the {name} spans ranks {list(owners.ranks)}, the scaler only "
-            f"{list(comm.ranks)}: some would skip a step that the others take; make the scaler "
-            "with a comm of all of them"
-        )
+    marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/parts/shards.py
+    spans = [(f"the {name} spans", owners)]
+    spans += [("parameters are cut over", mark.comm) for mark in marks if mark is not None]
+    for what, needed in spans:
+        if comm is not None and needed is not None and not {*needed.ranks} <= {*comm.ranks}:
+            raise ValueError(
+                f"GradScaler: {what} ranks {list(needed.ranks)}, the scaler only "
+                f"{list(comm.ranks)}: some would skip a step that the others take; make the scaler "
+                "with a comm of all of them"
+            )
 
 
 # --- clipped before they were unscaled: `clip_grad_norm` leaves a mark on the memory ---

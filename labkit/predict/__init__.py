@@ -59,9 +59,11 @@ from labkit.predict.transformer import (
 )
 from labkit.predict.volumes import (
     data_parallel_bytes,
+    gathered_logits_bytes,
     pipeline_parallel_bytes,
     stage_boundary_bytes,
     tensor_parallel_bytes,
+    vocab_parallel_bytes,
 )
 from labkit.predict.wires import algorithm_s, bus_factor, least_s
 
@@ -85,6 +87,7 @@ __all__ = [
     "first_stage_activation_bytes",
     "flash_activation_bytes",
     "forward_flops",
+    "gathered_logits_bytes",
     "gpipe",
     "in_place_s",
     "interleaved",
@@ -101,6 +104,7 @@ __all__ = [
     "step_flops",
     "table",
     "tensor_parallel_bytes",
+    "vocab_parallel_bytes",
     "zero_bubble_h1",
     "zero_bubble_h2",
 ]

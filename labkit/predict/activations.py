@@ -24,6 +24,15 @@ and is not so everywhere:
     all scores count                   the half that a causal mask hides is stored like the other
     the causal mask is not kept        added to the scores, where `masked_fill` would keep it
 
+Over t tensor-parallel ranks, what lies between the cut matrices is cut as well, by heads and
+features; what lies outside, 10 of the 34, every rank keeps whole, unless it is cut by positions:
+
+    one rank                             34 + 5as/w
+    tensor parallel                      10 + 24/t + 5as/(wt)
+    and sequence parallel                34/t + 5as/(wt)       of inputs, too, only the part is kept
+    selective recomputation              without the term of scores, as/w
+    full recomputation                   2, or 2/t where the layer's input is cut by positions
+
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, section 4 and Table 2.
 """
@@ -43,6 +52,7 @@ class Term:
     module: str
     of_sbw: int = 0  # bytes over s·b·w
     of_scores: int = 0  # bytes over a·s·s·b: for each score
+    outside: bool = False  # of the cut matrices: tensor-parallel ranks keep it whole
 
     @property
     def per_sbw(self) -> str:
@@ -53,36 +63,56 @@ class Term:
 
 
 TERMS = (
-    Term("norm1: its input", "norm1", of_sbw=2),
-    Term("q, k, v: their shared input", "attn.q", of_sbw=2),
+    Term("norm1: its input", "norm1", of_sbw=2, outside=True),
+    Term("q, k, v: their shared input", "attn.q", of_sbw=2, outside=True),
     Term("core: q, k and v", "attn.core", of_sbw=6),
     Term("core: weights, before and after dropout", "attn.core", of_scores=4),
     Term("core: the mask of its dropout", "attn.core.dropout", of_scores=1),
     Term("out: its input", "attn.out", of_sbw=2),
-    Term("dropout: two masks", "dropout", of_sbw=2),
-    Term("norm2: its input", "norm2", of_sbw=2),
-    Term("mlp.up: its input", "mlp.up", of_sbw=2),
+    Term("dropout: two masks", "dropout", of_sbw=2, outside=True),
+    Term("norm2: its input", "norm2", of_sbw=2, outside=True),
+    Term("mlp.up: its input", "mlp.up", of_sbw=2, outside=True),
     Term("GELU: its input", "mlp", of_sbw=8),
     Term("mlp.down: its input", "mlp.down", of_sbw=8),
 )
-LAYER_INPUT = Term("the layer's input", "", of_sbw=2)  # all that full recomputation keeps
+# All that full recomputation keeps.
+LAYER_INPUT = Term("the layer's input", "", of_sbw=2, outside=True)
 
 
 def activation_terms(
-    sequence: int, rows: int, width: int, heads: int, recompute: str = "none"
+    sequence: int,
+    rows: int,
+    width: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
 ) -> dict[str, float]:
-    """`activation_bytes` on one rank, summand by summand: name -> bytes.
+    """`activation_bytes`, summand by summand: name -> bytes.
 
     "selective" has all but what counts scores, "full" the layer's input alone.
-    Source: arXiv 2205.05198, section 4.1.
+    Source: arXiv 2205.05198, sections 4.1 and 4.2.
     """
-    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
-    check_recompute(recompute)
+    _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
     terms = {"none": TERMS, "full": (LAYER_INPUT,)}.get(
         recompute, tuple(term for term in TERMS if not term.of_scores)
     )
     sbw, scores = sequence * rows * width, heads * sequence * sequence * rows
-    return {term.name: term.of_sbw * sbw + term.of_scores * scores for term in terms}
+    over = {True: tensor_parallel if sequence_parallel else 1, False: tensor_parallel}
+    return {
+        term.name: (term.of_sbw * sbw + term.of_scores * scores) / over[term.outside]
+        for term in terms
+    }
+
+
+def _check_layer(
+    sequence: int, rows: int, width: int, heads: int, tensor_parallel: int, recompute: str
+) -> None:
+    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
+    check_counts(tensor_parallel=tensor_parallel)
+    check_divides("width", width, "heads", heads)
+    check_divides("heads", heads, "tensor_parallel", tensor_parallel)
+    check_recompute(recompute)
 
 
 def check_recompute(recompute: str) -> None:
@@ -110,11 +140,7 @@ def activation_bytes(
 
     Source: arXiv 2205.05198, Table 2; what it counts stands at the top of this file.
     """
-    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
-    check_counts(tensor_parallel=tensor_parallel)
-    check_divides("width", width, "heads", heads)
-    check_divides("heads", heads, "tensor_parallel", tensor_parallel)
-    check_recompute(recompute)
+    _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
     t = tensor_parallel
     sbw = sequence * rows * width
     whole = t if sequence_parallel else 1  # over how many ranks go parts outside the matrices

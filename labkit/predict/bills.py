@@ -35,7 +35,7 @@ class Line:
     """One term of the bill."""
 
     term: str  # "q, k, v: their shared input"
-    per_sbw: str  # "2", "2as/w"; "" for what no formula counts
+    per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
     formula_bytes: float
     measured_bytes: int
 
@@ -79,24 +79,34 @@ def activation_bill(
     rows: int,
     width: int,
     heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
     """What a labkit.GPT block has kept, beside the formula's terms.
 
     Args:
         kept: of `labkit.memory.saved_by(block, x)`, with x [rows, sequence, width] in a 2-byte
-            type and `labkit.models.PlainAttention` as its core.
+            type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x is this
+            rank's part of the positions; `sequence` are all of them.
+        tensor_parallel, sequence_parallel: ranks over which the block is cut, and how.
         recompute: "none", "selective" or "full": what the formula is to count.
 
     What no term of the formula is for comes at the end: the statistics of the norms, and "other".
     Scores are known by their shape, [..., s, s]: let no head be as wide as the sequence is long.
     """
-    formula = activation_terms(sequence, rows, width, heads, recompute)
+    formula = activation_terms(
+        sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
+    )
+    over = "/t" if tensor_parallel > 1 else ""
     measured = dict.fromkeys([*formula, STATISTICS, OTHERS], 0)
     for one in kept:
         term = _term_of(one, sequence)
         measured[term if term in measured else OTHERS] += one.nbytes
-    shares = {term.name: term.per_sbw for term in (*TERMS, LAYER_INPUT)}
+    shares = {
+        term.name: term.per_sbw if term.outside and not sequence_parallel else term.per_sbw + over
+        for term in (*TERMS, LAYER_INPUT)
+    }
     lines = [
         Line(term, shares.get(term, ""), formula.get(term, 0.0), nbytes)
         for term, nbytes in measured.items()

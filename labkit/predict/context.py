@@ -21,7 +21,7 @@ Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; 
 element, F operations and B bytes per second, α the latency of a message.
 
 Sources: Liu et al., arXiv 2310.01889, section 3 (from L = F / B on, for 2-byte types); Jacobs et
-al., arXiv 2309.14509, section 3.3; shards: arXiv 2407.21783, section 3.3.2.
+al., arXiv 2309.14509, section 3; shards: arXiv 2407.21783, section 3.3.2.
 """
 
 import math
@@ -65,7 +65,7 @@ def ulysses_bytes(
     """What one rank sends in one layer's forward, and the same in its backward: four all-to-alls,
     of q, k, v and the result, each (n-1)/n of what the rank has of it.
 
-    Source: arXiv 2309.14509, section 3.3."""
+    Source: arXiv 2309.14509, section 3."""
     check_counts(sequence=sequence, rows=rows, heads=heads, kv_heads=kv_heads)
     check_counts(head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -141,7 +141,8 @@ def ring_hides_from(
     element_bytes: int = 2,
 ) -> float:
     """The tokens of a block (s/n) from which on a ring's forward hides all it sends: where
-    `ring_exposed_s` becomes 0. Times the ranks it is the sequence that is worth a ring.
+    `ring_exposed_s` is 0. (Two ranks need less: their one block has the diagonal, too, to hide
+    behind.) Times the ranks it is the sequence that is worth a ring.
 
     Source: arXiv 2310.01889, section 3, for scores that a causal mask halves, and latency."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)

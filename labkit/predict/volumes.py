@@ -1,7 +1,8 @@
 """What each kind of parallelism sends in one step of a transformer.
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
-    tensor    four all-reduces of x in each layer    4 l 2(t-1)/t b s w g       O(b s w l)
+    tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
+              sequence parallel: parts are kept     10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
 Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
@@ -41,17 +42,62 @@ def tensor_parallel_bytes(
     ranks: int,
     element_bytes: int = 2,
     recompute: bool = False,
+    sequence_parallel: bool = False,
+    kept_whole: bool = False,
 ) -> float:
-    """What one rank sends in a step where `ranks` share every layer: two all-reduces of
-    [rows, sequence, width] in forward, after attention and MLP, and two in backward; with full
-    recomputation two more. Embedding and head are left out. With sequence parallelism each
-    all-reduce is a reduce-scatter and an all-gather, which send the same.
+    """What one rank sends in a step where `ranks` share every layer, without embedding and head
+    (`vocab_parallel_bytes`). In (t-1)/t b s w elements a layer, half an all-reduce:
 
-    Source: arXiv 1909.08053, section 3; arXiv 2104.04473, section 3.2."""
+        tensor parallel      8     two all-reduces of x in forward, two in backward
+        sequence parallel   10     each of them as a reduce-scatter and an all-gather; and of two
+                                   inputs only the part is kept, gathered again in backward
+                             8     with `kept_whole` they are not
+        full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
+                                   needs, which saves the last collective if there is no dropout
+
+    Source: arXiv 1909.08053, section 3; arXiv 2104.04473, section 3.2; arXiv 2205.05198, section
+    4.2.2."""
     check_counts(depth=depth)
-    all_reduces = depth * (6 if recompute else 4)
+    if kept_whole and not sequence_parallel:
+        raise ValueError("kept_whole is of sequence parallelism: else inputs are whole anyway")
+    halves = 8 + 2 * (sequence_parallel and not kept_whole) + 4 * recompute
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
-    return all_reduces * bus_factor("all_reduce", ranks) * x_bytes
+    return depth * halves * bus_factor("all_gather", ranks) * x_bytes
+
+
+def vocab_parallel_bytes(
+    sequence: int,
+    rows: int,
+    width: int,
+    ranks: int,
+    element_bytes: int = 2,
+    loss_element_bytes: int = 4,
+    sequence_parallel: bool = False,
+) -> float:
+    """What one rank sends in a step for an embedding, head and loss whose vocabulary is cut over
+    `ranks`: all-reduces of x, [rows, sequence, width], one forward after the embedding and one
+    backward before the head, and for the loss one of three numbers a token, in float32. With
+    sequence parallelism the head keeps its part of x, and gathers it again in backward.
+
+    Source: arXiv 1909.08053, section 3."""
+    check_counts(loss_element_bytes=loss_element_bytes)
+    halves = 4 + sequence_parallel
+    x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
+    loss_bytes = 3 * sequence * rows * loss_element_bytes
+    return bus_factor("all_gather", ranks) * (halves * x_bytes + 2 * loss_bytes)
+
+
+def gathered_logits_bytes(
+    sequence: int, rows: int, vocab: int, ranks: int, element_bytes: int = 2
+) -> float:
+    """What one rank sends where all logits are gathered on every rank instead, for a loss that
+    needs them all: v numbers a token (padded to a multiple of the ranks) in the place of three.
+
+    Source: arXiv 1909.08053, section 3."""
+    check_counts(sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes)
+    check_counts(ranks=ranks)
+    padded = -(-vocab // ranks) * ranks
+    return bus_factor("all_gather", ranks) * rows * sequence * padded * element_bytes
 
 
 def pipeline_parallel_bytes(

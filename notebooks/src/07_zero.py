@@ -32,8 +32,9 @@ from labkit.trace import CATEGORIES
 # ## 1. The question
 #
 # The loop of lab 05, as large models are trained: in **mixed precision**. The model is in bf16, a
-# number of 2 bytes. With 8 bits of mantissa, 1 + 0.001 is 1: a small step is lost. So the optimizer has an
-# exact fp32 copy of each weight, the **master weights**, steps on that, and rounds.
+# number of 2 bytes. With 7 fraction bits (8 with the leading 1), 1 + 0.001 is 1: a small step is lost.
+# So the optimizer has an exact fp32 copy of each weight, the **master weights**, steps on that, and
+# rounds.
 
 
 # %%
@@ -91,9 +92,10 @@ print(f"The same on all 4 ranks: {same / P:g} of these {nbytes / P:g} bytes.")
 plot.memory(ddp, ranks=[0], predicted=16 * P)
 
 # %% [markdown]
-# **16 bytes** for a parameter of 2. A model of 7.5 billion takes 120 GB on every rank, more than a
-# GPU has, and more GPUs do not help: each has the same. **Must every rank keep what all the others
-# keep, too?**
+# **16 bytes** for a parameter of 2. (Grey is what no formula counts: the text, and during the step the
+# gradients once more, in fp32.) A model of 7.5 billion takes 120 GB on every rank, more than an H100
+# has (80 GB), and more GPUs do not help: each has the same. **Must every rank keep what all the
+# others keep, too?**
 
 # %% [markdown]
 # ## 2. The idea

@@ -570,7 +570,7 @@ for name, (value, held_bytes, most, messages) in rows.items():
     print(f"{name:<6} {value:.2f} {held_bytes / 1e6:9.1f} {most / 1e6:14.1f} {messages:10}")
 
 # %% [markdown] tags=["answer"]
-# - **a** shards nothing: every matrix here has fewer than 100,000 elements. That is DeepSpeed's default
+# - **a** shards nothing, so nothing is gathered: every matrix here has fewer than 100,000 elements. That is DeepSpeed's default
 #   (`stage3_param_persistence_threshold`), right for large models, and a trap for small ones.
 # - **b** has a unit for each matrix and each norm: the same bytes in many small messages, and each pays
 #   the latency. Units are layers for a reason.

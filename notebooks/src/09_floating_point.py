@@ -3,7 +3,8 @@
 #
 # Everything that ranks compute and send is a floating-point number, and training uses ever shorter
 # ones: 32 bits, 16, 8. In this lab you take them apart, bit by bit, and find out what each can hold,
-# where it rounds, and what that does to gradients, sums and collectives. You need lab 02.
+# where it rounds, and what that does to gradients, sums and collectives. You need
+# lab 02 (the ring), lab 05 (averaged gradients) and lab 08 (gathered weights).
 
 # %%
 import math
@@ -49,7 +50,7 @@ def draw(panels):
         for (name, y), colour in zip(lines.items(), ("#0072B2", "#E69F00", "#D55E00")):
             axes.plot(y, color=colour, label=name, linewidth=2)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("additions")
+        axes.set(xlabel="additions", ylabel="value of the sum")
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
 
@@ -111,10 +112,10 @@ plot.flip_bits(1.0, "fp16")
 # fewer bits that count, the smaller they are.
 
 # %%
-plot.number_line()
+plot.number_line(["fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"])
 
 # %% [markdown]
-# e4m3, made for 8 bits, wants every pattern: it has no infinity, and a single NaN. What is too large
+# e4m3, made for 8 bits, wants every pattern: it has no infinity, and one NaN for each sign. What is too large
 # becomes the largest number (it *saturates*).
 #
 # Third way: integers. **int8 blocks** have equal steps, and one scale for each block of numbers, its
@@ -567,11 +568,13 @@ def draw_levels(ways):
 
     _, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
     axes.hist(sample(0).numpy(), bins=200, color="#C9CED6", density=True)
-    for row, (name, choose) in enumerate(ways.items()):
+    colours = ("#0072B2", "#E69F00", "#D55E00")
+    for row, ((name, choose), colour) in enumerate(zip(ways.items(), colours)):
         levels = [float(x) for x in choose(sample(0))]
         lost = round(codebook_error(levels) * 1e6)
-        axes.plot(levels, [-0.1 - 0.12 * row] * 16, "|", markersize=11, markeredgewidth=2)
-        axes.text(7.2, -0.1 - 0.12 * row, f"{name}: {lost:,}", va="center")
+        y = -0.1 - 0.12 * row
+        axes.plot(levels, [y] * 16, "|", color=colour, markersize=11, markeredgewidth=2)
+        axes.text(7.2, y, f"{name}: {lost:,}", va="center")
     axes.set(xlim=(-7, 7), yticks=[], xlabel="value")
     axes.spines[["top", "right", "left"]].set_visible(False)
 

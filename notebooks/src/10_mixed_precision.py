@@ -9,17 +9,15 @@
 # You need lab 05 (averaged gradients), lab 07 (the bill of 2 + 2 + 12 bytes) and lab 09 (formats).
 
 # %%
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-import labkit
 from labkit import GPT, GradScaler, MasterWeights, Text, autocast, loss, plot
+from labkit.bench import show_stored
 from labkit.check import lab_10 as check
 from labkit.check import predict, report
 from labkit.course import show
@@ -131,10 +129,10 @@ print(f"In fp16, {zeros:.0%} of all gradients are exactly 0: these weights stay 
 #   forward         exp, sums, norms leave fp16's range,     autocast: each op in the type
 #                   losses lose their last digits            that is good for it
 #   backward        gradients below 2⁻²⁵ become 0            loss scaling: S · loss
-#   step            w + 0.001 w is w                         master weights in fp32
+#   step            w + 0.0002 w is w                        master weights in fp32
 # ```
 #
-# bf16 has the range of fp32, so it needs no loss scaling. It has 3 bits less of mantissa than fp16,
+# bf16 has the range of fp32, so it needs no loss scaling. It has 3 fraction bits less than fp16,
 # so it needs master weights all the more.
 
 # %% [markdown]
@@ -381,35 +379,18 @@ for name, history in {"fp8, own amax": 0, "fp8, amax of 4 calls before": 4}.item
 draw(in_8_bits, "Linear layers in 8 bits (simulated: rounded to 8 bits, multiplied in fp32)")
 
 # %% [markdown]
-# A GPU with compute capability 8.9 or more multiplies 8 bits itself. What somebody has measured on
-# one, with `labkit bench precision --save FILE`, is drawn here, if it lies in `labkit/bench/results`:
-
+# A GPU with compute capability 8.9 or more multiplies 8 bits itself. What `labkit bench precision`
+# has measured on such machines:
 
 # %%
-def draw_measured(path):
-    found = json.loads(path.read_text())
-    cases = found["cases"]
-    _, panels = plt.subplots(1, 2, figsize=(9, 0.9 + 0.22 * len(cases)), layout="constrained")
-    for axes, key, unit in zip(panels, ("median_step_ms", "peak_bytes"), (1, 1e6)):
-        axes.barh(
-            list(cases)[::-1], [cases[name][key] / unit for name in cases][::-1], color="#0072B2"
-        )
-        axes.set_xlabel({1: "ms a step", 1e6: "MB at the peak"}[unit])
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_title(", ".join(map(str, found["about"].values())), loc="left", fontsize=8)
-
-
-files = sorted(Path(labkit.__file__).parent.glob("bench/results/precision*.json"))
-for path in files:
-    draw_measured(path)
-print(f"{len(files)} files of figures")
+show_stored("precision")
 
 # %% [markdown]
 # ## 6. Break it
 #
 # ### Without master weights
 #
-# bf16 has 8 bits of mantissa. An update of less than 1/512 of its weight is rounded away. Late in
+# bf16 has 7 fraction bits (8 with the leading 1). An update of less than 1/512 of its weight is rounded away. Late in
 # training learning rates are small; so here, on one batch:
 
 
@@ -695,7 +676,7 @@ report("10")
 # | DeepSpeed | `"bf16": {"enabled": true}` | `"fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16}` | |
 # | Megatron | `--bf16` | `--fp16 --initial-loss-scale 4294967296` | `--fp8-format hybrid` |
 # | Accelerate | `Accelerator(mixed_precision="bf16")` | `mixed_precision="fp16"` | `mixed_precision="fp8"` |
-# | Transformer Engine | | | `fp8_autocast(fp8_recipe=DelayedScaling(...))` |
+# | Transformer Engine | | | `te.autocast(recipe=DelayedScaling(...))`, once `fp8_autocast(fp8_recipe=...)` |
 # | labkit | `autocast(torch.bfloat16)`, `MasterWeights` | `GradScaler()` | `use_fp8(model, history=...)` |
 
 # %% [markdown]

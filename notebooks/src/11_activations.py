@@ -11,7 +11,6 @@
 import weakref
 from functools import partial
 from itertools import product
-from statistics import median
 from time import monotonic
 
 import matplotlib.pyplot as plt
@@ -219,7 +218,7 @@ show("memory/conditions.py:Conditions.again")
 # `in_flight` tensors are under way, or memory would not be bounded.
 
 # %%
-show("memory/offload.py:Offload._moved", since="piece = ")
+show("memory/offload.py:Offload._moved", since="while ")
 
 # %% [markdown]
 # `unpack` asks for its own, and for those that backward will want next: the ones **before** it.
@@ -232,7 +231,7 @@ show("memory/offload.py:Offload._unpack", since="moved = ")
 # softmax needs the row's largest score and its sum. Both can be corrected when a larger one comes:
 
 # %%
-show("memory/flash_attention.py:_Flash.forward", since="for columns", until="out[")
+show("memory/flash_attention.py:flash_forward", since="for columns", until="out[")
 
 # %% [markdown]
 # ## 5. Run it
@@ -319,36 +318,51 @@ def seconds(how):
 
 
 took = {how: [] for how in ("none", "selective", "full")}
-for _ in range(3):
+for _ in range(5):
     for how in took:
         took[how].append(seconds(how))
-here = {how: 100 * (median(took[how]) / median(took["none"]) - 1) for how in took}
+here = {how: 100 * (min(took[how]) / min(took["none"]) - 1) for how in took}
 
 # %%
 # ms of one layer of a model of 22 billion on 8 A100: arXiv 2205.05198, Table 4
 layer_ms = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
 theirs = {how: 100 * (ms / layer_ms["none"] - 1) for how, ms in layer_ms.items()}
-formula = dict(selective=price.numbers["selective_percent"], full=price.numbers["full_percent"])
-_, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
-sources = {"operations": formula, "22B on A100, published": theirs, "here, measured": here}
-for i, (name, percent) in enumerate(sources.items()):
-    places = [j + 0.27 * (i - 1) for j in range(2)]
-    colour = ("#B4BAC2", "#0072B2", "#D55E00")[i]
-    bars = axes.barh(places, [percent[how] for how in ("selective", "full")], 0.25, color=colour)
-    axes.bar_label(bars, fmt=" %.0f %%")
-    bars.set_label(name)
-axes.set(yticks=[0, 1], yticklabels=["selective", "full"], xlabel="% more than a step without")
-axes.margins(x=0.1)
-axes.invert_yaxis()
-axes.legend(frameon=False, loc="upper right")
-axes.spines[["top", "right"]].set_visible(False)
+
+
+def by_operations(width, heads, sequence):
+    """Percent more, by the formulas."""
+    layer = formulas.layer_forward_flops(width, heads, 1, sequence)
+    return {"selective": 100 * (4 * sequence**2 * width) / (3 * layer), "full": 100 / 3}
+
+
+# %%
+panels = {
+    "22B on A100": {"operations": by_operations(6144, 64, 2048), "published": theirs},
+    "here": {"operations": by_operations(sequence=S, **SIZES), "measured": here},
+}
+_, both = plt.subplots(1, 2, figsize=(10, 2.2), sharex=True, layout="constrained")
+for axes, (title, sources) in zip(both, panels.items()):
+    for i, (name, percent) in enumerate(sources.items()):
+        width = [percent[how] for how in ("selective", "full")]
+        colour = ("#B4BAC2", "#0072B2")[i]
+        bars = axes.barh([0.4 * i, 1 + 0.4 * i], width, 0.36, color=colour, label=name)
+        axes.bar_label(bars, fmt=" %.0f %%")
+    axes.set(yticks=[0.2, 1.2], yticklabels=["selective", "full"])
+    axes.set_xlabel("% more than a step without")
+    axes.set_title(title, loc="left")
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+
 # %% [markdown]
 # Full recomputation costs about a third. Selective gives back most of the bytes, here 80 of 114, for
 # a fraction of that. (With GPT-3's sizes, a = 96, s = 2048, w = 12288, it is 80 of 114, too.) So the
 # paper recommends it.
 #
-# Published, both cost somewhat more than operations say: what is no product takes time, too. Here the
-# seconds are those of a small model on a CPU, and scatter with whatever else it does.
+# On the A100, both cost more than the operations say: softmax and dropout have few of them, but take
+# time, too. Here the seconds are those of a small model on a CPU, and scatter with whatever else it
+# does. (Its core has a larger part of the operations: the layer is narrow.)
 
 # %% [markdown]
 # ### The bus
@@ -557,57 +571,61 @@ class C(A):
 # %% tags=["nbval-check-output"]
 def tried(function):
     torch.manual_seed(3)
-    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    x, masks = torch.ones(4, 8, requires_grad=True), []
-    for _ in range(2):  # two steps: are the masks of the second the same as those of the first?
-        y = function.apply(layer, x)
-        masks.append(y == 0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)]
+    masks = []  # step 1: layers 0 and 1; step 2: layers 0 and 1
+    for _ in range(2):
+        y = torch.ones(4, 8, requires_grad=True)
+        for layer in layers:
+            y = function.apply(layer, y)
+            masks.append(y == 0)
         y.sum().backward()
-    same = torch.equal(*masks)
-    return f"weights have gradients: {layer[0].weight.grad is not None}, same masks: {same}"
+    trained = layers[0][0].weight.grad is not None
+    again = torch.equal(masks[2], masks[1])
+    return f"weights have gradients: {trained}, step 2 layer 0 has step 1 layer 1's mask: {again}"
 
 
 for name, function in {"A": A, "B": B_, "C": C}.items():
     print(name, tried(function))
 
 # %% [markdown] tags=["answer"]
-# **A** sets the generator back and leaves it there: the next step draws the same masks again, for
-# ever. Dropout becomes a fixed, smaller network. **C** asks for the gradient of x only, and the
-# weights get none: they stay as they were made. **B** is right.
+# **A** sets the generator back and leaves it there. The last layer to run again is layer 0, so the
+# next step begins where forward was after layer 0: with masks that this step has used already. One
+# layer would not show it. **C** asks for the gradient of x only, and the weights get none: they stay
+# as they were made. **B** is right.
 
 # %% [markdown]
 # ## 7. Build it
 #
 # ### Exercise 1: Recompute
 #
-# Write it yourself, as a `torch.autograd.Function`, for a `layer` with dropout. `forward` keeps x and
-# what else is needed to run the layer again; inside it autograd is off. `backward` gets the gradient
-# of the output and returns one gradient for each argument of forward: None for `layer`.
+# Real layers have more than one input. Write recomputation for a `layer` with dropout that takes any
+# number of tensors and returns a tuple of tensors. `forward` keeps the inputs and what else is needed
+# to run the layer again; inside it autograd is off. `backward` gets a gradient for each output and
+# returns one for each argument of forward: None for `layer`.
 #
-# Useful: `ctx.save_for_backward`, `torch.get_rng_state`, `torch.random.fork_rng(devices=[])`,
-# `torch.enable_grad`, `torch.autograd.backward(y, dy)`.
+# Useful: `ctx.save_for_backward(*tensors)`, and from above `torch.random.fork_rng`,
+# `torch.enable_grad`. `torch.autograd.backward` takes many outputs with their gradients, too.
 
 
 # %%
 class Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layer, x):
+    def forward(ctx, layer, *inputs):
         ### BEGIN SOLUTION
         ctx.layer, ctx.rng = layer, torch.get_rng_state()
-        ctx.save_for_backward(x)
-        return layer(x)
+        ctx.save_for_backward(*inputs)
+        return layer(*inputs)
         ### END SOLUTION
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *gradients):
         ### BEGIN SOLUTION
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.set_rng_state(ctx.rng)
-            y = ctx.layer(x)
-        torch.autograd.backward(y, dy)
-        return None, x.grad
+            outputs = ctx.layer(*inputs)
+        torch.autograd.backward(outputs, gradients)
+        return None, *(x.grad for x in inputs)
         ### END SOLUTION
 
 
@@ -740,7 +758,7 @@ report("11")
 # |---|---|---|---|
 # | torch | `checkpoint(layer, x, use_reentrant=False)` | `context_fn=partial(create_selective_checkpoint_contexts, policy)` | `with save_on_cpu(pin_memory=True):` |
 # | torchtitan | `[activation_checkpoint] mode = "full"` | `mode = "selective"`: by operation, or each n-th layer | |
-# | Megatron | `--recompute-granularity full --recompute-method uniform` | `--recompute-granularity selective` | `--cpu-offloading` |
+# | Megatron | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | `--recompute-granularity selective` | `--cpu-offloading-num-layers N` |
 # | DeepSpeed | `"activation_checkpointing": {...}`, then `deepspeed.checkpointing.checkpoint` | | `"cpu_checkpointing": true` |
 # | Transformers | `model.gradient_checkpointing_enable()` | | |
 # | labkit | `Recompute(model)` | `Recompute(model, "selective")` | `with offload_activations(model):` |
@@ -754,7 +772,8 @@ report("11")
 #   lives long leaves no holes (M_D). labkit's offload has such a block on the host, `ConstantBuffer`.
 # - Buffers of **constant size** (C_B): what is fused for the wire must not grow with the model.
 #   labkit's buckets have `bucket_mb`, DeepSpeed's `"reduce_bucket_size"`.
-# - Megatron's `--recompute-num-layers` says how many layers: the knob that you turned in exercise 4.
+# - In Megatron, `uniform` keeps the input of each N layers; `block` runs N layers of a stage again and
+#   leaves the others: the knob that you turned in exercise 4.
 
 # %% [markdown]
 # torch's own, here, beside ours, on the same layer:
@@ -774,7 +793,7 @@ for name, again in {"torch": partial(checkpoint, use_reentrant=False), "labkit":
 # %% [markdown]
 # Sources: Korthikanti et al., *Reducing Activation Recomputation*, 2022 (arXiv 2205.05198), sections
 # 4 and 5; Chen et al., *Sublinear Memory Cost*, 2016 (arXiv 1604.06174); Rajbhandari et al., *ZeRO*,
-# 2020 (arXiv 1910.02054), section 5; Dao, *FlashAttention-2*, 2023 (arXiv 2307.08691); Milakov and
+# 2020 (arXiv 1910.02054), section 6; Dao, *FlashAttention-2*, 2023 (arXiv 2307.08691); Milakov and
 # Gimelshein, *Online normalizer calculation for softmax*, 2018 (arXiv 1805.02867).
 
 # %% [markdown]

@@ -15,7 +15,7 @@ from torch import nn
 
 from labkit import Bus, Transfer, Waiting, load_then_run, plot, run_in_place, run_pipelined
 from labkit import predict as formulas
-from labkit.bench import stored_transfers
+from labkit.bench import show_stored
 from labkit.check import lab_12 as check
 from labkit.check import predict, report
 from labkit.check.lab_12_plan import models
@@ -256,20 +256,15 @@ for bus_gb_per_s in (1, 4, 6.7, 12, 25, 55):
 # before is always best. If weights cross often, cast them once, and keep the fp16 copy.
 
 # %% [markdown]
-# Files of `labkit bench transfers --save` from machines with a GPU, where labkit has some, and this
-# machine's GPU, where it has one:
+# What `labkit bench transfers` has measured on machines with a GPU; and this machine's, if it has one:
 
 # %%
-for stored in stored_transfers():
-    print(stored.about)
-    display(plot.transfers(stored.measured, stored.rates, stored.about["device"]))
+show_stored("transfers")
 if torch.cuda.is_available():
     ends = dict(source="cpu", target="cuda:0", dtype=fp32, pinned=True)
     inside = Transfer("cuda:0", "cuda:0", fp32, fp16)
     gpus = [Transfer(**ends), *(Transfer(**ends, to=fp16, cast=c) for c in ("before", "after"))]
     display(plot.transfers(measure([*alone, inside, *gpus], 16_000_000)))
-elif not stored_transfers():
-    print("no GPU here, and no figures of one: labkit bench transfers --save FILE makes them")
 
 # %% [markdown]
 # ### Three ways to run a model that waits

@@ -1,3 +1,4 @@
+import numpy as np
 import torch
 
 from answers import right, wrong
@@ -137,6 +138,11 @@ def begins_with_the_first_push(order):
     return found
 
 
+@wrong("04.staleness", "your function has a `yield`")
+def one_after_the_other(order):
+    yield from [0] * len(order)
+
+
 @wrong("04.staleness", "returned None, but a list is right")
 def forgets_to_return(order):
     sum(order)
@@ -248,3 +254,8 @@ def another_place_on_each_rank(nbytes, servers):
     from labkit import Comm
 
     return [(i + Comm().rank) % servers for i in range(len(nbytes))]
+
+
+@right("04.place")
+def numbers_of_numpy(nbytes, servers):
+    return list(np.arange(len(nbytes)) % servers)

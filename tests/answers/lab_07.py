@@ -226,6 +226,60 @@ class MasterFromTheWeightsEachTime(RightAdam):
         super().update(gradient)
 
 
+@wrong("07.ShardedAdam", "are not those of one process")
+class PlainSGD(RightAdam):
+    def __init__(self, comm, flat, lr):
+        super().__init__(comm, flat, lr)
+        self.adam = torch.optim.SGD([self.master], lr=lr)
+
+
+@wrong("07.ShardedAdam", "are not those of one process")
+class HalfTheRate(RightAdam):
+    def __init__(self, comm, flat, lr):
+        super().__init__(comm, flat, lr / 2)
+
+
+@wrong("07.ShardedAdam", "are not those of one process")
+class SomewhatLess(RightAdam):
+    def __init__(self, comm, flat, lr):
+        super().__init__(comm, flat, 0.6 * lr)
+
+
+@wrong("07.ShardedAdam", "are not those of one process")
+class HalfAsMuchAgain(RightAdam):
+    def __init__(self, comm, flat, lr):
+        super().__init__(comm, flat, 1.5 * lr)
+
+
+@wrong("07.ShardedAdam", "are not those of one process")
+class SkipsSteps(RightAdam):
+    steps = 0
+
+    def update(self, gradient):
+        self.steps += 1
+        if self.steps % 2:
+            super().update(gradient)
+
+
+@right("07.ShardedAdam")
+class AdamByHand(RightAdam):
+    """As Kingma and Ba write it, with the decay taken together with the step."""
+
+    def __init__(self, comm, flat, lr):
+        self.comm, self.flat, self.lr, self.steps = comm, flat, lr, 0
+        self.mine = flat.chunk(comm.size)[comm.rank]
+        self.copy = self.mine.float()
+        self.m, self.v = torch.zeros_like(self.copy), torch.zeros_like(self.copy)
+
+    def update(self, gradient):
+        self.steps += 1
+        self.m += 0.1 * (gradient.float() - self.m)
+        self.v += 0.001 * (gradient.float().square() - self.v)
+        m, v = self.m / (1 - 0.9**self.steps), self.v / (1 - 0.999**self.steps)
+        self.copy -= self.lr * (m / (v.sqrt() + 1e-8) + 0.01 * self.copy)
+        self.mine.copy_(self.copy)
+
+
 @wrong("07.ShardedAdam", "bytes per parameter beside the weights")
 class StateOfEverybody(RightAdam):
     def first_master(self):

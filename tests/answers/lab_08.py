@@ -92,6 +92,29 @@ def backward(ctx, dy, weight=Whole.weight, reduced=Whole.reduced):
     return dy @ weight(ctx), reduced(ctx, dy.T @ x), None, None
 
 
+@right("08.GatheredLinear")
+class PaddedCopies(Whole):
+    @staticmethod
+    def backward(ctx, dy):
+        x, share = ctx.saved_tensors
+        dx = dy @ Whole.weight(ctx)
+        dw = dy.T @ x
+        flat = torch.zeros(ctx.comm.size * share.numel())
+        flat[: dw.numel()] = dw.flatten()
+        flat = flat / ctx.comm.size
+        mine = torch.empty_like(share)
+        ctx.comm.reduce_scatter_tensor(mine, flat)
+        return dx, mine, None, None
+
+
+@wrong("08.GatheredLinear", "more at its peak than are needed")
+class MakesRoomForAll(Whole):
+    @staticmethod
+    def backward(ctx, dy):
+        room = torch.zeros(3000)
+        return *backward(ctx, dy)[:2], *[None] * (len(room) - 2998)
+
+
 @wrong("08.GatheredLinear", "too much between forward and backward: the weights of all layers")
 class KeepsTheWeight(Whole):
     @staticmethod

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import torch
 
 from answers import right, wrong
@@ -102,6 +103,28 @@ def loses_the_sign_of_zero(x, exponent_bits, fraction_bits):
     return to_steps(x, exponent_bits, fraction_bits) or 0.0
 
 
+@wrong("09.nearest", "and 2047 of them make x")
+def the_largest_is_infinite_already(x, exponent_bits, fraction_bits):
+    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
+    return math.copysign(math.inf, x) if abs(x) >= largest else to_steps(x, 5, 10)
+
+
+@wrong("09.nearest", "Count in steps: here one is 32")
+def infinite_from_a_little_beyond_the_largest(x, exponent_bits, fraction_bits):
+    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
+    return math.copysign(math.inf, x) if abs(x) > largest else to_steps(x, 5, 10)
+
+
+@wrong("09.nearest", "That is no number")
+def nan_for_what_is_too_small(x, exponent_bits, fraction_bits):
+    return to_steps(x, exponent_bits, fraction_bits) or math.nan
+
+
+@wrong("09.nearest", "there is only infinity")
+def nan_beyond_the_largest(x, exponent_bits, fraction_bits):
+    return to_steps(x, exponent_bits, fraction_bits, overflow=math.nan)
+
+
 @right("09.nearest")
 def by_adding_and_taking_away(x, exponent_bits, fraction_bits):
     """What processors do themselves: add what leaves no room for the lower bits."""
@@ -154,6 +177,51 @@ def pairwise(values, add, sub):
         pairs = [add(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + values[len(values) // 2 * 2 :]
     return values[0]
+
+
+@right("09.my_sum")
+def with_what_is_left_at_the_end(values, add, sub):
+    total = lost = 0.0
+    for x in values:
+        x = sub(x, lost)
+        new = add(total, x)
+        lost = sub(sub(new, total), x)
+        total = new
+    return sub(total, lost)
+
+
+@wrong("09.my_sum", "off by")
+def neumaier(values, add, sub):
+    """What is lost is summed apart: in fp16 that sum loses numbers itself."""
+    total = lost = 0.0
+    for x in values:
+        new = add(total, x)
+        if abs(total) >= abs(x):
+            lost = add(lost, add(sub(total, new), x))
+        else:
+            lost = add(lost, add(sub(x, new), total))
+        total = new
+    return add(total, lost)
+
+
+@right("09.my_sum")
+def without_a_branch(values, add, sub):
+    """Knuth's TwoSum: 7 calls a number."""
+    total = lost = 0.0
+    for x in values:
+        x = add(x, lost)
+        new = add(total, x)
+        part = sub(new, total)
+        lost = add(sub(total, sub(new, part)), sub(x, part))
+        total = new
+    return total
+
+
+@wrong("09.my_sum", "at most 8 for each")
+def over_and_over(values, add, sub):
+    for _ in range(10):
+        total = pairwise(values, add, sub)
+    return total
 
 
 # ---- gather_int8(comm, x, block)
@@ -237,3 +305,18 @@ def as_many_numbers_each(sample):
     """As NF4: quantiles, and the ends."""
     places = torch.linspace(0, 1, 18, dtype=torch.float64)[1:-1]
     return (sample.quantile(places) * 1.5).tolist()
+
+
+@right("09.codebook")
+def in_numpy(sample):
+    return np.asarray(as_many_numbers_each(sample), dtype=np.float32)
+
+
+@right("09.codebook")
+def numbers_of_numpy(sample):
+    return list(in_numpy(sample))
+
+
+@wrong("09.codebook", "16 levels, in a list or a tensor")
+def one_number(sample):
+    return 16

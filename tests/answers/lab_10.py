@@ -20,6 +20,12 @@ def type_of(op, types, low, products=PRODUCTS, exact=EXACT):
     return {"addcmul": FP32 if FP32 in types else low}.get(op)
 
 
+@right("10.runs_in")
+def only_what_changes(op, types, low):
+    found = type_of(op, types, low)
+    return None if set(types) == {found} else found
+
+
 @wrong("10.runs_in", "its sums are in fp32 anyway")
 def products_in_fp32(op, types, low):
     return type_of(op, types, low, (), EXACT + PRODUCTS)
@@ -35,7 +41,7 @@ def sums_in_low(op, types, low):
     return type_of(op, types, low, (*PRODUCTS, "sum"))
 
 
-@wrong("10.runs_in", "gelu, whose inputs are bfloat16: bfloat16")
+@wrong("10.runs_in", "gelu, whose inputs are float32: bfloat16")
 def everything_in_low(op, types, low):
     return type_of(op, types, low) or low
 
@@ -131,6 +137,11 @@ def sends_a_lot(comm, pieces, scale):
     numbers = torch.full((1000,), float(not finite(pieces)))
     comm.all_reduce(numbers, op="max")
     return None if numbers[0] else [x.float() / scale for x in pieces]
+
+
+@wrong("10.unscale", "a list of tensors, one for each piece")
+def a_number(comm, pieces, scale):
+    return None if agreed(comm, not finite(pieces)) else 1 / scale
 
 
 @wrong("10.unscale", "skips the step")

@@ -7,82 +7,123 @@ from answers import right, wrong
 from labkit.check.lab_11_cases import SEQUENCES, u_shaped
 from labkit.memory.chooser import plan_of
 
-# ---- Again: forward(ctx, layer, x), backward(ctx, dy)
+# ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
 
 
 class RightAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer, *inputs):
+        ctx.layer, ctx.rng = layer, torch.get_rng_state()
+        ctx.save_for_backward(*inputs)
+        return layer(*inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *again(ctx, gradients)
+
+
+def run_again(ctx):
+    inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.set_rng_state(ctx.rng)
+        return inputs, ctx.layer(*inputs)
+
+
+def again(ctx, gradients):
+    inputs, outputs = run_again(ctx)
+    torch.autograd.backward(outputs, gradients)
+    return [x.grad for x in inputs]
+
+
+@right("11.Again")
+class OneSum(RightAgain):
+    """One number whose gradient is that of all outputs."""
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs, outputs = run_again(ctx)
+        with torch.enable_grad():
+            sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()
+        return None, *(x.grad for x in inputs)
+
+
+@wrong("11.Again", "takes 3 positional arguments but 4 were given")
+class OfOneInput(torch.autograd.Function):
+    """B of "Three by hand", as it stands above the exercise."""
+
     @staticmethod
     def forward(ctx, layer, x):
         ctx.layer, ctx.rng = layer, torch.get_rng_state()
         ctx.save_for_backward(x)
         return layer(x)
 
+
+@wrong("11.Again", "no gradient has come to the weights")
+class TheFirstInputAlone(RightAgain):
     @staticmethod
-    def backward(ctx, dy):
-        return None, again(ctx, dy)
+    def backward(ctx, *gradients):
+        inputs, outputs = run_again(ctx)
+        return None, torch.autograd.grad(outputs[0], inputs[0], gradients[0])[0], None
 
 
-def again(ctx, dy):
-    x = ctx.saved_tensors[0].detach().requires_grad_()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.set_rng_state(ctx.rng)
-        y = ctx.layer(x)
-    torch.autograd.backward(y, dy)
-    return x.grad
+@wrong("11.Again", "is not right")
+class TheFirstOutputAlone(RightAgain):
+    @staticmethod
+    def backward(ctx, *gradients):
+        inputs, outputs = run_again(ctx)
+        torch.autograd.backward(outputs[0], gradients[0])
+        return None, *(x.grad for x in inputs)
 
 
 @wrong("11.Again", "Which mask does dropout draw the second time?")
 class NewMasks(RightAgain):
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *gradients):
         ctx.rng = torch.get_rng_state()
-        return None, again(ctx, dy)
+        return None, *again(ctx, gradients)
 
 
 @wrong("11.Again", "other random numbers are drawn")
 class LeavesTheGeneratorThere(RightAgain):
     @staticmethod
-    def backward(ctx, dy):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+    def backward(ctx, *gradients):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         torch.set_rng_state(ctx.rng)
         with torch.enable_grad():
-            y = ctx.layer(x)
-        torch.autograd.backward(y, dy)
-        return None, x.grad
+            outputs = ctx.layer(*inputs)
+        torch.autograd.backward(outputs, gradients)
+        return None, *(x.grad for x in inputs)
 
 
 @wrong("11.Again", "are held between forward and backward")
 class KeepsTheGraph(RightAgain):
     @staticmethod
-    def forward(ctx, layer, x):
-        ctx.x = x.detach().requires_grad_()
+    def forward(ctx, layer, *inputs):
+        ctx.inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            ctx.y = layer(ctx.x)
-        return ctx.y.detach()
+            ctx.outputs = layer(*ctx.inputs)
+        return tuple(y.detach() for y in ctx.outputs)
 
     @staticmethod
-    def backward(ctx, dy):
-        torch.autograd.backward(ctx.y, dy)
-        return None, ctx.x.grad
+    def backward(ctx, *gradients):
+        torch.autograd.backward(ctx.outputs, gradients)
+        return None, *(x.grad for x in ctx.inputs)
 
 
 @wrong("11.Again", "no gradient has come to the weights")
 class OnlyTheInput(RightAgain):
     @staticmethod
-    def backward(ctx, dy):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(ctx.rng)
-            y = ctx.layer(x)
-        return None, torch.autograd.grad(y, x, dy)[0]
+    def backward(ctx, *gradients):
+        inputs, outputs = run_again(ctx)
+        return None, *torch.autograd.grad(outputs, inputs, gradients)
 
 
 @wrong("11.Again", "It is twice the right one")
 class Twice(RightAgain):
     @staticmethod
-    def backward(ctx, dy):
-        again(ctx, dy)
-        return None, again(ctx, dy)
+    def backward(ctx, *gradients):
+        again(ctx, gradients)
+        return None, *again(ctx, gradients)
 
 
 # ---- Away(host, parameters)

@@ -157,6 +157,11 @@ def makes_a_buffer_for_each_block(bus, blocks, compute, x):
     return x
 
 
+@wrong("12.double_buffered", "your function raised")
+def has_buffers_of_the_first_block(bus, blocks, compute, x):
+    return _run(bus, blocks, compute, x, size=blocks[0].numel())
+
+
 @wrong("12.double_buffered", "you returned None")
 def returns_nothing(bus, blocks, compute, x):
     _run(bus, blocks, compute, x)
@@ -187,6 +192,11 @@ def forgets_the_buffers(model):
 @wrong("12.plan", "ahead is 0")
 def loads_nothing_ahead(model):
     return {0}, 0
+
+
+@wrong("12.plan", "keep has 3.0")
+def numbers_its_blocks_in_floats(model):
+    return {3.0}, 1
 
 
 @wrong("12.plan", "keep has 99")

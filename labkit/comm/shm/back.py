@@ -101,6 +101,8 @@ class Shared(Back):
                 one.give_up()
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
+            return super().symmetric_empty(numel, dtype)
         made: list[torch.Tensor | None] = []
 
         def make(slots: Slots) -> int:

@@ -49,6 +49,9 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
             copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
+        if not slots.all_lie_likewise():  # another rank's is in memory that all reach: see below
+            slots.announce(DONE)
+            return copied_bytes + all_reduce(slots, x, op, root)
         own, begin = cut[slots.rank]
         _reduce(slots, slots.view(slots.rank, begin, own.numel(), own.dtype), own, begin, op)
         slots.announce(REDUCED)
@@ -65,16 +68,17 @@ def all_reduce_symmetric(
     slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
 ) -> int:
     """`x`, which lies at `begin` in this rank's part of `shared`, becomes the reduction of all
-    ranks' `x`, which lie likewise. Copies: (n-1)/n S, out (symmetric.py has the picture).
-
-    Raises RuntimeError where another rank gave something else.
+    ranks' `x`. Copies: (n-1)/n S, out (symmetric.py has the picture); where another rank's does
+    not lie likewise, all begin again, through the slots.
     """
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin()
     slots.tell_place(place_of(shared, begin))
     slots.announce(FILLED)
     slots.wait(slots.others, FILLED)
-    slots.check_places()
+    if not slots.all_lie_likewise():
+        slots.announce(DONE)
+        return all_reduce(slots, x, op)
     copied_bytes = 0
     with unseen():
         parts = [

@@ -51,8 +51,9 @@ class Region:
 
 
 def _map(path: Path, nbytes: int) -> mmap.mmap:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = None
     try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         if hasattr(os, "posix_fallocate"):  # else a full disk would be known by a crash only
             os.posix_fallocate(file, 0, nbytes)
         else:
@@ -64,4 +65,5 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
             f'({error.strerror}); make room, or do without: World(..., transport="gloo")'
         ) from error
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)

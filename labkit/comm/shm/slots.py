@@ -90,28 +90,23 @@ class Slots:
         """The longest that any rank has told with this piece."""
         return max(int(self._length(rank)) for rank in range(self.size))
 
-    def all_agree(self, mine: bool) -> bool:
-        """Whether all ranks say yes: a piece of its own."""
+    def told_by_all(self, number: int) -> list[int]:
+        """What each rank tells: a piece of its own."""
         self.begin()
-        self.tell_length(int(mine))
+        self.tell_length(number)
         self.announce(FILLED)
         self.wait(self.others, FILLED)
-        agreed = all(int(self._length(rank)) for rank in range(self.size))
+        told = [int(self._length(rank)) for rank in range(self.size)]
         self.announce(DONE)
-        return agreed
+        return told
 
     def tell_place(self, place: int) -> None:
         """Say, with this piece, where in memory that all reach this rank's tensor lies."""
         self._words.tell(self._place(self.rank), place)
 
-    def check_places(self) -> None:
-        """Raises RuntimeError where another rank's tensor lies elsewhere, once all are FILLED."""
-        places = [self._words[self._place(rank)] for rank in range(self.size)]
-        if len({*places}) > 1:
-            raise RuntimeError(
-                "the ranks gave different parts of the memory that they share; all must give the "
-                "same elements of one tensor of Comm.symmetric_empty, or none of them such a one"
-            )
+    def all_lie_likewise(self) -> bool:
+        """Whether all ranks have told the same place, once all are FILLED."""
+        return len({self._words[self._place(rank)] for rank in range(self.size)}) == 1
 
     def _place(self, rank: int) -> int:
         return self.size + BUFFERS * rank + self._piece % BUFFERS

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from labkit.comm.shm.region import ALIGNED, Region
 from labkit.comm.shm.slots import Slots, copy
 
-MOST_OF_WHAT_IS_FREE = 0.5  # so much of the shared memory that is left one tensor may take
+MOST_OF_WHAT_IS_FREE = 0.5  # so much of the shared memory that is left one tensor may take,
+RESERVE_BYTES = 48 << 20  # and leaves so much of it: the slots of groups to come lie there, too
 GRAIN_BYTES = 1 << 18  # is reduced at once: it then lies in the processor's cache
 PLACE_BITS = 40  # of a place: where in the memory; the bits above are the memory's number
 
@@ -37,7 +38,8 @@ class Symmetric:
         self.number, self._rank, self._size = number, rank, size
         self._stride = -(-nbytes // ALIGNED) * ALIGNED
         free_bytes = shutil.disk_usage(path.parent).free
-        if not path.exists() and size * self._stride > MOST_OF_WHAT_IS_FREE * free_bytes:
+        most_bytes = min(MOST_OF_WHAT_IS_FREE * free_bytes, free_bytes - RESERVE_BYTES)
+        if not path.exists() and size * self._stride > most_bytes:
             raise RuntimeError("too little of the shared memory is free")
         self._region = Region(path, rank, size, 0, size * self._stride)
 
@@ -58,14 +60,15 @@ class SymmetricTensors:
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new one; None, on all ranks, where one of them has no room."""
+        """This rank's part of a new one; None, on all ranks, where one of them has no room, or
+        asks for another size."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
-        shared = None
+        shared, nbytes = None, numel * dtype.itemsize
         with suppress(RuntimeError):
-            nbytes = numel * dtype.itemsize
             shared = Symmetric(self._made, path, slots.rank, slots.size, nbytes)
-        if not slots.all_agree(shared is not None):
+        told = slots.told_by_all(nbytes if shared is not None else -1)
+        if told != [nbytes] * slots.size:
             path.unlink(missing_ok=True)
             return None
         assert shared is not None

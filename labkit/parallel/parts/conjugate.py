@@ -85,7 +85,10 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Comm, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
-        return tuple(x.view_as(x) for x in xs)
+        ys = [x.view_as(x) for x in xs]
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(y for y, is_needed in zip(ys, needed) if not is_needed))
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,196 @@
+"""What the checks of lab 13 run on the ranks, and what a single process gets."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.comm import listen
+
+Student = Callable[..., Any]
+TOKENS, WIDTH, HIDDEN = 5, 6, 12
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Random numbers, the same on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Column
+
+
+class Products(TorchDispatchMode):
+    """Before each product of matrices: how many messages were started, and how many waited for."""
+
+    def __init__(self, events: list[Any]):
+        super().__init__()
+        self.events, self.seen = events, list[tuple[int, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
+            waited = sum(event.wait_ended_s > 0 or event.blocking for event in self.events)
+            self.seen.append((len(self.events), waited))
+        return func(*args, **(kwargs or {}))
+
+
+class ColumnRan(NamedTuple):
+    y: Any
+    dx: Any
+    dweight: Any
+    forward_ops: list[str]
+    backward_ops: list[str]
+    products: list[tuple[int, int]]
+
+
+def column_inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n, w], the whole weight [out, w], the gradient of the whole output [n, out]."""
+    out = 4 * size
+    return (
+        drawn(TOKENS, WIDTH, seed=1),
+        drawn(out, WIDTH, seed=2),
+        drawn(TOKENS, out, seed=3),
+    )
+
+
+def through_column(comm: Any, student: Student) -> ColumnRan:
+    """The student's function with this rank's piece of the weight."""
+    x, weight, dy = column_inputs(comm.size)
+    x.requires_grad_()
+    mine = weight.chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
+    with listen() as first:
+        y = student.apply(comm, x, mine)  # type: ignore[attr-defined]
+    grads: Any = (None, None)
+    with listen() as second, Products(second) as products:
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
+            y.backward(dy.chunk(comm.size, 1)[comm.rank])
+            grads = x.grad, mine.grad
+    names = [[event.op for event in events] for events in (first, second)]
+    return ColumnRan(_plain(y), *grads, *names, products.seen)
+
+
+def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dweight of this rank."""
+    x, weight, dy = column_inputs(size)
+    its = dy.chunk(size, 1)[rank]
+    return x @ weight.chunk(size, 0)[rank].T, dy @ weight, its.T @ x
+
+
+# ---- mlp
+
+
+def whole_mlp() -> tuple[Tensor, nn.Linear, nn.Linear]:
+    """x and the two layers, with biases that are not 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        x, up, down = torch.randn(TOKENS, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    return x.requires_grad_(), up, down
+
+
+def pieces_of_mlp(size: int, rank: int, up: nn.Linear, down: nn.Linear) -> list[Tensor]:
+    """This rank's weight and bias of `up`, then of `down`."""
+    whole = [(up.weight, 0), (up.bias, 0), (down.weight, 1)]
+    pieces = [p.detach().chunk(size, dim)[rank] for p, dim in whole]
+    return [*pieces, down.bias.detach()]
+
+
+def through_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
+    """y, and the gradients of x and of this rank's pieces."""
+    x, up, down = whole_mlp()
+    new = [nn.Linear(WIDTH, HIDDEN // comm.size), nn.Linear(HIDDEN // comm.size, WIDTH)]
+    places = [p for layer in new for p in (layer.weight, layer.bias)]
+    for place, piece in zip(places, pieces_of_mlp(comm.size, comm.rank, up, down)):
+        place.data.copy_(piece)
+    y = student(comm, x, *new)
+    if isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
+        (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
+    return _plain(y), [x.grad, *(p.grad for p in places)]
+
+
+def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
+    """The same from one process."""
+    x, up, down = whole_mlp()
+    y = down(F.gelu(up(x)))
+    (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
+    for p in (*up.parameters(), *down.parameters()):
+        assert p.grad is not None
+        p.data = p.grad
+    assert x.grad is not None
+    return y.detach(), [x.grad, *(g.clone() for g in pieces_of_mlp(size, rank, up, down))]
+
+
+# ---- own_rows
+
+
+def right_rows(heads: int, kv_heads: int, head_width: int, ranks: int, rank: int) -> list[int]:
+    """Of q, then k, then v, the rows of this rank's heads."""
+    begin, rows = 0, list[int]()
+    for count in (heads, kv_heads, kv_heads):
+        its = count // ranks * head_width
+        rows += range(begin + rank * its, begin + (rank + 1) * its)
+        begin += count * head_width
+    return rows
+
+
+def attention(x: Tensor, packed: Tensor, out: Tensor, heads: int, e: int) -> Tensor:
+    """Attention of x [n, w] with `heads` query heads and as many key-value heads as are left."""
+    kv = (len(packed) // e - heads) // 2
+    parts = (x @ packed.T).split([heads * e, kv * e, kv * e], dim=1)
+    q, k, v = (part.unflatten(1, (-1, e)).transpose(0, 1)[None] for part in parts)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y[0].transpose(0, 1).flatten(1) @ out.T
+
+
+def attention_on_ranks(comm: Any, student: Student, heads: int, kv: int, e: int) -> Tensor:
+    """Each rank with the rows that the student names; then the sum."""
+    x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
+    out = drawn(WIDTH, heads * e, seed=8)
+    rows = student(heads, kv, e, comm.size, comm.rank)
+    mine = out.chunk(comm.size, 1)[comm.rank]
+    y = attention(x, packed[rows], mine, heads // comm.size, e)
+    comm.all_reduce(y)
+    return y
+
+
+def right_attention(heads: int, kv: int, e: int) -> Tensor:
+    x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
+    return attention(x, packed, drawn(WIDTH, heads * e, seed=8), heads, e)
+
+
+# ---- cross_entropy
+
+CE_TOKENS = 7
+
+
+def some_logits(size: int, large: float) -> tuple[Tensor, Tensor]:
+    """All logits [n, v], and targets [n] on every rank."""
+    vocab = 10 * size
+    generator = torch.Generator().manual_seed(9)
+    targets = torch.randint(vocab, (CE_TOKENS,), generator=generator)
+    targets[:size] = torch.arange(size) * 10 + 3  # each rank has one
+    return drawn(CE_TOKENS, vocab, seed=10) * large, targets
+
+
+def through_cross_entropy(comm: Any, student: Student, large: float) -> tuple[Any, Any]:
+    """The loss, and the gradient of this rank's logits."""
+    logits, targets = some_logits(comm.size, large)
+    mine = logits.chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
+    value = student(comm, mine, targets)
+    if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1:
+        value.backward()
+    return _plain(value), mine.grad
+
+
+def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
+    logits, targets = some_logits(size, large)
+    logits.requires_grad_()
+    value = F.cross_entropy(logits, targets)
+    value.backward()
+    assert logits.grad is not None
+    return value.detach(), logits.grad.chunk(size, 1)[rank].clone()
+
+
+def _plain(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

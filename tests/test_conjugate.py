@@ -1,0 +1,182 @@
+"""The conjugate operators: values and gradients, what each sends, and that they are transposes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit import Comm, RankError, World, listen
+from labkit.parallel.parts.conjugate import (
+    all_gather_sequence,
+    copies_to_ranks,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+    scatter_to_ranks,
+)
+
+Operator = Callable[[Tensor, Comm], Tensor]
+OPERATORS: dict[str, Operator] = {
+    "copy": copy_to_ranks,
+    "reduce": reduce_from_ranks,
+    "gather": lambda x, comm: gather_from_ranks(x, comm, dim=1),
+    "scatter": lambda x, comm: scatter_to_ranks(x, comm, dim=1),
+    "all_gather": all_gather_sequence,
+    "reduce_scatter": reduce_scatter_sequence,
+}
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[World]:
+    with World(3, timeout_s=20) as world:
+        yield world
+
+
+def of_rank(rank: int, length: int) -> Tensor:
+    """[2, length, 5] whole numbers, others on each rank."""
+    torch.manual_seed(rank)
+    return torch.randint(-9, 9, (2, length, 5)).double()
+
+
+def told(name: str, forward: bool) -> tuple[Tensor, list[tuple[str, bool]]]:
+    """On a rank: what the operator makes of this rank's x, or its backward of this rank's gradient,
+    and what was sent (op, whether this was in backward)."""
+    comm = Comm()
+    enters = {"gather": 4, "all_gather": 4}.get(name, 12)
+    leaves = {"gather": 12, "all_gather": 12, "scatter": 4, "reduce_scatter": 4}.get(name, 12)
+    x = of_rank(comm.rank, enters).requires_grad_()
+    with listen() as events:
+        y = OPERATORS[name](x, comm)
+        sent = [(event.op, False) for event in events]
+        y.backward(of_rank(10 + comm.rank, leaves))
+    sent += [(event.op, True) for event in events[len(sent) :]]
+    assert x.grad is not None
+    return (y if forward else x.grad).detach(), sent
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("copy", "same", "sum"),
+        ("reduce", "sum", "same"),
+        ("gather", "beside", "part"),
+        ("scatter", "part", "beside"),
+        ("all_gather", "beside", "part of sum"),
+        ("reduce_scatter", "part of sum", "beside"),
+    ],
+)
+def test_values_and_gradients(trio: World, name: str, forward: str, backward: str) -> None:
+    for is_forward, what in ((True, forward), (False, backward)):
+        found = [value for value, _ in trio.run(told, name, is_forward)]
+        length = 4 if what == "beside" else 12
+        first = 0 if is_forward else 10
+        given = [of_rank(first + rank, length) for rank in range(3)]
+        for rank in range(3):
+            expected = {
+                "same": lambda rank=rank, given=given: given[rank],
+                "sum": lambda given=given: sum_of(given),
+                "beside": lambda given=given: torch.cat(given, 1),
+                "part": lambda rank=rank, given=given: given[rank].chunk(3, 1)[rank],
+                "part of sum": lambda rank=rank, given=given: sum_of(given).chunk(3, 1)[rank],
+            }[what]()
+            assert torch.equal(found[rank], expected), (name, what, rank)
+            assert found[rank].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("copy", [("all_reduce", True)]),
+        ("reduce", [("all_reduce", False)]),
+        ("gather", [("all_gather", False)]),
+        ("scatter", [("all_gather", True)]),
+        ("all_gather", [("all_gather", False), ("reduce_scatter", True)]),
+        ("reduce_scatter", [("reduce_scatter", False), ("all_gather", True)]),
+    ],
+)
+def test_what_is_sent(trio: World, name: str, sent: Any) -> None:
+    assert [one for _, one in trio.run(told, name, True)] == [sent] * 3
+
+
+def test_a_slanted_tensor_and_16_bits(trio: World) -> None:
+    """Not contiguous, expanded gradients, other dims; small whole numbers are exact in bf16."""
+
+    def run() -> None:
+        comm = Comm()
+        for dtype in (torch.float64, torch.bfloat16):
+            x = of_rank(comm.rank, 6).to(dtype).transpose(0, 2).requires_grad_()  # [5, 6, 2]
+            everyone = [of_rank(rank, 6).to(dtype).transpose(0, 2) for rank in range(3)]
+            for y, expected in (
+                (reduce_from_ranks(x, comm), sum_of(everyone)),
+                (gather_from_ranks(x, comm, dim=-1), torch.cat(everyone, -1)),
+                (reduce_scatter_sequence(x, comm), sum_of(everyone).chunk(3, 1)[comm.rank]),
+            ):
+                assert y.dtype == dtype and torch.equal(y, expected)
+                x.grad = None
+                y.sum().backward()  # its gradient is one number, expanded
+                assert x.grad is not None and x.grad.eq(1).all()
+
+    trio.run(run)
+
+
+def test_several_copies_travel_together(trio: World) -> None:
+    def run() -> int:
+        comm = Comm()
+        xs = [torch.ones(3, 2).requires_grad_(), torch.ones(5), torch.ones(7).requires_grad_()]
+        with listen() as events:
+            copies = copies_to_ranks(xs, comm)
+            assert not copies[1].requires_grad
+            sum((copy * 2).sum() for copy in copies).backward()  # type: ignore[union-attr]
+        for x in xs[::2]:
+            assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(6).all()
+        return sum(event.payload_bytes for event in events)
+
+    assert trio.run(run) == [4 * (6 + 7)] * 3
+
+
+def test_nothing_is_sent_for_what_needs_no_gradient(trio: World) -> None:
+    def run() -> int:
+        with listen() as events:
+            weight = torch.ones(3, requires_grad=True)
+            (copy_to_ranks(torch.ones(3), Comm()) * weight).sum().backward()
+        return len(events)
+
+    assert trio.run(run) == [0] * 3
+
+
+def test_one_rank_does_nothing() -> None:
+    def run() -> bool:
+        x = torch.ones(2, 3, 5, requires_grad=True)
+        return all(operator(x, Comm()) is x for operator in OPERATORS.values())
+
+    with World(1) as one:
+        assert one.run(run) == [True]
+
+
+@pytest.mark.parametrize("name", ["scatter", "reduce_scatter"])
+def test_a_length_that_does_not_divide(trio: World, name: str) -> None:
+    def run() -> None:
+        OPERATORS[name](torch.ones(2, 10, 5), Comm())
+
+    with pytest.raises(RankError, match="10 long, which does not divide over 3 ranks.*9 or 12"):
+        trio.run(run)
+
+
+def test_a_gradient_of_a_gradient_is_refused(trio: World) -> None:
+    """It would have to send, and does not: an error, not a wrong number."""
+
+    def run() -> None:
+        x = torch.ones(3, requires_grad=True)
+        y = copy_to_ranks(x, Comm()).pow(2).sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        g.sum().backward()
+
+    with pytest.raises(RankError, match="once_differentiable"):
+        trio.run(run)

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism: the same model for every size, the bytes of the formula."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,11 +10,23 @@ import torch
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from torch import nn
 
-from labkit import Comm, Mesh, RankError, World, autocast, listen
+from labkit import (
+    Comm,
+    Link,
+    Mesh,
+    RankError,
+    Text,
+    World,
+    ZeroOptimizer,
+    autocast,
+    listen,
+    loss,
+)
 from labkit.parallel.ddp import DDP
 from labkit.parallel.parts.shards import shard_of
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)
@@ -71,13 +84,12 @@ def test_the_formula_of_the_paper(pair: World) -> None:
     assert pair.run(of_a_layer, True) == [10 / 2 + small] * 2
 
 
+@pytest.mark.slow
 @ways
 def test_on_a_mesh_with_ddp(way: str) -> None:
     """Two replicas of a model over two ranks, each with its row of the batch."""
 
     def run() -> list[float]:
-        from labkit import Text, loss
-
         mesh = Mesh(dp=2, tp=2)
         expected = contract.trained(None).weights
         model = DDP(WAYS[way](model_of(), mesh.tp), mesh.dp)
@@ -95,6 +107,79 @@ def test_on_a_mesh_with_ddp(way: str) -> None:
 
     with World(4, timeout_s=20) as four:
         assert max(max(off) for off in four.run(run)) <= contract.AGREE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_arrive_during_forward_are_waited_for(stage: int) -> None:
+    """q multiplies for k and v, too, whose new weights may still be on a slow wire."""
+
+    def run() -> float:
+        mesh = Mesh(dp=2, tp=2)
+        expected = contract.trained(None).weights
+        model = tensor_parallel(model_of(), mesh.tp)
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.AdamW, stage, mesh.dp, bucket_mb=0.0001,
+            gather_in=model, lr=1e-2, weight_decay=0.1,
+        )  # fmt: skip
+        for step in range(contract.STEPS):
+            batch = Text().batch(step, contract.ROWS, contract.LENGTH)
+            batch = batch.slice(mesh.dp.rank, mesh.dp.size)
+            optimizer.zero_grad()
+            loss(model(batch.x), batch).backward()
+            optimizer.step()
+        optimizer.wait()
+        return max(
+            float((contract.whole(p) - expected[name]).abs().max())
+            for name, p in model.named_parameters()
+        )
+
+    with World(4, timeout_s=20, link=Link(gbps=0.002)) as slow:
+        assert max(slow.run(run)) <= contract.AGREE
+
+
+@ways
+def test_logits_that_stay_where_they_are(pair: World, way: str) -> None:
+    """Each rank has those of its part of the vocabulary, and the loss of all."""
+
+    def run() -> float:
+        comm = Comm()
+        found = []
+        batch = Text().batch(0, contract.ROWS, contract.LENGTH)
+        for gather in (True, False):
+            model = tensor_parallel(
+                model_of(vocab=257), comm, sequence=way == "sequence", gather_logits=gather
+            )
+            logits = model(batch.x)
+            assert logits.shape[-1] == (257 if gather else 129)
+            if gather:
+                loss(logits, batch).backward()
+            else:
+                vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
+            found.append([p.grad for p in model.parameters()])
+        return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
+
+    assert max(pair.run(run)) <= contract.AGREE
+
+
+def test_a_copy_is_a_model_of_its_own(pair: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
+        tokens = torch.arange(24).view(2, 12)
+        before, other = model(tokens), deepcopy(model)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
+        assert torch.equal(model(tokens), before)
+        after = other(tokens)
+        assert not torch.allclose(after, before)
+        after.sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is not None and shard_of(p) == shard_of(q) for p, q in zip(
+            other.parameters(), model.parameters(), strict=True
+        ))  # fmt: skip
+
+    pair.run(run)
 
 
 def test_what_a_rank_holds(pair: World) -> None:

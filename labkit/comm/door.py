@@ -76,6 +76,10 @@ class Comm:
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
 
+    def __deepcopy__(self, memo: object) -> "Comm":
+        """Of a copied module, too, the messages go over this group."""
+        return self
+
     def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
 

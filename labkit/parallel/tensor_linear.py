@@ -74,6 +74,7 @@ class ColumnParallelLinear(nn.Module):
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.train(linear.training)
         self.comm, self.sequence = comm, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = piece_of(linear.weight, comm, dim=0)  # [out/t, in]
@@ -84,6 +85,11 @@ class ColumnParallelLinear(nn.Module):
         if self.one_input is not None:
             return self.one_input(self, x)
         return columns([self], x)[0]
+
+    @property
+    def beside(self) -> "list[ColumnParallelLinear]":
+        """The layers whose parameters a call of this one may use, too."""
+        return [] if self.one_input is None else self.one_input.layers
 
     def extra_repr(self) -> str:
         piece, bias = tuple(self.weight.shape), self.bias is not None
@@ -117,6 +123,7 @@ class RowParallelLinear(nn.Module):
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self.train(linear.training)
         self.comm, self.sequence = comm, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = piece_of(linear.weight, comm, dim=1)  # [out, in/t]
@@ -185,7 +192,7 @@ class _Columns(torch.autograd.Function):
         (x, *weights), comm = ctx.saved_tensors, ctx.comm
         x_wanted, _, _, *wanted = ctx.needs_input_grad
         parts, arriving = [x], None
-        if ctx.sequence and any(wanted[::2]):
+        if ctx.sequence and any(wanted[::2]):  # x arrives while its gradient is computed, ...
             parts, arriving = gather_parts(x, comm, async_op=True)
         dx: Any = None
         leaving = None
@@ -194,7 +201,7 @@ class _Columns(torch.autograd.Function):
                 if g is not None:
                     part = g @ w.to(g.dtype)  # [b, s, in]
                     dx = part if dx is None else dx.add_(part)
-            if ctx.sequence:
+            if ctx.sequence:  # ... which leaves while those of the weights are
                 dx, leaving = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
                 leaving = comm.all_reduce(dx, async_op=True)

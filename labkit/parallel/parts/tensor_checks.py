@@ -3,6 +3,8 @@ the layer's name before anything is cut, and by rank before anything is computed
 """
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -88,18 +90,22 @@ class SameInput:
         for x in (*args, *kwargs.values()):
             # With a cut sequence, x of a later stage of the model is a part, and tokens are whole.
             if isinstance(x, Tensor) and not (self.sequence and x.is_floating_point()):
-                self._compare("input", x, SAME_BATCH)
-        if draws(model):
-            self._compare("random state", torch.default_generator.get_state(), SAME_SEED)
+                self._compare("input", partial(_checksum, x), SAME_BATCH)
+        self._compare("random state", lambda: _random_state() if draws(model) else 0, SAME_SEED)
 
-    def _compare(self, what: str, x: Tensor, advice: str) -> None:
+    def _compare(self, what: str, number: Callable[[], int], advice: str) -> None:
         try:
-            self.comm.compare(what, lambda: f"{_checksum(x):08x}")
+            self.comm.compare(what, lambda: f"{number():08x}")
         except CollectiveMismatch as error:
+            each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
             raise ValueError(
                 f"the {what} differs between the ranks of a tensor-parallel group, which compute "
-                f"one model together; {advice}\n{error}"
+                f"one model together; {advice}\n{each}"
             ) from None
+
+
+def _random_state() -> int:
+    return _checksum(torch.default_generator.get_state())
 
 
 def _checksum(x: Tensor) -> int:

@@ -18,7 +18,8 @@ class WaitInForward:
     """Before the forward of each module of `model`, its own parameters have arrived.
 
     A module may use those of a child that it does not call (attention does so with the projection
-    of its outputs). So it also waits for those below it that have not been called so far.
+    of its outputs). So it also waits for those below it that have not been called so far; and for
+    those that it names as `beside` it, as column-parallel layers do that multiply together.
     """
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[torch.Tensor, ZeroBucket]):
@@ -40,6 +41,8 @@ class WaitInForward:
             return  # a copy of `model` has its hooks, and parameters that nobody gathers
         self._called.add(module)
         self._wait(module)
+        for one in getattr(module, "beside", ()):
+            self._wait(one)
         for one in self._below[module]:
             if one not in self._called:
                 self._wait(one)

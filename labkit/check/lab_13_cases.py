@@ -147,7 +147,7 @@ def attention_on_ranks(comm: Any, student: Student, heads: int, kv: int, e: int)
     """Each rank with the rows that the student names; then the sum."""
     x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
     out = drawn(WIDTH, heads * e, seed=8)
-    rows = student(heads, kv, e, comm.size, comm.rank)
+    rows = [int(row) for row in student(heads, kv, e, comm.size, comm.rank)]
     mine = out.chunk(comm.size, 1)[comm.rank]
     y = attention(x, packed[rows], mine, heads // comm.size, e)
     comm.all_reduce(y)

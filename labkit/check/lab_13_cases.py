@@ -67,8 +67,8 @@ def through_column(comm: Any, student: Student) -> ColumnRan:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
             grads = x.grad, mine.grad
-    names = [[event.op for event in events] for events in (first, second)]
-    return ColumnRan(_plain(y), *grads, *names, products.seen)
+    sent, sent_back = ([event.op for event in events] for events in (first, second))
+    return ColumnRan(_plain(y), *grads, sent, sent_back, products.seen)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

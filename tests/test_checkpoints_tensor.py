@@ -26,6 +26,11 @@ LAYOUTS = [  # every strategy, tensor sizes 1, 2 and 4
     ("zero-1", {"dp": 1, "tp": 4}),
 ]
 NAMES = [f"{strategy}-{axes['dp']}x{axes['tp']}" for strategy, axes in LAYOUTS]
+ALWAYS = {"plain-1x4", "ddp-2x2", "zero-3-2x2"}  # the others in the slow tests
+EVERY = [
+    pytest.param(*layout, marks=() if name in ALWAYS else pytest.mark.slow, id=name)
+    for layout, name in zip(LAYOUTS, NAMES)
+]
 EARLY, LATE = range(3), range(3, 6)
 
 
@@ -51,7 +56,7 @@ def expected_losses() -> list[float]:
     return train(model, optimizer, None, LATE)
 
 
-@pytest.mark.parametrize(("strategy", "axes"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize(("strategy", "axes"), EVERY)
 def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
     world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
 ) -> None:
@@ -66,13 +71,20 @@ def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), NAMES[other]
 
 
-def test_three_ranks_load_what_one_process_saved(tmp_path: pathlib.Path) -> None:
+def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
+    tmp_path: pathlib.Path,
+) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     save_checkpoint(tmp_path, model, optimizer, step=3)
     with World(3) as trio:
         for losses in trio.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
             assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+        trio.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
+    model, optimizer = alone(seed=4)
+    load_checkpoint(tmp_path / "cut", model, optimizer)
+    losses = train(model, optimizer, None, LATE)
+    assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
 
 
 def test_every_layout_loads_what_torchs_own_save_wrote(
@@ -97,7 +109,7 @@ def test_every_layout_loads_what_torchs_own_save_wrote(
 # ---- what is written
 
 
-@pytest.mark.parametrize(("strategy", "axes"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize(("strategy", "axes"), EVERY)
 def test_names_shapes_and_elements_are_those_of_the_plain_model(
     world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
 ) -> None:
@@ -232,6 +244,24 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(
         load_checkpoint(folder, other, comm=mesh.tp)
         found, expected = whole_of(other), fresh(seed=which).state_dict()
         return all(torch.equal(found[name], x) for name, x in expected.items())
+
+    assert world4.run(run) == [True] * 4
+
+
+def test_replicas_along_another_axis_are_told_by_the_comm_of_the_mesh(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
+
+    def run() -> bool:
+        mesh = Mesh(dp=2, cp=2)
+        model = fresh()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.dp, lr=0.1)
+        train(model, optimizer, mesh.dp, EARLY)
+        save_checkpoint(tmp_path, model, optimizer, comm=mesh.comm)
+        other = fresh(seed=1)
+        load_checkpoint(tmp_path, other, comm=mesh.comm)
+        return all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
 
     assert world4.run(run) == [True] * 4
 

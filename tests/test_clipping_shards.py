@@ -113,6 +113,23 @@ def test_pieces_cut_at_other_places_on_the_tensor_ranks(world4: World) -> None:
         assert norm == pytest.approx(expected, abs=AGREE)
 
 
+def test_who_knows_a_part_of_the_gradients_is_refused(world2: World) -> None:
+    """With or without marks, it would clip each rank's part by that part's norm."""
+
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=1)
+        for strategy in ("zero-1", "zero-2", "zero-3"):
+            model, optimizer = built(strategy, mesh, SGD)
+            loss_of(model, 0, mesh.dp).backward()
+            wrong = optimizer if strategy == "zero-3" else model
+            with pytest.raises(
+                ValueError, match="has these gradients in pieces.*call it with the Z"
+            ):
+                clip_grad_norm(wrong, 1.0)
+
+    world2.run(run)
+
+
 # ---- 16 bits: what the optimizer unscales in its step
 
 

@@ -10,6 +10,7 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_door": "labkit.bench.door",
         "bench_plot": "labkit.bench.plot",
         "bench_precision": "labkit.bench.precision",
+        "bench_tensor_parallel": "labkit.bench.tensor_parallel",
         "bench_transfers": "labkit.bench.transfers",
         "bench_world": "labkit.bench.world",
         "fit": "labkit.bench.fits",

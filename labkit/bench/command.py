@@ -71,6 +71,30 @@ def data_parallel(
 
 
 @bench.command(
+    "tensor-parallel",
+    epilog="Examples:  labkit bench tensor-parallel  ·  "
+    "labkit bench tensor-parallel --ranks 4 --models 1M --turns 5 --save tensor.json",
+)
+def tensor_parallel(
+    turns: Turns = 20,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
+    transport: Carrier = None,
+    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+) -> None:
+    """A step of tensor parallelism against torch's DTensor."""
+    from labkit.bench import tensor_parallel as module
+
+    if save is not None and save.is_dir():
+        raise ValueError(f"{save} is a folder; give the name of a file")
+    with console.status("measuring tensor-parallel ..."):
+        found = module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
+    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    if save is not None:
+        console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
+
+
+@bench.command(
     epilog="Examples:  labkit bench precision  ·  labkit bench precision --only recompute  ·  "
     "labkit bench precision --save precision.json"
 )

@@ -61,34 +61,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
     Returns [b, h, s, e], in the type of q. Has a first derivative, no second.
     Raises ValueError for shapes or types that do not fit together.
     """
-    _check(q, k, v, tile)
+    check_fit(q, k, v, tile)
     return _Flash.apply(q, k, v, causal, tile)
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int) -> Tensor:
-        """FlashAttention-2, Algorithm 1."""
-        groups, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty_like(q)  # lies in memory as q does
-        logsum = q.new_empty(q.shape[:3], dtype=wide)  # L [b, h, s]
-        for rows in _tiles(q.shape[2], tile):
-            q_tile = _folded(q, rows, groups).to(wide) / math.sqrt(q.shape[3])  # [b, g, r, e]
-            highest = q_tile.new_full((*q_tile.shape[:3], 1), -math.inf)  # m [b, g, r, 1]
-            total = torch.zeros_like(highest)  # ℓ
-            result = torch.zeros_like(q_tile)  # o [b, g, r, e]
-            for columns in _tiles(k.shape[2], tile):
-                if causal and columns.start >= rows.stop:
-                    break  # the rest lies ahead
-                scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
-                higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
-                weights = torch.exp(scores - higher)
-                smaller = torch.exp(highest - higher)
-                total = smaller * total + weights.sum(-1, keepdim=True)
-                result = smaller * result + weights @ v[:, :, columns].to(wide)
-                highest = higher
-            out[:, :, rows] = _unfolded(result / total, q.shape[1])
-            logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
+        out, logsum = flash_forward(q, k, v, causal, tile)
         ctx.save_for_backward(q, k, v, out, logsum)
         ctx.causal, ctx.tile = causal, tile
         return out
@@ -96,29 +76,63 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """FlashAttention-2, Algorithm 2."""
         q, k, v, out, logsum = ctx.saved_tensors
-        groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
-        along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
-        dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for columns in _tiles(k.shape[2], ctx.tile):
-            k_tile, v_tile = k[:, :, columns].to(wide), v[:, :, columns].to(wide)  # [b, g, c, e]
-            dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-            for rows in _tiles(q.shape[2], ctx.tile):
-                if ctx.causal and columns.start >= rows.stop:
-                    continue
-                q_tile = _folded(q, rows, groups).to(wide) * scale
-                dout_tile = _folded(dout, rows, groups).to(wide)  # [b, g, r, e]
-                scores = _scores(q_tile, k, rows, columns, ctx.causal)  # [b, g, r, c]
-                weights = torch.exp(scores - _folded(logsum.unsqueeze(-1), rows, groups))
-                dv_tile += weights.transpose(2, 3) @ dout_tile
-                dweights = dout_tile @ v_tile.transpose(2, 3)
-                dscores = weights * (dweights - _folded(along, rows, groups))
-                dq[:, :, rows] += _unfolded(dscores @ k_tile, q.shape[1]) * scale
-                dk_tile += dscores.transpose(2, 3) @ q_tile
-            dk[:, :, columns], dv[:, :, columns] = dk_tile, dv_tile
-        return dq.to(q.dtype), dk, dv, None, None
+        return *flash_backward(dout, q, k, v, out, logsum, ctx.causal, ctx.tile), None, None
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: int
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2, Algorithm 1: out [b, h, s, e] and L [b, h, s]."""
+    groups, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)  # lies in memory as q does
+    logsum = q.new_empty(q.shape[:3], dtype=wide)  # L [b, h, s]
+    for rows in _tiles(q.shape[2], tile):
+        q_tile = _folded(q, rows, groups).to(wide) / math.sqrt(q.shape[3])  # [b, g, r, e]
+        highest = q_tile.new_full((*q_tile.shape[:3], 1), -math.inf)  # m [b, g, r, 1]
+        total = torch.zeros_like(highest)  # ℓ
+        result = torch.zeros_like(q_tile)  # o [b, g, r, e]
+        for columns in _tiles(k.shape[2], tile):
+            if causal and columns.start >= rows.stop:
+                break  # the rest lies ahead
+            scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
+            higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - higher)
+            smaller = torch.exp(highest - higher)
+            total = smaller * total + weights.sum(-1, keepdim=True)
+            result = smaller * result + weights @ v[:, :, columns].to(wide)
+            highest = higher
+        out[:, :, rows] = _unfolded(result / total, q.shape[1])
+        logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
+    return out, logsum
+
+
+def flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor,
+    causal: bool, tile: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """FlashAttention-2, Algorithm 2: dq, dk, dv, in the types of q, k and v."""
+    groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
+    along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
+    dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for columns in _tiles(k.shape[2], tile):
+        k_tile, v_tile = k[:, :, columns].to(wide), v[:, :, columns].to(wide)  # [b, g, c, e]
+        dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        for rows in _tiles(q.shape[2], tile):
+            if causal and columns.start >= rows.stop:
+                continue
+            q_tile = _folded(q, rows, groups).to(wide) * scale
+            dout_tile = _folded(dout, rows, groups).to(wide)  # [b, g, r, e]
+            scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
+            weights = torch.exp(scores - _folded(logsum.unsqueeze(-1), rows, groups))
+            dv_tile += weights.transpose(2, 3) @ dout_tile
+            dweights = dout_tile @ v_tile.transpose(2, 3)
+            dscores = weights * (dweights - _folded(along, rows, groups))
+            dq[:, :, rows] += _unfolded(dscores @ k_tile, q.shape[1]) * scale
+            dk_tile += dscores.transpose(2, 3) @ q_tile
+        dk[:, :, columns], dv[:, :, columns] = dk_tile, dv_tile
+    return dq.to(q.dtype), dk, dv
 
 
 def _tiles(length: int, tile: int) -> Iterator[slice]:
@@ -145,21 +159,21 @@ def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool
     return scores.masked_fill(ahead, -math.inf)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
+def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
     if tile < 1:
         raise ValueError(f"tile={tile}: a tile has 1 or more queries and keys")
     if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         raise ValueError(
-            f"flash attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
+            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
             "fit together; expected q [rows, heads, queries, head width], and k and v alike, [rows,"
             " key-value heads, keys, head width]"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"flash attention: {q.shape[1]} heads do not divide over {k.shape[1]} key-value heads"
+            f"attention: {q.shape[1]} heads do not divide over {k.shape[1]} key-value heads"
         )
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise ValueError(
-            f"flash attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three in one "
+            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three in one "
             "floating-point type"
         )

@@ -232,7 +232,7 @@ show("memory/offload.py:Offload._unpack", since="moved = ")
 # softmax needs the row's largest score and its sum. Both can be corrected when a larger one comes:
 
 # %%
-show("memory/flash_attention.py:_Flash.forward", since="for columns", until="out[")
+show("memory/flash_attention.py:flash_forward", since="for columns", until="out[")
 
 # %% [markdown]
 # ## 5. Run it

@@ -17,8 +17,8 @@ What is whole on all ranks must count once, so only the sums of shards travel:
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-    travels      one number over the data-parallel ranks, where those have pieces; one over each
-                 group of tensor-parallel ranks (8 bytes each, all-reduce)
+    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
+                 whole; then over tensor-parallel ranks that of shards (8 bytes each, all-reduce)
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -59,10 +59,12 @@ def clip_grad_norm(
     keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
     model, where it is MasterWeights or a ZeroOptimizer.
 
-    Raises ValueError for a norm that is no power sum, where gradients are in pieces.
+    Raises ValueError where gradients are in pieces, for a norm that is no power sum, and for
+    another than the strategy that has the pieces.
     """
     factor = trained.gradient_factor if isinstance(trained, StandIns) else None
     parameters = _parameters_of(trained)
+    _check_owner(trained, parameters)
     groups = comms_of(parameters)
     comm = None
     if isinstance(trained, OwnsGradientPieces):
@@ -79,6 +81,17 @@ def clip_grad_norm(
         pieces = [x for x in pieces if x.dtype not in LOW]
     scale_to(max_norm, norm, pieces)
     return norm
+
+
+def _check_owner(trained: Any, parameters: list[torch.Tensor]) -> None:
+    """Of what is in pieces, `.grad` is a part or nothing, and its norm is not that of all."""
+    owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
+    if owner is not trained and isinstance(owner, OwnsGradientPieces):
+        name = type(owner).__name__
+        raise ValueError(
+            f"clip_grad_norm: a {name} has these gradients in pieces, and the "
+            f"{type(trained).__name__} knows but some of them; call it with the {name}"
+        )
 
 
 def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:

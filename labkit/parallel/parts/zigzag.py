@@ -1,0 +1,75 @@
+"""Which tokens of a sequence a rank holds: zig-zag, so that causal attention is the same work for
+all.
+
+The sequence is cut into 2n chunks, and rank r has two of them, r and 2n-1-r:
+
+    chunk                    0     1     2     3     4     5          n = 3 ranks
+    rank                     0     1     2     2     1     0
+    chunks of keys it sees   1     2     3     4     5     6
+
+A query sees the keys before it, so late chunks are more work than early ones. Each rank has an
+early and a late one, and both together see 2n+1 chunks of keys, whoever it is: 7 here. Had rank r
+the chunks 2r and 2r+1, the last rank would see 11, and the others would wait for it.
+
+Source: Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2 (context
+parallelism). "Striped Attention", Brandon et al., arXiv 2311.09431, section 3, balances the same
+work by other shards: rank r has every n-th token, from r on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from labkit.comm import Comm
+
+
+def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
+    """This rank's part of `x`, which is whole on every rank: chunks r and 2n-1-r of 2n along `dim`.
+
+    Tokens and targets are cut alike: [b, s] -> [b, s/n].
+    Raises ValueError when `dim` does not split into 2n equal chunks. One rank has all, of any
+    length.
+    """
+    return split_zigzag(x, comm.size, dim)[comm.rank]
+
+
+def positions_of(length: int, comm: Comm, device: torch.device | str | None = None) -> Tensor:
+    """Where in a whole sequence of `length` tokens this rank's tokens stand: [length / n] integers.
+
+    Raises ValueError as `sequence_shard` does.
+    """
+    return sequence_shard(torch.arange(length, device=device), comm, dim=0)
+
+
+def gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
+    """The whole of which each rank has its `sequence_shard` x, on all ranks. To look at: it has no
+    gradient."""
+    shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(comm.size)]
+    comm.all_gather(shards, x.detach())
+    return join_zigzag(shards, dim)
+
+
+def split_zigzag(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """The shards of all ranks, cut from the whole."""
+    check_splits(x.shape[dim], ranks)
+    chunks = x.tensor_split(2 * ranks, dim)
+    return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]], dim) for r in range(ranks)]
+
+
+def join_zigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole, of the shards of all ranks."""
+    early, late = zip(*(shard.tensor_split(2, dim) for shard in shards))
+    return torch.cat([*early, *reversed(late)], dim)
+
+
+def check_splits(length: int, ranks: int) -> None:
+    """Raise ValueError where `length` tokens do not split into 2 equal chunks for each rank."""
+    if ranks == 1 or (length > 0 and length % (2 * ranks) == 0):
+        return
+    below = length // (2 * ranks) * 2 * ranks
+    would = f"{below} or {below + 2 * ranks}" if below else f"{2 * ranks} or {4 * ranks}"
+    raise ValueError(
+        f"a sequence of {length} tokens does not split into {2 * ranks} equal chunks, two for each "
+        f"of {ranks} context-parallel ranks; choose a length that does, as {would}"
+    )

@@ -1,0 +1,246 @@
+"""What context parallelism promises, as functions on ranks that raise AssertionError: they run on
+the real one in test_context_parallel.py, and on faulty ones in test_context_mutations.py."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from labkit import DDP, Comm, ZeRO3, ZeroOptimizer, listen
+from labkit.events import CommEvent
+from labkit.memory.edits import Recompute
+from labkit.memory.peak import PeakMemory
+from labkit.memory.saved import saved_by
+from labkit.models import GPT
+from labkit.models.attention import CausalAttention
+from labkit.parallel import context
+from labkit.parallel.parts import ring_attention as ring
+from labkit.parallel.parts import ulysses, zigzag
+from labkit.predict.context import ring_attention_bytes, ring_step_scores, ulysses_bytes
+
+AGREE = 1e-10
+STEPS, ROWS, LENGTH, VOCAB = 3, 2, 48, 31  # 48 splits into 2n chunks for 1, 2, 3 and 4 ranks
+
+
+def core(way: str, tile: int = 3) -> nn.Module:
+    if way == "ring":
+        return ring.RingAttention(Comm(), tile)
+    return ulysses.Ulysses(CausalAttention(0.0), Comm())
+
+
+def some(
+    heads: int, groups: int, length: int, dtype: torch.dtype = torch.float64, width: int = 4
+) -> list[Tensor]:
+    """q, k, v and the gradient of the result, whole, the same on all ranks."""
+    generator = torch.Generator().manual_seed(heads + groups + length)
+    return [
+        torch.randn(2, n, length, width, generator=generator, dtype=torch.float64).to(dtype)
+        for n in (heads, groups, groups, heads)
+    ]
+
+
+def shards(whole: list[Tensor], strided: bool = False) -> list[Tensor]:
+    """Of this rank, with a gradient to come; `strided`: in memory as a model's heads are."""
+    found = [zigzag.sequence_shard(x, Comm(), dim=2) for x in whole]
+    if strided:
+        found = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
+    return [x.detach().requires_grad_() for x in found]
+
+
+# ---- exact
+
+
+def attention_is_exact(
+    way: str, heads: int, groups: int, length: int, dtype: torch.dtype = torch.float64,
+    limit: float = AGREE, scale: float = 1.0, strided: bool = True,
+) -> None:  # fmt: skip
+    """Values and gradients are those of causal attention in one process, in float64."""
+    whole = some(heads, groups, length, dtype)
+    whole[0] *= scale
+    mine = shards(whole, strided)
+    out = core(way)(*mine[:3])
+    found = [out, *torch.autograd.grad(out, mine[:3], mine[3])]
+    exact = [x.double().requires_grad_() for x in whole]
+    expected = F.scaled_dot_product_attention(*exact[:3], is_causal=True, enable_gqa=True)
+    grads = torch.autograd.grad(expected, exact[:3], exact[3])
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, [expected, *grads], strict=True):
+        assert x.dtype == dtype
+        there = zigzag.sequence_shard(y, Comm(), dim=2)
+        off = ((x - there).abs().max() / there.abs().max().clamp(min=1)).item()
+        assert off < limit, f"{name} is off by {off:.1e}"
+
+
+# ---- the weights of single-process training
+
+
+def trained(way: str, strategy: str, recompute: str | None = None, **sizes: Any) -> float:
+    """How far the weights are from those of a single process, after three steps of AdamW."""
+    comm = Comm()
+    torch.manual_seed(0)
+    module = GPT(VOCAB, 48, 2, 24, LENGTH, **{"kv_heads": 12, **sizes}).double()
+    alone = copy.deepcopy(module)
+    model: nn.Module = context.context_parallel(module, comm, way=way)  # type: ignore[arg-type]
+    if recompute:
+        Recompute(model, what=recompute)  # type: ignore[arg-type]
+    model = {"ddp": DDP, "zero3": ZeRO3}.get(strategy, lambda module, _: module)(model, comm)
+    how: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    stage = {"zero1": 1, "zero2": 2}.get(strategy)
+    if stage:
+        stepper: Any = ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, **how)
+    else:
+        stepper = torch.optim.AdamW(model.parameters(), **how)
+    reference = torch.optim.AdamW(alone.parameters(), **how)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        for one, optimizer, x_, y_ in [
+            (model, stepper, *(zigzag.sequence_shard(t, comm) for t in (x, y))),
+            (alone, reference, x, y),
+        ]:
+            optimizer.zero_grad()
+            F.cross_entropy(one(x_).flatten(0, 1), y_.flatten()).backward()
+            optimizer.step()
+    state: Any = getattr(model, "full_state_dict", module.state_dict)()
+    return max((x - state[name]).abs().max().item() for name, x in alone.state_dict().items())
+
+
+def training_equals_one_process(way: str, strategy: str = "ddp", **how: Any) -> None:
+    off = trained(way, strategy, **how)
+    assert off < AGREE, f"weights are off by {off:.1e}"
+
+
+# ---- bytes
+
+
+def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> None:
+    comm, size = Comm(), Comm().size
+    heads, groups, length = 24, 12, LENGTH
+    mine = shards(some(heads, groups, length, dtype))
+    with listen() as forward:
+        out = core(way)(*mine[:3])
+    with listen() as backward:
+        out.backward(mine[3])
+    shape = {"sequence": length, "rows": 2, "head_width": 4, "ranks": size}
+    shape |= {"kv_heads": groups, "element_bytes": dtype.itemsize}
+    if way == "ring":
+        expected = [ring_attention_bytes(**shape, backward=b) for b in (False, True)]
+        names, counts = {"ring_exchange"}, [comm.size - 1, 2 * (comm.size - 1)]
+    else:
+        expected = [ulysses_bytes(**shape, heads=heads)] * 2
+        names, counts = {"all_to_all"}, [4, 4]
+    for events, nbytes, count in zip((forward, backward), expected, counts, strict=True):
+        assert {event.op for event in events} <= names
+        assert len(events) == count, f"{len(events)} operations, not {count}"
+        sent = sum(event.bus_bytes for event in events)
+        assert sent == nbytes, f"{sent} bytes sent, {nbytes} predicted"
+
+
+# ---- what the ring is for
+
+
+def every_rank_computes_as_much(length: int = 96) -> None:
+    """Counted in operations: of the whole, and of each step, which is what goes on between two
+    blocks. A single process computes n times as much, but for the diagonal."""
+    comm = Comm()
+    block, tile = length // comm.size, length // comm.size // 4
+    mine = shards(some(4, 2, length))
+    steps: list[list[int]] = []
+    forward, backward = ring.flash_forward, ring.flash_backward
+
+    def counted(what: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with FlopCounterMode(display=False) as flops:
+                found = what(*args)
+            steps[-1].append(flops.get_total_flops())
+            return found
+
+        return call
+
+    with (
+        patch.object(ring, "flash_forward", counted(forward)),
+        patch.object(ring, "flash_backward", counted(backward)),
+    ):
+        steps.append([])
+        out = ring.ring_attention(*mine[:3], comm, tile)
+        steps.append([])
+        out.backward(mine[3])
+    everyone = comm.all_gather_object(steps)
+    assert all(one == everyone[0] for one in everyone), f"operations of each step: {everyone}"
+    per_score = 2 * 2 * 4, 2 * 5 * 4  # two products forward and five backward, of width 4
+    for found, flops in zip(everyone[0], per_score, strict=True):
+        others = ring_step_scores(block, heads=4, rows=2) * flops
+        own = (block // tile) * (block // tile + 1) / 2 * tile**2 * 2 * 4 * flops
+        assert found == [own] + [others] * (comm.size - 1), f"{found}, not {own} and {others}"
+
+
+def blocks_travel_while_the_rank_computes() -> None:
+    """Each exchange is asked for before a step's computing and waited for after it, in forward and
+    backward; the gradients on their way home, the last, have nothing beside them."""
+    comm = Comm()
+    mine = shards(some(4, 2, LENGTH))
+    spans: list[tuple[float, float]] = []
+    forward, backward = ring.flash_forward, ring.flash_backward
+
+    def timed(what: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began_s = time.monotonic()
+            found = what(*args)
+            spans.append((began_s, time.monotonic()))
+            return found
+
+        return call
+
+    def beside(events: list[CommEvent]) -> list[list[int]]:
+        """The steps whose computing lies between an exchange's issue and the wait for it."""
+        return [
+            [i for i, (a, b) in enumerate(spans) if e.issued_s <= a and b <= e.wait_began_s]
+            for e in events
+        ]
+
+    with (
+        patch.object(ring, "flash_forward", timed(forward)),
+        patch.object(ring, "flash_backward", timed(backward)),
+    ):
+        with listen() as events:
+            out = ring.ring_attention(*mine[:3], comm, 8)
+        assert beside(events) == [[step] for step in range(comm.size - 1)], beside(events)
+        spans.clear()
+        with listen() as events:
+            out.backward(mine[3])
+    expected = [[0]]  # the first block; then, as they are asked for,
+    for step in range(1, comm.size):
+        # the next block, beside this step; and this one's gradient, beside the next step
+        expected += [[step], [step + 1]] if step < comm.size - 1 else [[]]
+    assert beside(events) == expected, f"{beside(events)}, not {expected}"
+
+
+def memory_is_linear_in_the_shard(tile: int = 8) -> None:
+    """To the byte: what is kept; and the peaks of forward and backward, of so many tensors as large
+    as a shard. What is at work of a tile is small beside them."""
+    comm = Comm()
+    rows, heads, groups, width = 2, 2, 1, 16
+    for shard in (64, 128):
+        mine = shards(some(heads, groups, shard * comm.size, torch.float32, width))
+        module = ring.RingAttention(comm, tile)
+        block = 2 * 4 * rows * groups * shard * width  # of k and v
+        out = 4 * rows * heads * shard * width
+        row = 4 * rows * heads * shard  # of L
+        kept = sum(x.nbytes for x in saved_by(module, *mine[:3]))
+        assert kept == block + 2 * out + row, f"{kept} bytes kept"
+        with PeakMemory() as forward:
+            result = module(*mine[:3])
+        with PeakMemory() as backward:
+            result.backward(mine[3])
+        # Two blocks; out, its part of a step and the two as they are merged, each with its rows.
+        allowed = 2 * block + 3 * out + 4 * row
+        assert forward.peak_bytes <= allowed, f"{forward.peak_bytes} bytes, not {allowed}"
+        # Two blocks; gradients at home, growing, arriving, found and stacked; dq twice.
+        allowed = 7 * block + 2 * out
+        assert backward.peak_bytes <= allowed, f"{backward.peak_bytes} bytes, not {allowed}"

@@ -118,14 +118,9 @@ def _context(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch
 
 def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
     """That of DDP, and the blocks of k and v that go around the ring in every layer."""
-    weights, first = DDP.predict(module, size), module.blocks[0].attn
-    item_bytes = first.k.weight.element_size()
-    ring_bytes = sum(
-        ring_attention_bytes(
-            tokens, 1, module.kv_heads, first.head_width, size, item_bytes, backward
-        )
-        for backward in (False, True)
-    )
+    weights, item_bytes = DDP.predict(module, size), module.head.weight.element_size()
+    keys = (tokens, 1, module.kv_heads, module.width // module.heads, size, item_bytes)
+    ring_bytes = ring_attention_bytes(*keys) + ring_attention_bytes(*keys, backward=True)
     return replace(weights, bus_bytes=weights.bus_bytes + module.depth * ring_bytes)
 
 

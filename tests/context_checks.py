@@ -28,7 +28,7 @@ AGREE = 1e-10
 STEPS, ROWS, LENGTH, VOCAB = 3, 2, 48, 31  # 48 splits into 2n chunks for 1, 2, 3 and 4 ranks
 
 
-def core(way: str, tile: int = 3) -> nn.Module:
+def core(way: str, tile: int = 7) -> nn.Module:
     if way == "ring":
         return ring.RingAttention(Comm(), tile)
     return ulysses.Ulysses(CausalAttention(0.0), Comm())

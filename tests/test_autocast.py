@@ -2,6 +2,7 @@
 lists are those of torch's dispatcher."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -322,6 +323,25 @@ def test_a_weight_that_was_written_to_is_cast_anew() -> None:
         with torch.no_grad():
             w.zero_()
         assert before.any() and not (B @ w).any()
+
+
+def test_two_threads_may_call_a_decorated_function() -> None:
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    @autocast(LOW)
+    def inside(entered: threading.Event, go_on: threading.Event) -> None:
+        entered.set()
+        assert go_on.wait(10)
+
+    thread = threading.Thread(
+        target=lambda: (first_in.wait(10), inside(second_in, first_out)), daemon=True
+    )
+    thread.start()
+    with autocast(torch.float16):
+        inside(first_in, second_in)
+        assert (A @ B).dtype == torch.float16, "the region around it is on again"
+    first_out.set()
+    thread.join(10)
 
 
 def test_in_a_long_region_a_weight_has_one_copy() -> None:

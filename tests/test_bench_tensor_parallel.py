@@ -36,23 +36,23 @@ def test_the_bench_times_every_side_in_the_same_turns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tensor_parallel, "STEPS", 1)
-    found = bench.bench_tensor_parallel(ranks=(2,), models=("tiny",), turns=3)
-    assert [one.model for one in found] == ["tiny", "tiny, without AdamW"]
-    for one in found:
+    (found,) = bench.bench_tensor_parallel(ranks=(2,), models=("tiny",), turns=3)
+    for one in (found.whole, found.without_adamw):
         assert set(one.seconds) == set(SIDES) and {len(of) for of in one.seconds.values()} == {3}
     for name in SIDES:
-        whole, without = (one.seconds[name] for one in found)
+        whole, without = found.whole.seconds[name], found.without_adamw.seconds[name]
         assert all(0 < b < a for a, b in zip(whole, without, strict=True))
-    assert tensor_parallel.table(found).row_count == 2 * len(CONTESTS)
-    saved = json.loads(tensor_parallel.save(found, tmp_path / "new" / "found.json").read_text())
+    assert tensor_parallel.table([found]).row_count == len(CONTESTS) == 2
+    saved = json.loads(tensor_parallel.save([found], tmp_path / "new" / "x.json").read_text())
     assert saved["about"]["torch"] == torch.__version__
-    assert [one["ranks"] for one in saved["steps"]] == [2, 2]
-    assert saved["steps"][0]["step_s"] == found[0].seconds
+    (steps,) = saved["steps"]
+    assert (steps["ranks"], steps["model"]) == (2, "tiny")
+    assert steps["step_s"] == found.whole.seconds
 
 
 def test_a_ratio_is_the_median_of_ratios() -> None:
     steps = Steps(2, "tiny", {"tensor": [1.0, 2, 9], "DTensor": [2.0, 1, 3]})
-    assert steps.ratio(CONTESTS[0])[1] == 2
+    assert steps.ratio(CONTESTS["parts"])[1] == 2
 
 
 def test_the_floor_has_the_part_of_one_rank() -> None:

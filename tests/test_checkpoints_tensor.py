@@ -71,13 +71,20 @@ def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), NAMES[other]
 
 
-def test_three_ranks_load_what_one_process_saved(tmp_path: pathlib.Path) -> None:
+def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
+    tmp_path: pathlib.Path,
+) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     save_checkpoint(tmp_path, model, optimizer, step=3)
     with World(3) as trio:
         for losses in trio.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
             assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+        trio.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
+    model, optimizer = alone(seed=4)
+    load_checkpoint(tmp_path / "cut", model, optimizer)
+    losses = train(model, optimizer, None, LATE)
+    assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
 
 
 def test_every_layout_loads_what_torchs_own_save_wrote(

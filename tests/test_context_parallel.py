@@ -254,6 +254,7 @@ def test_under_autocast_blocks_travel_in_two_bytes(worlds: dict[int, World]) -> 
     assert worlds[2].run(trained) == [(2 * block, (2 + 4) * block)] * 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_looks_at_no_number() -> None:
     def train(way: Any) -> None:
         comm = Comm()

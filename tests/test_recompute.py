@@ -327,6 +327,26 @@ def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn() -> None:
     )
 
 
+@pytest.mark.parametrize("policy", [None, keep_draws])
+def test_generators_of_gpus_are_known_wherever_the_inputs_are(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the CPU's stands for that of a GPU. It goes back if it has drawn, and only then."""
+    stand_in, found = torch.Generator().manual_seed(0), list[Tensor]()
+    monkeypatch.setattr(torch.cuda, "default_generators", (stand_in,))
+
+    def fn(x: Tensor) -> Tensor:
+        found.append(torch.rand(4, 4, generator=stand_in))
+        return (x * found[-1]).sin()
+
+    y = recompute(fn, leaf(), policy=policy)
+    z = recompute(lambda x: torch.native_dropout(x, 0.5, True)[0].sin(), leaf(), policy=policy)
+    torch.rand(4, generator=stand_in)
+    state = stand_in.get_state()
+    (y.sum() + z.sum()).backward()
+    assert torch.equal(*found) and torch.equal(stand_in.get_state(), state)
+
+
 def test_without_preserve_rng_they_are_others() -> None:
     forward, backward = masks(preserve_rng=False)
     assert not torch.equal(forward[0], backward[0])
@@ -588,6 +608,42 @@ def test_any_numbers_can_be_compared(dtype: torch.dtype) -> None:
     recompute(lambda x: x.sin().exp().real, x, check="values").sum().backward()
 
 
+def test_infinities_are_numbers_like_others() -> None:
+    inf = float("inf")
+
+    def masked(x: Tensor) -> Tensor:
+        return (x * torch.tensor([1, 2, inf, -inf])).sigmoid()
+
+    recompute(masked, leaf(), check="values").sum().backward()
+    numbers = iter([1.0, 2.0])
+
+    def another(x: Tensor) -> Tensor:
+        return x * torch.tensor([next(numbers), 0, 0, -inf])
+
+    with pytest.raises(ValueError, match="with other numbers"):
+        recompute(another, leaf(), check="values").sum().backward()
+
+
+def test_conjugated_numbers_can_be_compared() -> None:
+    x = leaf().to(torch.complex64)
+    recompute(lambda x: (x.mH @ x).real, x, check="values").sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_that_is_changed_before_backward_is_told_as_without(policy: str) -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+
+    def changed(run: Callable[..., Tensor]) -> None:
+        y = run(layer, leaf())
+        with torch.no_grad():
+            layer[1].weight.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    changed(lambda fn, x: fn(x))
+    changed(partial(recompute, policy=POLICIES[policy]))
+
+
 def test_an_input_that_is_changed_in_place_is_told() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         y.add_(1)
@@ -710,6 +766,14 @@ def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
             Recompute(model, blocks=model.blocks[1:])
     assert [block.forward for block in model.blocks] == forwards
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_core_that_blocks_share_is_edited_once() -> None:
+    model = GPT.preset("tiny")
+    model.blocks[1].attn.core = core = model.blocks[0].attn.core  # type: ignore[union-attr]
+    with Recompute(model, what="selective"):
+        assert not hasattr(core.forward.fn, "fn")  # type: ignore[union-attr]
+    assert "forward" not in vars(core)
 
 
 def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:

@@ -307,7 +307,7 @@ def run_bad(scaler: GradScaler, gradient: float, value: float = 1.0) -> torch.Te
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float) -> None:
     scaler = GradScaler(init_scale=4.0)
-    with pytest.raises(ValueError, match=rf"the loss was {value} before it was scaled.*find_nonf"):
+    with pytest.raises(ValueError, match=rf"the loss was {value} before it.*same autocast region"):
         run_bad(scaler, torch.nan, value)
     scaler.update()
     assert scaler.get_scale() == 2.0, "it was skipped all the same"
@@ -325,7 +325,7 @@ def test_a_scale_that_backs_off_for_ever_is_told() -> None:
     for _ in range(19):
         run_bad(scaler, torch.inf)
     assert scaler.get_scale() == 2.0**-3
-    with pytest.raises(ValueError, match="20 steps in a row.*down to 0.0625.*find_nonfinite"):
+    with pytest.raises(ValueError, match="20 steps in a row.*down to 0.0625.*same autocast region"):
         run_bad(scaler, torch.inf)
     large = GradScaler(init_scale=2.0**100)
     for _ in range(30):

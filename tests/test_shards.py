@@ -86,8 +86,8 @@ def test_a_piece_gets_the_mark_of_its_parameter() -> None:
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
     (one, _), (two, _), (same, _) = layer(0, 1), layer(0, 2), layer(0, 1)
-    found = comms_of([one.bias, two.weight, one.weight, same.weight])
-    assert [comm.ranks for comm in found] == [(0, 2), (0, 1)]
+    found = comms_of([one.bias, one.weight, two.weight, same.weight])
+    assert [comm.ranks for comm in found] == [(0, 1), (0, 2)]
 
 
 def test_a_mark_that_cannot_be_is_refused() -> None:

@@ -193,6 +193,40 @@ def test_nothing_counts(world2: World) -> None:
     assert world2.run(run) == [(True, 0.0)] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_targets_of_any_integers(world2: World, dtype: torch.dtype) -> None:
+    def off() -> float:
+        comm = Comm()
+        torch.manual_seed(0)
+        whole, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(0, 10, (6,))
+        found = vocab_parallel_cross_entropy(own_logits(whole, comm), y.to(dtype), comm)
+        return abs(float(found - F.cross_entropy(whole, y)))
+
+    assert max(world2.run(off)) < 1e-12
+
+
+def test_under_autocast_the_loss_is_still_in_float32(world2: World) -> None:
+    def run() -> None:
+        comm = Comm()
+        torch.manual_seed(0)
+        plain = Tiny(10)
+        head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
+        x, y = torch.randn(2, 6, 3), torch.randint(0, 10, (2, 6))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, expected = head(x), plain.head(x)
+            loss = vocab_parallel_cross_entropy(logits, y, comm)
+        assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+        right = F.cross_entropy(expected.float().flatten(0, 1), y.flatten())
+        torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
+        loss.backward()
+        right.backward()
+        assert head.weight.grad is not None and plain.head.weight.grad is not None
+        own = vocab_checks.own_rows(plain.head.weight.grad, comm)
+        torch.testing.assert_close(head.weight.grad, own, rtol=0.02, atol=1e-3)
+
+    world2.run(run)
+
+
 def test_it_runs_on_paper() -> None:
     """Nobody looks at a number, so that a vocabulary of any size is recorded without data."""
 

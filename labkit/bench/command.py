@@ -87,15 +87,9 @@ def tensor_parallel(
 
     if save is not None and save.is_dir():
         raise ValueError(f"{save} is a folder; give the name of a file")
-    found: list[Any] = []
-
-    def measured() -> Any:
-        found.extend(
-            module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
-        )
-        return module.table(found)
-
-    _shown("tensor-parallel", measured)
+    with console.status("measuring tensor-parallel ..."):
+        found = module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
+    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
     if save is not None:
         console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ from labkit.world import World, attach, progress
 ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, which all ranks share
 STEPS = 5  # in a turn
 FLOOR = "no communication"
-WITHOUT = "without AdamW"
+WIDTH = 100  # of the table
 
 
 class Silent(Comm):
@@ -75,10 +75,18 @@ SIDES = {
     "tensor, all logits": Side(lambda model: tensor_parallel(model, Comm()), _whole),
     "DTensor, all logits": Side(lambda model: peers.dtensor(model, True), _whole),
 }
-CONTESTS = [
-    Contest("tensor", "DTensor", 0.7),
-    Contest("tensor, all logits", "DTensor, all logits", 0.7),
-]
+CONTESTS = {
+    "parts": Contest("tensor", "DTensor", 0.7),
+    "all": Contest("tensor, all logits", "DTensor, all logits", 0.7),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Times of one model on a number of ranks."""
+
+    whole: Steps
+    without_adamw: Steps  # forward and backward
 
 
 def stepper(side: Side, model: str, rows: int = ROWS) -> Callable[[], tuple[float, float]]:
@@ -132,9 +140,9 @@ def bench_tensor_parallel(
     models: Sequence[str] = ("1M", "3.4M"),
     turns: int = 20,
     transport: str | None = None,
-) -> list[Steps]:
-    """Time them for each number of ranks and each model, two entries each: whole steps, and without
-    AdamW. torch's go over gloo, ours over `transport`, as a `World` has it here when None.
+) -> list[Found]:
+    """Time them for each number of ranks and each model; torch's go over gloo, ours over
+    `transport`, as a `World` has it here when None.
 
     Raises ValueError for a model that is none of labkit's presets.
     """
@@ -144,52 +152,54 @@ def bench_tensor_parallel(
     for size in ranks:
         with World(size, check=False, transport=transport) as world:
             for model in models:
-                whole, without = world.run(_turns, model, turns)[0]
-                found += [Steps(size, model, whole), Steps(size, f"{model}, {WITHOUT}", without)]
+                times = world.run(_turns, model, turns)[0]
+                found.append(Found(*(Steps(size, model, seconds) for seconds in times)))
     return found
 
 
-def table(found: Sequence[Steps]) -> Table:
+def table(found: Sequence[Found]) -> Table:
     """What `bench_tensor_parallel` found: a row for each contest, with its ratio and its aim."""
     shown = Table(
         title=f"A step of tensor parallelism, {ROWS} x {LENGTH} tokens for all ranks, in ms",
         caption="DTensor: torch's parallelize_module, over gloo. Alone: each rank's part, without "
-        "communication. Ratio: median and quartiles of the turns.",
+        "communication. Ratio: labkit to DTensor, median and quartiles of the turns; and its "
+        "median for forward and backward alone.",
         title_justify="left", caption_justify="left",
     )  # fmt: skip
-    for name in ("model", "ranks", "alone", "labkit", "ms", "peer", "ms", "ratio", "", "aim"):
-        words = name in ("model", "labkit", "peer")
-        shown.add_column(name, justify="left" if words else "right", no_wrap=True)
+    heads = ("model", "ranks", "logits", "alone", "labkit", "DTensor", "ratio", "", "aim")
+    for name in (*heads, "without AdamW"):
+        justify: Literal["left", "right"] = "left" if name in ("model", "logits") else "right"
+        shown.add_column(name, justify=justify, no_wrap=True)
     for one in found:
-        for contest in CONTESTS:
-            low, middle, high = one.ratio(contest)
+        for logits, contest in CONTESTS.items():
+            low, middle, high = one.whole.ratio(contest)
             shown.add_row(
-                one.model, str(one.ranks), f"{one.ms(FLOOR):.1f}",
-                contest.ours, f"{one.ms(contest.ours):.1f}",
-                contest.theirs, f"{one.ms(contest.theirs):.1f}",
-                f"{middle:.2f}", f"{low:.2f}-{high:.2f}",
-                "" if WITHOUT in one.model else f"{contest.aim:.2f}",
+                one.whole.model, str(one.whole.ranks), logits, f"{one.whole.ms(FLOOR):.1f}",
+                f"{one.whole.ms(contest.ours):.1f}", f"{one.whole.ms(contest.theirs):.1f}",
+                f"{middle:.2f}", f"{low:.2f}-{high:.2f}", f"{contest.aim:.2f}",
+                f"{one.without_adamw.ratio(contest)[1]:.2f}",
             )  # fmt: skip
         shown.add_section()
     return shown
 
 
-def save(found: Sequence[Steps], path: str | Path) -> Path:
+def save(found: Sequence[Found], path: str | Path) -> Path:
     """Write all that was measured as JSON."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     steps = [
         {
-            "ranks": one.ranks,
-            "model": one.model,
-            "step_s": one.seconds,
-            "median_step_ms": {name: one.ms(name) for name in one.seconds},
+            "ranks": one.whole.ranks,
+            "model": one.whole.model,
+            "step_s": one.whole.seconds,
+            "forward_backward_s": one.without_adamw.seconds,
             "ratios": {
                 f"{contest.ours} / {contest.theirs}": {
-                    "quartiles": one.ratio(contest),
+                    "quartiles": one.whole.ratio(contest),
                     "aim": contest.aim,
+                    "without_adamw": one.without_adamw.ratio(contest),
                 }
-                for contest in CONTESTS
+                for contest in CONTESTS.values()
             },
         }
         for one in found

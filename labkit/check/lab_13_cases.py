@@ -67,8 +67,8 @@ def through_column(comm: Any, student: Student) -> ColumnRan:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
             grads = x.grad, mine.grad
-    names = [[event.op for event in events] for events in (first, second)]
-    return ColumnRan(_plain(y), *grads, *names, products.seen)
+    sent, sent_back = ([event.op for event in events] for events in (first, second))
+    return ColumnRan(_plain(y), *grads, sent, sent_back, products.seen)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +147,7 @@ def attention_on_ranks(comm: Any, student: Student, heads: int, kv: int, e: int)
     """Each rank with the rows that the student names; then the sum."""
     x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
     out = drawn(WIDTH, heads * e, seed=8)
-    rows = student(heads, kv, e, comm.size, comm.rank)
+    rows = [int(row) for row in student(heads, kv, e, comm.size, comm.rank)]
     mine = out.chunk(comm.size, 1)[comm.rank]
     y = attention(x, packed[rows], mine, heads // comm.size, e)
     comm.all_reduce(y)

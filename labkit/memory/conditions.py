@@ -6,7 +6,8 @@
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                behind the block                      the generators go on where they were
 
-torch's generators only: Python's `random` and NumPy's are not known here.
+torch's own generators only, the CPU's and those of all GPUs that are in use when forward begins:
+Python's `random`, NumPy's and a torch.Generator of the user's are not known here.
 """
 
 import ctypes
@@ -20,15 +21,23 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
-def generators_of(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
-    """Those that draw for these tensors: the CPU's, and that of each GPU they are on."""
-    gpus = {x.device.index for x in tensors if x.is_cuda}
-    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(gpus))]
+def generators() -> list[torch.Generator]:
+    """Those that torch draws from: the CPU's, and, as soon as GPUs are in use, those of all."""
+    return [torch.default_generator, *torch.cuda.default_generators]
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
     """Each generator with its state now."""
     return [(generator, generator.get_state()) for generator in generators]
+
+
+def used(states: States) -> States:
+    """Those whose generator has drawn since."""
+    return [
+        (generator, state)
+        for generator, state in states
+        if _numbers(state) != _numbers(generator.get_state())
+    ]
 
 
 def restore(states: States) -> None:
@@ -46,7 +55,7 @@ class Conditions:
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
-        self.states = states_of(generators_of(tensors)) if preserve_rng else []
+        self.states = states_of(generators()) if preserve_rng else []
         kinds = {"cpu", *(x.device.type for x in tensors)}
         self._autocast = {
             kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)
@@ -55,11 +64,7 @@ class Conditions:
 
     def forget_unused(self) -> None:
         """Keep no state of a generator that has not drawn since: 5 kB of the CPU's."""
-        self.states = [
-            (generator, state)
-            for generator, state in self.states
-            if _numbers(state) != _numbers(generator.get_state())
-        ]
+        self.states = used(self.states)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.memory.conditions import States, generators_of, restore, states_of
+from labkit.memory.conditions import States, generators, restore, states_of, used
 
 Policy = Callable[[OpOverload], bool]
 
@@ -53,7 +53,7 @@ class _Result:
     """What a kept operation made, detached: with its graph it would keep itself alive."""
 
     value: Any
-    random: States  # behind the operation, where it draws
+    random: States  # behind the operation, of the generators from which it has drawn
     seen: list[tuple[torch.Tensor, int]]  # all that count changes of its memory, with their count
 
 
@@ -92,6 +92,8 @@ class Kept:
         return _Mode(serve)
 
     def _keep(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        before = states_of(generators()) if draws else []
         out = op(*args, **kwargs)
         value = tree_map_only(torch.Tensor, _same_version, out)
         seen = [(x, x._version) for x in _tensors(value)]
@@ -101,8 +103,8 @@ class Kept:
                 if (its := self.results[maker][call]) is not None:
                     its.seen.extend(seen)
         elif self.policy(op):
-            draws = torch.Tag.nondeterministic_seeded in op.tags
-            kept = _Result(value, states_of(generators_of(_tensors(out))) if draws else [], seen)
+            random = states_of(generator for generator, _ in used(before))
+            kept = _Result(value, random, seen)
             self._kept_in |= dict.fromkeys(_memories(out), (op, len(self.results[op])))
         self.results[op].append(kept)
         return out

@@ -47,7 +47,8 @@ def recompute(
             inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
         policy: of which operations the results are kept, too: `policy(op) -> bool`.
         preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
-            something is drawn.
+            something is drawn. Known are torch's own generators; with a `generator=` of your own
+            draw outside, and hand in what was drawn.
         check: of what the second run saves, number, shape, dtype and device are compared with the
             first's; with "values" the numbers as well, which takes time; with "none" nothing.
 
@@ -55,7 +56,8 @@ def recompute(
     inside another recompute, for several backwards, and where no input has a gradient.
 
     Raises ValueError where `fn` changes an input, and, during backward, where it did something else
-    when it was called again.
+    when it was called again; RuntimeError where a parameter that backward needs was changed since
+    forward. (That of a bias is not seen: backward does not ask for it.)
     """
     return Recomputed(fn, policy, preserve_rng, check)(*args, **kwargs)
 
@@ -111,10 +113,13 @@ class _Call:
         self.inputs, self.conditions = inputs, conditions
         self.kept = Kept(what.policy) if what.policy else None
         self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
+        self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 
     def save(self, x: torch.Tensor) -> _Slot:
         """Autograd saves `x` in forward."""
         slot = _Slot()
+        if (leaf := _leaf_of(x)) is not None:
+            self.versions[len(self.saved)] = ref(leaf), leaf._version
         self.saved.append((ref(slot), _looks(x, self.check)))
         return slot
 
@@ -132,6 +137,7 @@ class _Call:
 
         def fill(x: torch.Tensor) -> torch.Tensor:
             slot = self._next_slot(len(filled), x)
+            self._check_unchanged(len(filled), x)
             filled.append((slot, x._version))
             x = x.detach()  # else the graph of this run would keep itself alive
             if slot is not None:  # None: backward was here already, and let it go
@@ -160,6 +166,16 @@ class _Call:
                     f"{_told(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
                     "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
                 )
+
+    def _check_unchanged(self, place: int, x: torch.Tensor) -> None:
+        """As autograd would, had it kept a parameter."""
+        leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
+        if leaf is not None and leaf is then() and leaf._version != version:
+            raise RuntimeError(
+                f"a parameter that backward needs, {_told(_looks(leaf, 'shapes'))}, has been "
+                "modified by an inplace operation since recompute used it in forward; call "
+                "backward before you change it"
+            )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
         if place == len(self.saved):
@@ -238,9 +254,17 @@ def _looks(x: torch.Tensor, check: Check) -> Any:
 @torch.no_grad()
 def _print_of(x: torch.Tensor) -> float:
     """A number that changes with any element, and with their order."""
-    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().double().flatten()
+    x = x.detach().resolve_conj()
+    flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
     weights = torch.arange(1, flat.numel() + 1, device=x.device).sqrt()
-    return (flat.nan_to_num(nan=0.7) * weights).sum().item()
+    finite = flat.nan_to_num(nan=0.7, posinf=1.3e3, neginf=-1.7e3)
+    return (finite * weights).sum().item()
+
+
+def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that it is, or is a view of."""
+    root = x if x._base is None else x._base
+    return root if root.is_leaf and root.requires_grad else None
 
 
 def _told(looks: Any) -> str:
@@ -253,5 +277,6 @@ def _not_the_same(what: str) -> ValueError:
     return ValueError(
         f"recompute: the function did something else when backward ran it again: {what}. Its "
         "gradients would be wrong. Let it depend on its arguments and parameters only: not on a "
-        "counter, the time, train or eval switched in between, or draws of NumPy's or Python's"
+        "counter, the time, train or eval switched in between, or draws of NumPy's, Python's or a "
+        "torch.Generator of your own"
     )

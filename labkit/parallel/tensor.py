@@ -21,7 +21,8 @@ Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t ti
                       6 w elements a layer in four small all-reduces.
     kept              s b w (34 + 5 h s / w) / t bytes a layer
 
-Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again.
+Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
+last tensor that backward needs: a layer's last one only where dropout stands behind it.
 
     conjugate.py      f, g and their kind          vocab_parallel.py  the embedding and the head
     tensor_linear.py  the two ways to cut          random_state.py    dropout that agrees or differs

@@ -192,7 +192,7 @@ class _Columns(torch.autograd.Function):
         (x, *weights), comm = ctx.saved_tensors, ctx.comm
         x_wanted, _, _, *wanted = ctx.needs_input_grad
         parts, arriving = [x], None
-        if ctx.sequence and any(wanted[::2]):
+        if ctx.sequence and any(wanted[::2]):  # x arrives while its gradient is computed, ...
             parts, arriving = gather_parts(x, comm, async_op=True)
         dx: Any = None
         leaving = None
@@ -201,7 +201,7 @@ class _Columns(torch.autograd.Function):
                 if g is not None:
                     part = g @ w.to(g.dtype)  # [b, s, in]
                     dx = part if dx is None else dx.add_(part)
-            if ctx.sequence:
+            if ctx.sequence:  # ... which leaves while those of the weights are
                 dx, leaving = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
                 leaving = comm.all_reduce(dx, async_op=True)

@@ -1,4 +1,4 @@
-"""The vocabulary cut over ranks: embedding, head and loss, and no rank ever has all logits.
+"""The vocabulary cut over ranks: embedding, head and loss, so that no rank needs all logits.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for others' tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: one rank knew each token
@@ -200,6 +200,7 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction={reduction!r}: choose "mean", "sum" or "none"')
+    targets = targets.long()
     counts = targets != ignore_index
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)
 

@@ -71,6 +71,10 @@ class autocast(ContextDecorator):
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
         self._entered: list[tuple[_Casting, list[_Casting]]] = []  # each with those around it
 
+    def _recreate_cm(self) -> "autocast":
+        """For each call of a decorated function one of its own: threads may call it together."""
+        return autocast(self.dtype, self.device_type, enabled=self.enabled)
+
     def __enter__(self) -> None:
         if self.enabled:
             check_low_type(self.dtype, self.device_type)

@@ -104,9 +104,8 @@ def ring_exposed_s(
         flops_per_s, bytes_per_s: what a rank computes, and what its wire carries, one message
             after the other; alpha_s: latency of each.
 
-    In forward each of n-1 blocks has a step to hide behind. In backward so has each, and a step
-    that is neither the first two nor the last has the gradients of a block to hide as well; those
-    of the last block are exposed.
+    In forward each of n-1 blocks has a step to hide behind. In backward, too; and from the third
+    step on each step has the gradients of the block before to hide. Those of the last are exposed.
     Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's, held to a replay.
     """
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
@@ -119,15 +118,13 @@ def ring_exposed_s(
     if ranks == 1:
         return 0.0
     exposed_s = max(0.0, block_s - own_s)  # the first step; the last one has no block to send
-    exposed_s += (ranks - 2) * max(0.0, block_s - other_s)
     if not backward:
-        return exposed_s
+        return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    hidden = max(0.0, block_s - own_s)
     if ranks > 2:  # step 1 hides a block, the last one gradients, those between them both
-        hidden += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
-        hidden += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
-    return hidden + gradient_s
+        exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
+        exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
+    return exposed_s + gradient_s  # on their way home
 
 
 def ring_hides_from(

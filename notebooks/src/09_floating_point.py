@@ -109,7 +109,7 @@ plot.flip_bits(1.0, "fp16")
 # %% [markdown]
 # Two exponents are special. At the top: infinity (fraction 0) and NaN. At the bottom, E = 0: there
 # is no leading 1, so these numbers go down to zero in equal steps. They are **subnormal**, and have
-# fewer bits that count, the smaller they are.
+# fewer bits that count, the smaller they are. (At the right: fraction bits and the leading 1.)
 
 # %%
 plot.number_line(["fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"])

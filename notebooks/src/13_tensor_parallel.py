@@ -362,8 +362,8 @@ for category in ("parameters", "optimizer state", "activations"):
 # %%
 paced = World(2, backend="gloo", link=Link(gbps=1, latency_us=100))
 with record() as on_wire:
-    paced.run(train)
-plot.timeline(on_wire, step=1)
+    paced.run(train, 4)
+plot.timeline(on_wire, step=3)
 
 # %% [markdown]
 # DDP's messages hide behind backward. **These cannot hide**: the next operation needs their result.
@@ -398,7 +398,17 @@ ports = (DGX.inside.bytes_per_s / 1e9, DGX.between.bytes_per_s / 1e9)
 print("GB/s of a GPU, inside and between: {:.0f} and {:.0f}".format(*ports))
 
 # %% [markdown]
-# The same computing, the same bytes, another wire. And more ranks? What each computes becomes less, but
+# The same computing, the same bytes, another wire. Here is what a rank does inside the node:
+
+# %%
+plot.timeline(replay(inside, DGX))
+
+# %% [markdown]
+# From the left: the embedding's message, g after attention and after the MLP, two short ones of the
+# loss, the head's. The rank waits for all of these. The last two are f, in backward: they run beside the
+# products of dA, and nobody waits.
+#
+# And more ranks? What each computes becomes less, but
 # what it sends does not: 2(t-1)/t · b s w grows to 2 b s w. From 16 on a group spans nodes. We replay
 # on three kinds of wire between them; `perfect` is a wire without cost.
 
@@ -432,10 +442,10 @@ for name, its in splits.items():
     print(f"{name:<27}" + "".join(f"{t:>4} ranks: {x:4.2f} x" for t, x in zip(sizes[1:], faster)))
 
 # %% [markdown]
-# How much faster is a step with twice the ranks? Inside the node it pays. Beyond, the best network
-# gives back little of the twice as many GPUs, and a slow one makes the step slower. (2 would be
-# perfect, and data parallelism over nodes comes close to it: lab 06.) So tensor parallelism goes up to
-# the GPUs of a node, and over nodes go those who send less: data parallelism, and pipelines (lab 15).
+# This is how much faster a step is with twice the ranks; 2 would be perfect. Inside the node it pays.
+# Beyond it, twice the GPUs bring little on the best network, and on the others they make the step
+# slower. So tensor parallelism goes up to the GPUs of a node, and over nodes go those who send less:
+# data parallelism, and pipelines (lab 15).
 
 # %% [markdown]
 # ## 6. Break it

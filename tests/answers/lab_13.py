@@ -1,10 +1,10 @@
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
 
 from answers import right, wrong
-from labkit.check.lab_13_chain import WAYS, held, in_turns, travels
+from labkit.check.lab_13_chain import TRAVELS, WAYS, held, in_turns, travels
 from labkit.parallel.parts.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 
 # ---- Column: forward(ctx, comm, x, weight), backward(ctx, dy)
@@ -165,6 +165,13 @@ def bias_through_f(comm, x, up, down):
 # ---- own_rows(heads, kv_heads, head_width, ranks, rank)
 
 
+@right("13.own_rows")
+def a_tensor(heads, kv_heads, head_width, ranks, rank):
+    rows = torch.arange((heads + 2 * kv_heads) * head_width)
+    parts = rows.split([heads * head_width, kv_heads * head_width, kv_heads * head_width])
+    return torch.cat([part.chunk(ranks)[rank] for part in parts])
+
+
 @wrong("13.own_rows", "cut each of them, by its own heads")
 def one_piece(heads, kv_heads, head_width, ranks, rank):
     share = (heads + 2 * kv_heads) * head_width // ranks
@@ -254,6 +261,25 @@ def targets_of_all_ranks(comm, logits, targets):
 def every_way(widths, ranks, budget):
     fits = (w for w in product(WAYS, repeat=len(widths) - 1) if held(w, widths, ranks) <= budget)
     return list(min(fits, key=lambda ways: travels(ways, widths)))
+
+
+@right("13.choose_cuts")
+def layer_by_layer(widths, ranks, budget):
+    """What is the least, for each way to cut the last layer and each number held so far?"""
+    reached = {("whole", 0): (0, [])}
+    for before, after in pairwise(widths):
+        following = {}
+        for (last, numbers), (sent, ways) in reached.items():
+            for way in WAYS:
+                key = way, numbers + before * after // (1 if way == "whole" else ranks)
+                least = sent + TRAVELS[last, way] * before
+                if key[1] <= budget and least < following.get(key, (float("inf"),))[0]:
+                    following[key] = least, [*ways, way]
+        reached = following
+    ends = [
+        (s + TRAVELS[way, "whole"] * widths[-1], ways) for (way, _), (s, ways) in reached.items()
+    ]
+    return min(ends)[1]
 
 
 @wrong("13.choose_cuts", "which columns and rows in turns need")

@@ -19,24 +19,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from labkit.comm import Comm
-from labkit.memory.conditions import generators_of, restore, states_of
+from labkit.memory.conditions import generators, restore, states_of
 
 
 @contextmanager
-def own_numbers(comm: Comm, *tensors: Tensor) -> Iterator[None]:
-    """Inside, what is drawn for tensors like these is this rank's own. With one rank, nothing."""
+def own_numbers(comm: Comm) -> Iterator[None]:
+    """Inside, what torch draws is this rank's own. With one rank, nothing."""
     if comm.size == 1:
         yield
         return
     with _disable_current_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
-    generators = generators_of(tensors)
-    before = states_of(generators)
-    for generator in generators:
+    before = states_of(generators())
+    for generator, _ in before:
         generator.manual_seed(seed)
     try:
         yield
@@ -53,7 +52,7 @@ class DrawsItsOwn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not draws(self.module):
             return self.forward(*args, **kwargs)
-        with own_numbers(self.comm, *(x for x in args if isinstance(x, Tensor))):
+        with own_numbers(self.comm):
             return self.forward(*args, **kwargs)
 
 

@@ -27,8 +27,7 @@ from rank to rank, and comes home in the end, where the owner's own part has wai
     kept      q, k, v, out, and L: 4 bytes a row. Linear in s/n; no score is kept
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
-    hidden    in forward where a block's computing takes longer than its way:
-              labkit.predict.ring_hides_from
+    hidden    where computing with a block takes longer than its way: labkit/predict/context.py
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv 2407.21783, section 3.3.2, which cuts

@@ -82,8 +82,11 @@ def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
 
 def comms_of(parameters: Iterable[torch.Tensor]) -> list[Comm]:
     """The groups over which some of these are cut, in the order of the parameters."""
-    shards = [shard for p in parameters if (shard := shard_of(p)) is not None]
-    return list({shard.comm.ranks: shard.comm for shard in reversed(shards)}.values())[::-1]
+    found: dict[tuple[int, ...], Comm] = {}
+    for p in parameters:
+        if (shard := shard_of(p)) is not None:
+            found.setdefault(shard.comm.ranks, shard.comm)
+    return list(found.values())
 
 
 def check_replicas(named: Iterable[tuple[str, torch.Tensor]], comm: Comm) -> None:

@@ -10,7 +10,9 @@ Held: a cut parameter is 1/t, its vocabulary padded; the others are whole. Sent,
                                                         norm, the table of positions
 """
 
+from collections.abc import Iterable
 from math import ceil
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from labkit.parallel.parts.tensor_checks import is_attention, is_mlp
 
 
 def footprint(
-    module: nn.Module, size: int, tokens: int, *, sequence: bool = False, gather_logits: bool = True
+    module: Any, size: int, tokens: int, *, sequence: bool = False, gather_logits: bool = True
 ) -> Footprint:
     """Of one rank of `size`, in a step of AdamW on `tokens` (b s) of a plain `GPT`."""
     item_bytes = next(module.parameters()).element_size()
@@ -34,12 +36,12 @@ def footprint(
     gradient_bytes = sum(held_bytes[p] for p in trained)
 
     layers = [one for one in module.modules() if is_attention(one)]
-    width: int = module.embed.tokens.embedding_dim  # type: ignore[union-attr, assignment]
+    width: int = module.embed.tokens.embedding_dim
     x_bytes = tokens * width * item_bytes
     units = 2 + 10 * len(layers) + 3 if sequence else 2 + 8 * len(layers) + 2
     sent_bytes = units * x_bytes
     if gather_logits:
-        vocab: int = module.head.out_features  # type: ignore[union-attr, assignment]
+        vocab: int = module.head.out_features
         sent_bytes += tokens * ceil(vocab / size) * size * item_bytes
     if sequence:
         partial = sum(p.nbytes for p in trained if p not in by_rows and p not in cut)
@@ -53,16 +55,18 @@ def footprint(
 
 
 def _vocabularies(module: nn.Module) -> set[Tensor]:
-    tokens = [one.tokens.weight for one in module.modules() if hasattr(one, "tokens")]
+    every: Iterable[Any] = module.modules()
+    tokens = [one.tokens.weight for one in every if hasattr(one, "tokens")]
     return {*tokens, *getattr(module, "head", nn.Module()).parameters()}
 
 
 def _cut(module: nn.Module) -> set[Tensor]:
     """By columns, with their biases, and by rows, without."""
     found: set[Tensor] = set()
-    for one in module.modules():
+    every: Iterable[Any] = module.modules()
+    for one in every:
         columns = [one.q, one.k, one.v] if is_attention(one) else [one.up] if is_mlp(one) else []
         found.update(p for layer in columns for p in layer.parameters())
         if columns:
-            found.add((one.out if is_attention(one) else one.down).weight)  # type: ignore[union-attr]
+            found.add((one.out if is_attention(one) else one.down).weight)
     return found

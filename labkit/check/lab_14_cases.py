@@ -1,0 +1,103 @@
+"""What the checks of lab 14 run on the ranks, and what a single process gets."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from labkit.comm import listen
+
+Student = Callable[..., Any]
+ROWS, PART, WIDTH = 2, 3, 4  # of each rank: x [b, s/t, w]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Random numbers, the same on every rank that asks with the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- GatherSequence
+
+
+class Gathered(NamedTuple):
+    y: Any
+    dx: Any
+    forward_ops: list[str]
+    backward_ops: list[str]
+    sent_bytes: list[float]  # forward, backward
+
+
+def part_of_x(rank: int) -> Tensor:
+    return drawn(ROWS, PART, WIDTH, seed=20 + rank)
+
+
+def gradient_of(rank: int, size: int) -> Tensor:
+    """What backward is handed on this rank: of the whole sequence, another on each rank."""
+    return drawn(ROWS, PART * size, WIDTH, seed=40 + rank)
+
+
+def through_gather(comm: Any, student: Student) -> Gathered:
+    x = part_of_x(comm.rank).requires_grad_()
+    with listen() as first:
+        y = student.apply(comm, x)  # type: ignore[attr-defined]
+    with listen() as second:
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == (ROWS, PART * comm.size, WIDTH):
+            y.backward(gradient_of(comm.rank, comm.size))
+    names = [[event.op for event in events] for events in (first, second)]
+    sent = [sum(event.bus_bytes for event in events) for events in (first, second)]
+    return Gathered(plain(y), x.grad, *names, sent)
+
+
+def right_gather(size: int, rank: int) -> tuple[Tensor, Tensor]:
+    y = torch.cat([part_of_x(r) for r in range(size)], dim=1)
+    whole = torch.stack([gradient_of(r, size) for r in range(size)]).sum(0)
+    return y, whole.chunk(size, dim=1)[rank]
+
+
+# ---- merge
+
+
+def some_attention(large: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scores [b, h, r, keys] and v [b, h, keys, e] of 12 keys."""
+    return drawn(2, 3, 5, 12, seed=60) * large, drawn(2, 3, 12, 4, seed=61)
+
+
+def attention_to(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone: out [b, h, r, e] and L [b, h, r]."""
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+# ---- seen
+
+
+def right_positions(length: int, ranks: int, rank: int) -> list[int]:
+    """Of chunks r and 2n-1-r."""
+    c = length // (2 * ranks)
+    first, second = rank * c, (2 * ranks - 1 - rank) * c
+    return [*range(first, first + c), *range(second, second + c)]
+
+
+def scores_of(positions: list[int]) -> int:
+    """How many keys these queries see, all together."""
+    return sum(position + 1 for position in positions)
+
+
+def attention_on_ranks(comm: Any, student: Student, length: int) -> Tensor:
+    """The whole result, put together of what each rank finds for the queries it names."""
+    q, k, v = (drawn(length, 4, seed=seed).double() for seed in (70, 71, 72))
+    own = torch.tensor(student(length, comm.size, comm.rank))
+    scores = (q[own] @ k.T).masked_fill(torch.arange(length) > own[:, None], float("-inf"))
+    whole = torch.zeros(length, 4, dtype=torch.float64)
+    whole[own] = scores.softmax(-1) @ v
+    comm.all_reduce(whole)
+    return whole
+
+
+def right_attention(length: int) -> Tensor:
+    q, k, v = (drawn(length, 4, seed=seed).double() for seed in (70, 71, 72))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+def plain(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

@@ -1,0 +1,811 @@
+# %% [markdown]
+# # Lab 14: Sequence and context parallelism
+#
+# Tensor parallelism cuts a layer, but what lies between the cuts is on every rank. In this lab you
+# cut the **sequence**: first between the layers, where it costs nothing, then everywhere, so that a
+# sequence may be longer than any rank could hold. Only attention looks across; you build both ways in
+# which it can, and see when their messages hide.
+#
+# You need lab 02 (collectives), lab 11 (activations, flash attention) and lab 13 (f and g).
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+from labkit import (
+    DDP,
+    GPT,
+    Text,
+    World,
+    attach,
+    context_parallel,
+    dry_run,
+    listen,
+    plot,
+    replay,
+    sequence_shard,
+    tensor_parallel,
+    vocab_parallel_cross_entropy,
+)
+from labkit import predict as formulas
+from labkit.check import lab_14 as check
+from labkit.check import predict, report
+from labkit.clusters import Cluster, Device, Level
+from labkit.course import show
+from labkit.memory.saved import saved_by
+from labkit.models import PlainAttention
+from labkit.parallel.parts.ring_attention import RingAttention, ring_attention
+from labkit.parallel.parts.ulysses import Ulysses
+from labkit.predict.activations import activation_bytes
+from labkit.predict.context import (
+    ring_attention_bytes,
+    ring_exposed_s,
+    ring_hides_from,
+    ulysses_bytes,
+)
+
+# %% [markdown]
+# ## 1. The question
+#
+# The model of lab 13: 105 layers of width 20480, sequences of 2048, one of them at a time. The scores
+# are computed again (lab 11), so a layer keeps 34 · s·b·w bytes. What do all layers keep on one of t
+# tensor-parallel ranks, and how much of that has **every** rank?
+
+# %% tags=["nbval-check-output"]
+BIG = dict(sequence=2048, rows=1, width=20480, heads=128, recompute="selective")
+for t in (1, 8, 64):
+    gb = 105 * activation_bytes(**BIG, tensor_parallel=t) / 1e9
+    same = 105 * 10 * 2048 * 20480 / 1e9
+    print(f"{t:>2} ranks: {gb:5.0f} GB on each, of them {same:.0f} GB the same on all ranks")
+
+# %% [markdown]
+# The 10 of 34 stay, however many ranks there are. And now a long sequence: a million tokens, in a
+# model of 32 layers of width 4096. Say that all of it, the 10 too, is cut over the 8 GPUs of a node:
+
+# %% tags=["nbval-check-output"]
+LONG = dict(sequence=2**20, rows=1, width=4096, heads=32, recompute="selective")
+gb = 32 * activation_bytes(**LONG, tensor_parallel=8, sequence_parallel=True) / 1e9
+print(f"{gb:.0f} GB on each of 8 GPUs")
+
+# %% [markdown]
+# More tensor-parallel ranks do not help: they would leave the node (lab 13). **Can ranks share one
+# sequence, and each hold only its own tokens?**
+
+# %% [markdown]
+# ## 2. The idea
+#
+# ### Sequence parallelism
+#
+# A norm, a dropout and a residual sum look at one position at a time. So between g and the next f no
+# rank needs all positions. And an all-reduce is a reduce-scatter and an all-gather (lab 02). Put
+# the two halves **around** what lies between:
+#
+# ```
+#   tensor      ─ B by rows ─ all-reduce ───────────── + ─ norm ──────────────── A by columns ─
+#                                                  whole on all
+#   sequence    ─ B by rows ─ reduce-scatter ───────── + ─ norm ─ all-gather ─── A by columns ─
+#                                                  1/t of the positions
+# ```
+#
+# The same bytes travel, and the 10 become 10/t. Two things are new:
+#
+# - what A keeps is its **part** of the input, so backward gathers it once more, for dA;
+# - a norm's weight sees 1/t of the positions on each rank, so its gradient is a **partial sum**.
+
+# %% [markdown]
+# ### Context parallelism
+#
+# Now every rank has the **whole model**, and 1/n of each sequence, from the embedding to the loss.
+# That is data parallelism, with tokens in the place of rows: DDP or ZeRO average the gradients. One
+# thing is missing: in attention, each token looks at all before it.
+#
+# **Ring**: queries stay; blocks of k and v go around a ring of ranks. Lab 11 has shown that attention
+# can be computed tile by tile: a rank keeps its out and, for each query, L = log Σ exp(score). A new
+# block gives another out and L, and the two become one.
+#
+# **Ulysses**: heads do not know each other. An all-to-all swaps "all heads of my tokens" for "all
+# tokens of my heads"; each rank computes plain attention; another brings the result back.
+
+# %% [markdown]
+# ### Which tokens?
+#
+# With a causal mask, late tokens see more. Here are 4 ranks and 8 chunks of a sequence, a colour for
+# each rank, a row for each chunk of queries:
+
+# %%
+COLOURS = ["#9CCBEA", "#F5C77E", "#8FD1B8", "#D9A9C6"]
+SHARDS = {"contiguous": [0, 0, 1, 1, 2, 2, 3, 3], "zig-zag": [0, 1, 2, 3, 3, 2, 1, 0]}
+
+
+def draw_scores(axes, owners, title):
+    for row, owner in enumerate(owners):
+        for column in range(row + 1):
+            axes.add_patch(plt.Rectangle((column, row), 1, 1, fc=COLOURS[owner], ec="white", lw=2))
+        axes.text(-0.3, row + 0.5, f"rank {owner}", ha="right", va="center", fontsize=9)
+    axes.set(xlim=(-2, 8), ylim=(8, 0), aspect="equal", xlabel="chunks of keys")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+
+
+_, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+for axes, (name, owners) in zip((left, right), SHARDS.items()):
+    draw_scores(axes, owners, name)
+
+# %% tags=["nbval-check-output"]
+for name, owners in SHARDS.items():
+    counts = [sum(i + 1 for i, owner in enumerate(owners) if owner == r) for r in range(4)]
+    print(f"{name:<11} squares of ranks 0 to 3: {counts}; all wait for {max(counts)}")
+
+# %% [markdown]
+# Rank r has chunks r and 2n-1-r: an early one and a late one. That is as much for all, in every step
+# of the ring, too.
+
+# %% [markdown]
+# ### Glossary
+#
+# | English | 中文 | what it is |
+# |---|---|---|
+# | sequence parallelism (SP) | 序列并行 | tensor-parallel ranks share the positions between layers |
+# | context parallelism (CP) | 上下文并行 | ranks share each sequence, all the way through |
+# | ring attention | 环形注意力 | blocks of keys and values travel around a ring |
+# | Ulysses | Ulysses 序列并行 | all-to-all from tokens to heads, and back |
+# | zig-zag shard | 之字形切分 | an early and a late chunk: the same work for all |
+# | causal mask | 因果掩码 | a token sees those before it |
+# | online softmax | 在线 softmax | a softmax that takes up its numbers part by part |
+# | log-sum-exp | 对数求和指数 | L, by which two parts are weighed |
+# | exposed | 未被掩盖的 | the part of a message that computing does not hide |
+
+# %% [markdown]
+# ## 3. Predict
+#
+# w = 96, b = 4 rows of s = 64 positions, 8 heads of e = 12 features.
+#
+# **Sequence parallelism**, t = 2 ranks. How many bytes does a rank send for **one layer**, forward
+# and backward, in float32 (4 bytes)? Tensor parallelism: 4 all-reduces of b·s·w numbers. With
+# sequence parallelism: how many gathers and scatters, each (t-1)/t · b·s·w? And one sum of partial
+# gradients: 2 norms with weight and bias, the biases of `out` and `down`, w numbers each.
+#
+# What does a layer keep then, in 2-byte types? (Lab 11: 34 · s·b·w + 5 · a·s²·b.)
+
+# %%
+SIZES = dict(vocab=512, width=96, depth=2, heads=8, context=64)
+ROWS = 4
+
+# %% stub="guess = predict(tensor_bytes=..., sequence_bytes=..., kept_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+b, s, w, a, t = ROWS, 64, 96, 8, 2
+half = (t - 1) * b * s * w * 4 // t  # a gather, or a scatter
+guess = predict(
+    tensor_bytes=4 * 2 * half,
+    sequence_bytes=(4 + 4 + 2) * half + 2 * (t - 1) * 6 * w * 4 // t,
+    kept_bytes=(34 * s * b * w + 5 * a * s * s * b) // t,
+)
+### END SOLUTION
+guess
+
+# %% [markdown]
+# **Context parallelism**, n = 4 ranks, float32. What does a rank send for one attention?
+#
+# - Ring, forward: n-1 times a block, k and v of s/n tokens. Backward: blocks of k and v once more, and
+#   their gradients with them.
+# - Ulysses: q, k, v there and out back; of each, a rank has b·s/n·w numbers, and sends the (n-1)/n
+#   that are for others.
+
+# %% stub="sends = predict(ring_forward_bytes=..., ring_backward_bytes=..., ulysses_forward_bytes=..., ulysses_backward_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+n = 4
+mine = b * s // n * w * 4  # bytes of q, of k, of v, of out
+sends = predict(
+    ring_forward_bytes=(n - 1) * 2 * mine,
+    ring_backward_bytes=(n - 1) * 2 * 2 * mine,
+    ulysses_forward_bytes=4 * (n - 1) * mine // n,
+    ulysses_backward_bytes=4 * (n - 1) * mine // n,
+)
+### END SOLUTION
+sends
+
+# %% [markdown]
+# ## 4. Read it
+#
+# The two halves are a pair, as f and g are. Each rank makes something else of the gathered sequence,
+# so in backward the ranks' gradients are added up, and each gets its part:
+
+# %%
+show("parallel/parts/conjugate.py:_AllGather")
+
+# %% [markdown]
+# A norm's parameters go through f where they are used, all in one message. So their gradients are
+# summed in backward, and the norm knows nothing of it:
+
+# %%
+show("parallel/tensor.py:SummedGradients.__call__")
+
+# %% [markdown]
+# Context parallelism. The shards of all ranks:
+
+# %%
+show("parallel/parts/zigzag.py:split_zigzag")
+
+# %% [markdown]
+# The ring. `yield` hands a block to the loop that computes with it; meanwhile it travels on.
+
+# %%
+show("parallel/parts/ring_attention.py:_around")
+
+# %% [markdown]
+# No score is masked but on the diagonal: a block is before a half of my queries, or behind it.
+
+# %%
+show("parallel/parts/ring_attention.py:_seen")
+
+# %% [markdown]
+# Two parts become one. Each out was divided by its own Σ exp(score), which is exp L; so exp(L - L')
+# is its share of the whole sum:
+
+# %%
+show("parallel/parts/ring_attention.py:_merge")
+
+# %% [markdown]
+# Ulysses is shorter:
+
+# %%
+show("parallel/parts/ulysses.py:to_heads")
+
+# %%
+show("parallel/parts/ulysses.py:Ulysses.forward", since="q, k, v = ")
+
+# %% [markdown]
+# ## 5. Run it
+#
+# One training loop for all ways. With context parallelism each rank takes its shard of tokens **and**
+# targets, and DDP stands around the model.
+
+
+# %%
+def train(how, steps=3, dtype=torch.float64, edit=None):
+    me = attach()
+    torch.manual_seed(0)
+    model = GPT(**SIZES).to(dtype)
+    if how in ("tensor", "sequence"):
+        tensor_parallel(model, me.comm, sequence=how == "sequence", gather_logits=False)
+    if edit:
+        edit(model)
+    if how in ("ring", "ulysses"):
+        model = DDP(context_parallel(model, me.comm, way=how), me.comm)
+    adam, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        batch = Text().batch(step, rows=ROWS, length=64)
+        adam.zero_grad()
+        value = loss_of(model, batch.x, batch.y, how, me.comm)
+        value.backward()
+        adam.step()
+        losses.append(value.item())
+    return losses
+
+
+def loss_of(model, x, y, how, comm):
+    if how in ("tensor", "sequence"):
+        return vocab_parallel_cross_entropy(model(x), y, comm)
+    if how in ("ring", "ulysses"):
+        x, y = sequence_shard(x, comm), sequence_shard(y, comm)
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+# %%
+one, two, four = (World(size, backend="gloo") for size in (1, 2, 4))
+alone = torch.tensor(one.run(train, "one")[0], dtype=torch.float64)
+
+# %% tags=["nbval-check-output"]
+print(f"1 rank: {', '.join(f'{loss:.6f}' for loss in alone.tolist())}")
+for how, world in (("sequence", two), ("ring", two), ("ring", four), ("ulysses", four)):
+    losses = torch.tensor(world.run(train, how), dtype=torch.float64).mean(0)  # of all ranks
+    print(f"{world.size} ranks, {how:<9} equal: {torch.allclose(losses, alone, rtol=1e-10)}")
+
+# %% [markdown]
+# All are the training of one process.
+#
+# ### What a layer sends and keeps
+
+
+# %%
+def one_layer(how):
+    """What one block sends: (forward or backward, operation, shape, bytes)."""
+    me = attach()
+    model = tensor_parallel(GPT(**SIZES), me.comm, sequence=how == "sequence")
+    x = torch.randn(ROWS, 64 // (me.size if how == "sequence" else 1), 96, requires_grad=True)
+    with listen() as events:
+        y = model.blocks[0](x)
+        forward = len(events)
+        y.sum().backward()
+    when = ["forward"] * forward + ["backward"] * (len(events) - forward)
+    return [(name, e.op, list(e.shape), e.bus_bytes) for name, e in zip(when, events)]
+
+
+layers = {how: two.run(one_layer, how)[0] for how in ("tensor", "sequence")}
+
+# %% tags=["nbval-check-output"]
+for how, events in layers.items():
+    print(f"{how} parallelism: {sum(event[-1] for event in events):,} bytes")
+    for when, op, shape, sent in events:
+        print(f"  {when:<9} {op:<15} {shape!s:<13} {sent:>8,.0f} bytes")
+
+# %% [markdown]
+# In backward, two gathers without a partner: those are the inputs of q, k, v and of `up`, kept as
+# parts. Four small sums are the partial gradients.
+#
+# And what does autograd keep for it, in bfloat16, with the scores stored, as the formula has it?
+
+
+# %%
+def kept(how):
+    me = attach()
+    model = GPT(**SIZES, dropout=0.1).bfloat16()
+    model.blocks[0].attn.core = PlainAttention(0.1)
+    tensor_parallel(model, me.comm, sequence=how == "sequence")
+    length = 64 // (me.size if how == "sequence" else 1)
+    x = torch.randn(ROWS, length, 96, dtype=torch.bfloat16, requires_grad=True)
+    return saved_by(model.blocks[0], x)
+
+
+LAYER = dict(sequence=64, rows=ROWS, width=96, heads=8)
+ways = {"one rank": (one, "tensor"), "tensor, 2": (two, "tensor"), "sequence, 2": (two, "sequence")}
+bills = {}
+for name, (world, how) in ways.items():
+    cut = dict(tensor_parallel=world.size, sequence_parallel=how == "sequence")
+    bills[name] = formulas.activation_bill(world.run(kept, how)[0], **LAYER, **cut)
+plot.bill(bills)
+
+
+# %% tags=["nbval-check-output"]
+def counted(bill):  # without the norms' statistics, which no term counts
+    return sum(x.measured_bytes for x in bill.lines if "statistics" not in x.term)
+
+
+for name, bill in bills.items():
+    print(f"{name:<12} kept {counted(bill):>9,} bytes, by the formula {bill.formula_bytes:>9,.0f}")
+
+# %% [markdown]
+# Your predictions:
+
+# %% tags=["nbval-check-output"]
+guess.beside(
+    "counted",
+    tensor_bytes=sum(event[-1] for event in layers["tensor"]),
+    sequence_bytes=sum(event[-1] for event in layers["sequence"]),
+    kept_bytes=counted(bills["sequence, 2"]),
+)
+
+# %% [markdown]
+# ### What attention sends
+#
+# Attention alone, on 4 ranks, the way of the ring and of Ulysses:
+
+
+# %%
+def attention(way):
+    me = attach()
+    core = RingAttention(me.comm) if way == "ring" else Ulysses(PlainAttention(), me.comm)
+    q, k, v = (torch.randn(ROWS, 8, 64 // me.size, 12, requires_grad=True) for _ in range(3))
+    with listen() as forward:
+        out = core(q, k, v)
+    with listen() as backward:
+        out.sum().backward()
+    return [[(e.op, e.bus_bytes) for e in events] for events in (forward, backward)]
+
+
+found = {}
+for way in ("ring", "ulysses"):
+    for name, events in zip(("forward", "backward"), four.run(attention, way)[0]):
+        found[f"{way}_{name}_bytes"] = sum(sent for _, sent in events)
+
+# %% tags=["nbval-check-output"]
+sends.beside("counted", **found)
+
+# %% [markdown]
+# And with more ranks? A sequence of 8192 tokens, 32 heads of 128, bfloat16, forward and backward:
+
+# %%
+MORE = dict(sequence=8192, rows=1, head_width=128)
+counts = (2, 4, 8, 16, 32)
+
+
+def megabytes(way, g, n):
+    if way == "ulysses":
+        return 2 * ulysses_bytes(**MORE, heads=32, kv_heads=g, ranks=n) / 1e6
+    ways = (False, True)
+    return sum(ring_attention_bytes(**MORE, kv_heads=g, ranks=n, backward=b) for b in ways) / 1e6
+
+
+_, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
+for way, colour in (("ring", "#0072B2"), ("ulysses", "#D55E00")):
+    for g, style in ((32, "o-"), (4, "o--")):
+        fits = [n for n in counts if way == "ring" or g % n == 0]
+        ys = [megabytes(way, g, n) for n in fits]
+        axes.plot(fits, ys, style, color=colour, label=f"{way}, {g} key-value heads")
+axes.set_xscale("log", base=2)
+axes.set_yscale("log")
+axes.set(xticks=counts, xticklabels=counts, xlabel="ranks", ylabel="MB sent by a rank")
+axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Ulysses sends less with more ranks, the ring as much as ever; but few key-value heads stop Ulysses
+# (they must divide), and make the ring's blocks small.
+
+# %% [markdown]
+# ### When does the ring hide?
+#
+# All of Ulysses' messages are exposed: attention waits for them. A block of the ring travels while
+# the rank computes with the one before. With L tokens in a block:
+#
+# ```
+#   computing   L²/2 scores, each 4e operations, h heads     2 b h e L² / F
+#   travelling  k and v, g₁ bytes a number, g heads          2 b g e L · g₁ / B
+#   hidden      from L = g₁ · F · g / (B · h) on, whatever e and b are
+# ```
+#
+# Twice as many tokens are twice the way, but four times the work. So a long sequence hides its own
+# messages. We take 4 devices of F = 10 Tflop/s in float32, of which only products take time, and a
+# wire of B = 10 GB/s:
+
+# %%
+FLOPS, WIRE, HEADS = 10e12, 10e9, 8
+wire = Level("wire", WIRE, 0.0, 4)
+device = Device("plain", {"float32": FLOPS}, 1e9, 1e30, 0.0)
+machine = Cluster("plain", "one node", device, 1, 4, wire, wire)
+
+
+def attend(block):
+    q, k, v = (torch.zeros(1, HEADS, block, 64, requires_grad=True) for _ in range(3))
+    ring_attention(q, k, v, attach().comm, tile=block // 4).sum().backward()
+
+
+BLOCKS = (2048, 4096, 8192)
+replays = {block: replay(dry_run(attend, block, ranks=4, step=0), machine) for block in BLOCKS}
+
+# %% tags=["nbval-check-output"]
+shape = dict(heads=HEADS, kv_heads=HEADS, head_width=64, element_bytes=4)
+rates = dict(flops_per_s=FLOPS, bytes_per_s=WIRE)
+print(f"hides from L = {ring_hides_from(**shape, **rates):,.0f} tokens a block on")
+
+# %%
+plot.timeline(replays[2048], step=0)
+
+# %%
+plot.timeline(replays[8192], step=0)
+
+# %% [markdown]
+# Above, ranks wait for blocks; below, only for the last message of all: a gradient on its way home
+# has nothing to hide behind. What the replays wait in forward, beside the formula:
+
+
+# %%
+def waited_ms(trace):
+    events = trace.ranks[0].comms[:3]  # forward's: 3 blocks
+    return 1e3 * sum(event.wait_ended_s - event.wait_began_s for event in events)
+
+
+def formula_ms(block):
+    return 1e3 * ring_exposed_s(block, rows=1, ranks=4, **shape, **rates)
+
+
+# %% tags=["nbval-check-output"]
+for block, trace in replays.items():
+    print(
+        f"L = {block:>5}: waited {waited_ms(trace):5.2f} ms, by the formula {formula_ms(block):5.2f}"
+    )
+
+# %% [markdown]
+# (Where they differ: tiles on the diagonal compute what the mask then hides; the formula does not.)
+
+# %% [markdown]
+# ## 6. Break it
+#
+# ### Three colleagues with a shard
+#
+# Each gives `context_parallel` its tokens and targets. All programs run. What is wrong in each, and
+# would the loss tell?
+
+
+# %%
+def a(tokens, targets, comm):
+    x, y = (t.chunk(comm.size, dim=1)[comm.rank] for t in (tokens, targets))
+    return x, y, None
+
+
+def b_(tokens, targets, comm):
+    x, y = (sequence_shard(t, comm) for t in (tokens, targets))
+    return x, y, torch.arange(x.shape[1])
+
+
+def c(tokens, targets, comm):
+    return sequence_shard(tokens, comm), targets.chunk(comm.size, dim=1)[comm.rank], None
+
+
+# %%
+def hunt(cut, steps=20):
+    me = attach()
+    torch.manual_seed(0)
+    model = DDP(context_parallel(GPT(**SIZES), me.comm), me.comm)
+    adam, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(steps):
+        batch = Text().batch(step, rows=ROWS, length=64)
+        x, y, positions = cut(batch.x, batch.y, me.comm)
+        adam.zero_grad()
+        given = {} if positions is None else dict(positions=positions)
+        value = F.cross_entropy(model(x, **given).flatten(0, 1), y.flatten())
+        value.backward()
+        adam.step()
+        losses.append(value.item())
+    return losses
+
+
+def right(tokens, targets, comm):
+    return sequence_shard(tokens, comm), sequence_shard(targets, comm), None
+
+
+curves = {cut.__name__: torch.tensor(two.run(hunt, cut)).mean(0) for cut in (right, a, b_, c)}
+
+# %%
+_, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+for (name, losses), style in zip(curves.items(), ("k-", "C0--", "C1-.", "C3:")):
+    axes.plot(losses, style, label=name.strip("_"))
+axes.set(xlabel="step", ylabel="loss")
+axes.legend(frameon=False)
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown] tags=["answer"]
+# - **a** has contiguous shards, but the ring and the positions are those of zig-zag shards: tokens
+#   get other places, and some see tokens that come **after** them. The loss falls all the same.
+# - **b** has the right shard and says it stands at 0, 1, 2, ... The mask is right, the positions are
+#   not: late tokens have the position vectors of early ones. The loss falls all the same.
+# - **c** cuts tokens and targets in two ways: most targets belong to other tokens. Only this one is
+#   plain to see, as a loss that stays high.
+#
+# So compare with one process, in float64, for a few steps. `context_parallel` fills in the positions
+# by itself, and knows only one kind of shard: use `sequence_shard` for all.
+
+# %% [markdown]
+# ### The norms
+#
+# Sequence parallelism, and somebody takes `SummedGradients` off the norms: the forward is the same
+# without. Look at one norm's gradient, first three numbers:
+
+
+# %%
+def norm_gradient(how, summed=True):
+    me = attach()
+    torch.manual_seed(0)
+    model = GPT(**SIZES).double()
+    if how != "one":
+        tensor_parallel(model, me.comm, sequence=True, gather_logits=False)
+    norm = model.blocks[0].norm1
+    if not summed:
+        del norm.forward  # the class's own is back
+    batch = Text().batch(0, rows=ROWS, length=64)
+    value = loss_of(model, batch.x, batch.y, how, me.comm)
+    value.backward()
+    return value.item(), norm.weight.grad[:3]
+
+
+cases = {
+    "one process": one.run(norm_gradient, "one"),
+    "summed": two.run(norm_gradient, "sequence"),
+    "not summed": two.run(norm_gradient, "sequence", summed=False),
+}
+
+# %% tags=["nbval-check-output"]
+for name, ranks in cases.items():
+    for rank, (value, gradient) in enumerate(ranks):
+        numbers = ", ".join(f"{1e3 * float(x):6.2f}" for x in gradient)
+        print(f"{name:<12} rank {rank}: loss {value:.6f}, gradient: {numbers} · 10⁻³")
+
+# %% [markdown] tags=["answer"]
+# The loss is right, and no message is missing that anyone would wait for. Each rank has the gradient
+# of its own positions; the right one is their sum. After a step the ranks have **different** norm
+# weights: they are replicas no more, and drift apart. So it is with biases of `out` and `down`, and
+# with whatever is whole but sees only a part: the table of positions, too.
+
+# %% [markdown]
+# ### The masks
+#
+# In lab 13, x was the same on all ranks, so its dropout had to drop the same. And now?
+
+
+# %%
+def masks(own_numbers):
+    me, found = attach(), []
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(**SIZES, dropout=0.5), me.comm, sequence=True)
+    dropout = model.blocks[0].dropout
+    if not own_numbers:
+        del dropout.forward
+    dropout.register_forward_hook(lambda module, args, out: found.append(out != 0))
+    model(Text().batch(0, rows=ROWS, length=64).x)
+    return found[0]
+
+
+# %% tags=["nbval-check-output"]
+for own in (True, False):
+    first, second = two.run(masks, own)
+    print(f"own numbers: {own!s:<6} {(first == second).float().mean():.0%} of the masks the same")
+
+# %% [markdown] tags=["answer"]
+# x is in parts now: other positions on each rank, and they should be dropped independently (half of
+# the elements agree by chance). Without its own numbers, position 0 of rank 0 and position 0 of rank
+# 1, 32 places on, drop the same features, in all steps. As in lab 13 no error and no curve shows it.
+# The rule: **replicas draw the same, parts draw their own.**
+
+# %% [markdown]
+# ## 7. Build it
+#
+# ### Exercise 1: The gather and its backward
+#
+# Write the all-gather of sequence parallelism. `x` [b, s/t, w] is this rank's part; forward returns
+# [b, s, w], the ranks' parts in order along dim 1. `backward` gets the gradient [b, s, w] of what
+# **this** rank made of it, and returns one gradient for each argument of forward. Send
+# (t-1)/t of the whole in each direction.
+#
+# Useful: `comm.all_gather(list_of_tensors, x)`, `comm.reduce_scatter(own, list_of_tensors)`;
+# `x.contiguous()` for pieces that lie apart.
+
+
+# %%
+class GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, comm, x):
+        ### BEGIN SOLUTION
+        ctx.comm = comm
+        parts = [torch.empty_like(x) for _ in range(comm.size)]
+        comm.all_gather(parts, x)
+        return torch.cat(parts, dim=1)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, dy):
+        ### BEGIN SOLUTION
+        parts = [part.contiguous() for part in dy.chunk(ctx.comm.size, dim=1)]
+        dx = torch.empty_like(parts[0])
+        ctx.comm.reduce_scatter(dx, parts)
+        return None, dx
+        ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.GatherSequence(GatherSequence)
+
+# %% [markdown]
+# ### Exercise 2: Merge
+#
+# `out` [b, h, r, e] and `L` [b, h, r] are attention to some keys: out is divided by its own
+# Σ exp(score), and L is the logarithm of that sum. `more_out` and `more_L` are attention to others.
+# Return out and L of all of them. Scores may be large.
+
+
+# %%
+def merge(out, L, more_out, more_L):
+    ### BEGIN SOLUTION
+    both = torch.logaddexp(L, more_L)
+    old, new = (L - both).exp(), (more_L - both).exp()
+    return out * old[..., None] + more_out * new[..., None], both
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.merge(merge)
+
+# %% [markdown]
+# ### Exercise 3: Whose tokens?
+#
+# Return the positions of `rank`'s zig-zag shard, as a list, the early chunk first. For 8 tokens on 2
+# ranks, rank 1 has `[2, 3, 4, 5]`. `length` divides by 2 · `ranks`.
+
+
+# %%
+def own_positions(length, ranks, rank):
+    ### BEGIN SOLUTION
+    chunk = length // (2 * ranks)
+    early, late = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    return [*range(early, early + chunk), *range(late, late + chunk)]
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.own_positions(own_positions)
+
+# %% [markdown]
+# ### Exercise 4, open: Rings of groups
+#
+# Both ways go together. Of n ranks, groups of u neighbours swap tokens for heads; then rings of n/u
+# pass on blocks, of u times as many tokens and 1/u of the heads. u = 1 is only a ring, u = n only
+# Ulysses. Groups that fit into a node use the fast wire.
+
+# %%
+from labkit.check.lab_14_jobs import JOBS
+
+for name, job in JOBS.items():
+    words = f"{job.sequence:,} tokens, {job.heads} heads, {job.kv_heads} key-value heads"
+    print(f"{name}: {words}, {job.ranks} ranks, {job.node} in a node")
+
+# %% [markdown]
+# Return u, for the least exposed time of forward and backward. It must divide the ranks, the heads and
+# the key-value heads. `job.flops_per_s` is what a rank computes; `job.inside` and `job.between` are
+# (bytes per second, latency in seconds) of the two wires. All of Ulysses is exposed: 4 messages in
+# forward, 4 in backward. For the ring ask `ring_exposed_s`, for the bytes
+# `ulysses_bytes(sequence_of_the_group, rows, heads, kv_heads, head_width, u)`.
+
+
+# %%
+def choose(job):
+    ### BEGIN SOLUTION
+    def exposed_s(u):
+        ring, heads, kv_heads = job.ranks // u, job.heads // u, job.kv_heads // u
+        block = job.sequence // ring
+        total = 0.0
+        if u > 1:
+            speed, latency = job.inside if u <= job.node else job.between
+            shape = (block, job.rows, job.heads, job.kv_heads, job.head_width, u)
+            total += 2 * (4 * latency + ulysses_bytes(*shape) / speed)
+        speed, latency = job.inside if job.ranks <= job.node else job.between
+        shape = (block, job.rows, heads, kv_heads, job.head_width, ring, job.flops_per_s)
+        for backward in (False, True):
+            total += ring_exposed_s(*shape, speed, latency, backward=backward)
+        return total
+
+    of = (job.ranks, job.heads, job.kv_heads)
+    fits = [u for u in range(1, job.ranks + 1) if not any(number % u for number in of)]
+    return min(fits, key=exposed_s)
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.choose(choose)
+
+# %% [markdown]
+# Ideas for more: the ring could be inside a node and Ulysses between. When would that be better? And
+# what if the ring sent k and v in 8 bits (lab 10)?
+
+# %% tags=["nbval-check-output"]
+report("14")
+
+# %% [markdown]
+# ## 8. In the wild
+#
+# | tool | the flag or call |
+# |---|---|
+# | Megatron-LM | `--sequence-parallel`, with `--tensor-model-parallel-size 8` |
+# | Megatron-LM | `--context-parallel-size 4 --cp-comm-type p2p` (a ring), `a2a` (Ulysses), `allgather`, `a2a+p2p` (both) |
+# | DeepSpeed | `DistributedAttention(local_attention, group)`, of `deepspeed/sequence/layer.py` |
+# | torch | `SequenceParallel()` in `parallelize_module`; `context_parallel(mesh, buffers=..., buffer_seq_dims=...)`, of `torch.distributed.tensor.experimental` |
+# | torchtitan | `[parallelism] context_parallel_degree = 8` |
+# | labkit | `tensor_parallel(model, mesh.tp, sequence=True)`; `context_parallel(model, comm, way="ring")` |
+
+# %% [markdown]
+# Where to find each idea:
+#
+# | here | there |
+# |---|---|
+# | `all_gather_sequence` | Megatron's `mappings.py`, `gather_from_sequence_parallel_region` |
+# | `reduce_scatter_sequence` | the same, `reduce_scatter_to_sequence_parallel_region` |
+# | `SummedGradients` | Megatron's `finalize_model_grads.py`: once, at the end of the step |
+# | `sequence_shard` | Megatron's `get_batch_on_this_cp_rank`: the same two chunks |
+# | the ring | Transformer Engine; torch's `_templated_ring_attention` |
+# | `to_heads`, `to_sequence` | DeepSpeed's `_SeqAllToAll` |
+
+# %% [markdown]
+# What they add: Megatron marks a norm's weight with `sequence_parallel = True`, and sums all marked
+# gradients in one message at the end of the step. Llama 3 gathers all k and v at once in place of a
+# ring: with few key-value heads that is cheap, and any mask is possible. Packed documents of
+# several lengths need shards of each document.
+#
+# Sources: Korthikanti et al., 2022 (arXiv 2205.05198), section 4.2; Liu, Zaharia, Abbeel, *Ring
+# Attention*, 2023 (arXiv 2310.01889); Jacobs et al., *DeepSpeed Ulysses*, 2023 (arXiv 2309.14509);
+# Llama Team, 2024 (arXiv 2407.21783), section 3.3.2; Fang, Zhao, *USP*, 2024 (arXiv 2405.07719), for
+# rings of groups.
+
+# %% [markdown]
+# **You can now** cut activations along the sequence, between layers or all the way; say which gradients
+# become partial sums; merge two parts of a softmax; and say when a ring hides its messages.

@@ -45,8 +45,8 @@ def through_gather(comm: Any, student: Student) -> Gathered:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (ROWS, PART * comm.size, WIDTH):
             y.backward(gradient_of(comm.rank, comm.size))
     names = [[event.op for event in events] for events in (first, second)]
-    sent = [sum(event.bus_bytes for event in events) for events in (first, second)]
-    return Gathered(plain(y), x.grad, *names, sent)
+    sent = [float(sum(event.bus_bytes for event in events)) for events in (first, second)]
+    return Gathered(plain(y), x.grad, names[0], names[1], sent)
 
 
 def right_gather(size: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 # # Lab 14: Sequence and context parallelism
 #
 # Tensor parallelism cuts a layer, but what lies between the cuts is on every rank. In this lab you
-# cut the **sequence**: first between the layers, where it costs nothing, then everywhere, so that a
+# cut the **sequence**: first between the layers, for hardly any bytes more, then everywhere, so that a
 # sequence may be longer than any rank could hold. Only attention looks across; you build both ways in
 # which it can, and see when their messages hide.
 #
@@ -76,7 +76,7 @@ print(f"{gb:.0f} GB on each of 8 GPUs")
 #                                                  1/t of the positions
 # ```
 #
-# The same bytes travel, and the 10 become 10/t. Two things are new:
+# In forward the same bytes travel as before, and the 10 become 10/t. Two things are new:
 #
 # - what A keeps is its **part** of the input, so backward gathers it once more, for dA;
 # - a norm's weight sees 1/t of the positions on each rank, so its gradient is a **partial sum**.
@@ -486,9 +486,8 @@ def formula_ms(block):
 
 # %% tags=["nbval-check-output"]
 for block, trace in replays.items():
-    print(
-        f"L = {block:>5}: waited {waited_ms(trace):5.2f} ms, by the formula {formula_ms(block):5.2f}"
-    )
+    waited, right_ms = waited_ms(trace), formula_ms(block)
+    print(f"L = {block}: waited {waited:.2f} ms, by the formula {right_ms:.2f}")
 
 # %% [markdown]
 # (Where they differ: tiles on the diagonal compute what the mask then hides; the formula does not.)

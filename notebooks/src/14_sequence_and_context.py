@@ -2,7 +2,7 @@
 # # Lab 14: Sequence and context parallelism
 #
 # Tensor parallelism cuts a layer, but what lies between the cuts is on every rank. In this lab you
-# cut the **sequence**: first between the layers, for hardly any bytes more, then everywhere, so that a
+# cut the **sequence**: first between the layers, for a quarter more bytes, then everywhere, so that a
 # sequence may be longer than any rank could hold. Only attention looks across; you build both ways in
 # which it can, and see when their messages hide.
 #

@@ -68,7 +68,7 @@ def through_column(comm: Any, student: Student) -> ColumnRan:
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
             grads = x.grad, mine.grad
     sent, sent_back = ([event.op for event in events] for events in (first, second))
-    return ColumnRan(_plain(y), *grads, sent, sent_back, products.seen)
+    return ColumnRan(_plain(y), grads[0], grads[1], sent, sent_back, products.seen)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

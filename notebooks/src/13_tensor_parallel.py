@@ -8,6 +8,7 @@
 # You need lab 06 (dry runs), lab 07 (what a rank holds), lab 08 (ZeRO-3) and lab 11 (activations).
 
 # %%
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -132,8 +133,27 @@ print("A by columns, B by rows:", torch.allclose(tried, right_y))
 # then gather. With columns first each rank's features pass through the gelu by themselves, and are
 # just what the rows of B want. **One sum at the end is all.**
 #
-# Attention has the same form: q, k and v by columns, **a rank has whole heads**; each head is computed
-# by itself; `out` by rows.
+# Attention has the same form: q, k and v by columns, so that **a rank has whole heads**; each head is
+# computed by itself; `out` by rows. Four heads, two for each rank:
+
+
+# %%
+def its_heads(rank):
+    """The summand of this rank: rows of `weight` are columns of A, since torch has it transposed."""
+    part = deepcopy(attention)
+    for layer in (part.q, part.k, part.v):
+        layer.weight.data = layer.weight.data.chunk(2, dim=0)[rank]
+        layer.bias.data = layer.bias.data.chunk(2, dim=0)[rank]
+    part.out.weight.data = part.out.weight.data.chunk(2, dim=1)[rank]
+    part.out.bias = None  # not a part of any summand
+    return part(positions)
+
+
+# %% tags=["nbval-check-output"]
+attention = GPT(vocab=8, width=16, depth=1, heads=4, context=8).blocks[0].attn.double()
+positions = torch.randn(1, 8, 16, dtype=torch.float64)
+summed = its_heads(0) + its_heads(1) + attention.out.bias
+print("attention by heads:", torch.allclose(summed, attention(positions)))
 
 # %% [markdown]
 # And backward? Each rank knows its own columns' part of dx: these must be added up as well, at the

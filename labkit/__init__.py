@@ -58,6 +58,7 @@ __all__, __getattr__, __dir__ = lazy(
         "NaiveDDP": "labkit.parallel",
         "offload_activations": "labkit.memory.offload",
         "ParameterServer": "labkit.parallel",
+        "partition_activations": "labkit.parallel.partitioned_activations",
         "positions_of": "labkit.parallel.parts.zigzag",
         "progress": "labkit.world",
         "RankError": "labkit.world",

@@ -148,7 +148,7 @@ def test_own_numbers(world2: World) -> None:
         for _ in range(2):
             torch.manual_seed(7)
             for _ in range(2):
-                with own_numbers(comm, torch.ones(1)):
+                with own_numbers(comm):
                     drawn.append(torch.rand(3).tolist())
                 drawn.append(torch.rand(3).tolist())
         return drawn

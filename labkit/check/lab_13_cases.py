@@ -62,13 +62,13 @@ def through_column(comm: Any, student: Student) -> ColumnRan:
     mine = weight.chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
     with listen() as first:
         y = student.apply(comm, x, mine)  # type: ignore[attr-defined]
-    grads: Any = (None, None)
+    dx = dweight = None
     with listen() as second, Products(second) as products:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
-            grads = x.grad, mine.grad
-    sent, sent_back = ([event.op for event in events] for events in (first, second))
-    return ColumnRan(_plain(y), *grads, sent, sent_back, products.seen)
+            dx, dweight = x.grad, mine.grad
+    before, after = ([event.op for event in events] for events in (first, second))
+    return ColumnRan(_plain(y), dx, dweight, before, after, products.seen)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@
     bills.py         the same, term by term, beside what is really kept
     transformer.py   parameters and operations of a GPT
     volumes.py       bytes that data, tensor and pipeline parallelism send in a step
+    context.py       what ring attention and Ulysses send, and when the ring's way is hidden
     wires.py         the least time of a collective, and that of an algorithm
     pipelines.py     bubble and activations of pipeline schedules
     steps.py         the time of a step, and MFU
@@ -33,6 +34,13 @@ from labkit.predict.activations import (
     flash_activation_bytes,
 )
 from labkit.predict.bills import Bill, activation_bill
+from labkit.predict.context import (
+    ring_attention_bytes,
+    ring_exposed_s,
+    ring_hides_from,
+    ring_step_scores,
+    ulysses_bytes,
+)
 from labkit.predict.loading import in_place_s, load_then_run_s, pipelined_loading_s
 from labkit.predict.pipelines import (
     PipelineStep,
@@ -100,10 +108,15 @@ __all__ = [
     "parameters",
     "pipeline_parallel_bytes",
     "pipelined_loading_s",
+    "ring_attention_bytes",
+    "ring_exposed_s",
+    "ring_hides_from",
+    "ring_step_scores",
     "stage_boundary_bytes",
     "step_flops",
     "table",
     "tensor_parallel_bytes",
+    "ulysses_bytes",
     "vocab_parallel_bytes",
     "zero_bubble_h1",
     "zero_bubble_h2",

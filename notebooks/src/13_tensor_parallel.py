@@ -8,6 +8,7 @@
 # You need lab 06 (dry runs), lab 07 (what a rank holds), lab 08 (ZeRO-3) and lab 11 (activations).
 
 # %%
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -132,8 +133,27 @@ print("A by columns, B by rows:", torch.allclose(tried, right_y))
 # then gather. With columns first each rank's features pass through the gelu by themselves, and are
 # just what the rows of B want. **One sum at the end is all.**
 #
-# Attention has the same form: q, k and v by columns, **a rank has whole heads**; each head is computed
-# by itself; `out` by rows.
+# Attention has the same form: q, k and v by columns, so that **a rank has whole heads**; each head is
+# computed by itself; `out` by rows. Four heads, two for each rank:
+
+
+# %%
+def its_heads(rank):
+    """The summand of this rank: rows of `weight` are columns of A, since torch has it transposed."""
+    part = deepcopy(attention)
+    for layer in (part.q, part.k, part.v):
+        layer.weight.data = layer.weight.data.chunk(2, dim=0)[rank]
+        layer.bias.data = layer.bias.data.chunk(2, dim=0)[rank]
+    part.out.weight.data = part.out.weight.data.chunk(2, dim=1)[rank]
+    part.out.bias = None  # not a part of any summand
+    return part(positions)
+
+
+# %% tags=["nbval-check-output"]
+attention = GPT(vocab=8, width=16, depth=1, heads=4, context=8).blocks[0].attn.double()
+positions = torch.randn(1, 8, 16, dtype=torch.float64)
+summed = its_heads(0) + its_heads(1) + attention.out.bias
+print("attention by heads:", torch.allclose(summed, attention(positions)))
 
 # %% [markdown]
 # And backward? Each rank knows its own columns' part of dx: these must be added up as well, at the
@@ -303,7 +323,8 @@ for name, world in {"1 rank": one, "4 ranks": four}.items():
 
 # %% tags=["nbval-check-output"]
 events = [event for event in runs["4 ranks"].ranks[0].comms if event.step == 1]
-names = ["embedding"] + 2 * L * ["layers"] + 2 * ["loss"] + ["head"] + 2 * L * ["layers"]
+layers = 2 * SIZES["depth"] * ["layers"]
+names = ["embedding", *layers, "loss", "loss", "head", *layers]
 sent = dict.fromkeys(names, 0)
 for name, event in zip(names, events, strict=True):
     sent[name] += event.bus_bytes
@@ -328,6 +349,9 @@ guess.beside(
 )
 
 # %% [markdown]
+# Four all-reduces of b s w numbers a layer, 8(t-1)/t · b s w: the size of the matrices does not occur.
+# It is the batch that travels, again and again.
+#
 # Is it the same training? In float64, on 1, 2 and 4 ranks:
 
 # %%
@@ -443,8 +467,8 @@ for name, its in splits.items():
 
 # %% [markdown]
 # This is how much faster a step is with twice the ranks; 2 would be perfect. Inside the node it pays.
-# Beyond it, twice the GPUs bring little on the best network, and on the others they make the step
-# slower. So tensor parallelism goes up to the GPUs of a node, and over nodes go those who send less:
+# Beyond it, twice the GPUs bring little on the best network, and on the others the second node makes the
+# step slower. So tensor parallelism goes up to the GPUs of a node, and over nodes go those who send less:
 # data parallelism, and pipelines (lab 15).
 
 # %% [markdown]
@@ -782,6 +806,7 @@ report("13")
 # | Megatron-LM | `--tensor-model-parallel-size 8`, `--make-vocab-size-divisible-by 128` |
 # | torch | `parallelize_module(model, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})` |
 # | torchtitan | `[parallelism] tensor_parallel_degree = 8` |
+# | DeepSpeed (AutoTP) | `"tensor_parallel": {"autotp_size": 8}`, then `deepspeed.initialize` |
 # | Accelerate, on Megatron | `MegatronLMPlugin(tp_degree=8)` |
 # | labkit | `tensor_parallel(model, mesh.tp)` |
 
@@ -799,7 +824,7 @@ report("13")
 # | `own_numbers` | `random.py`, `get_cuda_rng_tracker().fork()` |
 
 # %% [markdown]
-# What they add: Megatron can keep a second generator for what is drawn between f and g, adds up weight
+# What they add: Megatron keeps a second generator for what is drawn between f and g, adds up weight
 # gradients in fp32, and can overlap the parts of one product with the parts of its message
 # (`--tp-comm-overlap`). torch's DTensor knows for each tensor how it lies on the ranks (`Shard(0)`,
 # `Replicate()`, `Partial()`), and finds the messages from that: a column-parallel output is a `Shard`,

@@ -91,6 +91,19 @@ def test_what_has_nothing_to_cut_is_refused(world2: World):
         Recompute(edited)
         partition_activations(edited, Comm())
 
+    def with_cores_alone() -> None:
+        edited = tensor_parallel(model(), Comm())
+        Recompute(edited, what="selective")  # whose inputs are the heads of this rank
+        partition_activations(edited, Comm())
+
+    def without_tensor_parallelism() -> None:
+        plain = model()
+        Recompute(plain)
+        partition_activations(plain, Comm())
+
+    for mistaken in (with_cores_alone, without_tensor_parallelism):
+        with pytest.raises(RankError, match="is no layer cut over ranks"):
+            world2.run(mistaken)
     with pytest.raises(RankError, match="call Recompute"):
         world2.run(without_recompute)
     with pytest.raises(RankError, match="cut along the sequence"):

@@ -76,7 +76,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     cores = [_core_for(attention, comm, way) for attention in attentions]
     for attention, core in zip(attentions, cores, strict=True):
         attention.core = core
-    model.register_forward_pre_hook(_positions_filled_in(comm), with_kwargs=True)
+    model.register_forward_pre_hook(_positions_filled_in(model, comm), with_kwargs=True)
     return model
 
 
@@ -109,13 +109,14 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     return RingAttention(comm)
 
 
-def _positions_filled_in(comm: Comm) -> Callable[..., Any]:
+def _positions_filled_in(model: nn.Module, comm: Comm) -> Callable[..., Any]:
     """Without it a model would take its shard for the beginning of the sequence, unnoticed."""
+    takes = inspect.signature(model.forward)
 
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tokens = args[0] if args else kwargs.get("tokens")
-        given = args[1] if len(args) > 1 else kwargs.get("positions")
-        if tokens is None or given is not None:
+        given = takes.bind_partial(*args, **kwargs).arguments
+        tokens = next(iter(given.values()), None)
+        if tokens is None or given.get("positions") is not None:
             return None
         length = tokens.shape[1] * comm.size
         context = getattr(model, "context", length)
@@ -127,6 +128,8 @@ def _positions_filled_in(comm: Comm) -> Callable[..., Any]:
                 "context"
             )
         positions = positions_of(length, comm, tokens.device)  # [s/n]
-        return args[:1], {**kwargs, "positions": positions}
+        bound = takes.bind_partial(*args, **kwargs)
+        bound.arguments["positions"] = positions
+        return bound.args, bound.kwargs
 
     return hook

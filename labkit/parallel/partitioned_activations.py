@@ -9,7 +9,7 @@ Under tensor parallelism with full recompute, what is kept of a block is its inp
 
     each rank holds   1/t of every kept input
     travels           an all-gather of x for each block in backward, (t-1)/t b s w elements, beside
-                      the 12(t-1)/t that tensor parallelism with full recompute sends anyway
+                      what tensor parallelism with full recompute sends anyway (tensor.py)
 
 Sequence parallelism comes to the same without these bytes: there x is in parts all the time.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
 from labkit.memory.recompute import Recomputed
+from labkit.parallel.tensor_linear import RowParallelLinear
 
 
 class Part(NamedTuple):
@@ -63,7 +64,8 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     ranks of `comm`, which all have the same: edit with `tensor_parallel(model, comm)`, then
     `Recompute(model)`, then this. Returns the model, edited in place.
 
-    Raises ValueError where no block is computed again, or where x is cut along the sequence.
+    Raises ValueError where no block is computed again, where one is that is no whole layer cut over
+    these ranks, so that its inputs may differ, and where x is cut along the sequence.
     """
     blocks: list[Any] = [
         one for one in model.modules() if isinstance(one.__dict__.get("forward"), Recomputed)
@@ -78,6 +80,14 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
             "this model is cut along the sequence: each rank keeps its own part of x already; "
             "leave partition_activations out, or edit with tensor_parallel(..., sequence=False)"
         )
+    for block in blocks:
+        ends = [one for one in block.modules() if isinstance(one, RowParallelLinear)]
+        if not ends or any(one.comm.ranks != comm.ranks for one in ends):
+            raise ValueError(
+                f"a {type(block).__name__} that is computed again is no layer cut over ranks "
+                f"{comm.ranks}, so its inputs may differ between them; edit with "
+                "tensor_parallel(model, comm) of the same comm, then Recompute(model), what='full'"
+            )
     for block in blocks if comm.size > 1 else []:
         block.forward = Partitioned(block.forward, comm)
     return model

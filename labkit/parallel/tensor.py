@@ -41,7 +41,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.parallel.parts.conjugate import copies_to_ranks, own_part
-from labkit.parallel.parts.random_state import DrawsItsOwn
+from labkit.parallel.parts.random_state import DrawsItsOwn, DrawsItsOwnBetween
 from labkit.parallel.parts.replicas import copy_from_rank_0
 from labkit.parallel.parts.tensor_checks import SameInput, check_fits, is_attention, is_mlp
 from labkit.parallel.tensor_linear import ColumnParallelLinear, OneInput, RowParallelLinear
@@ -66,16 +66,23 @@ def tensor_parallel(
     With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
 
     Raises ValueError where heads or widths do not divide over the ranks, naming the sizes that
-    would; where nothing is found to cut, or a layer was cut before; and in forward where a sequence
-    does not divide, or the ranks' inputs differ.
+    would; where nothing is found to cut, a layer was cut before, one has parameters that are not
+    known here, or parameters are tied that would not stay so; and in forward where a sequence does
+    not divide, or the ranks' inputs differ.
     """
     check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm)
     copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
+    tied = _names_of_one(model)
     layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
     for layer in layers:
         _cut_layer(layer, comm, sequence)
     layers += _cut_vocabulary(model, comm, sequence, gather_logits)
+    if untied := tied - _names_of_one(model):
+        raise ValueError(
+            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
+            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
+        )
     if sequence:
         _cut_sequence(model, comm, {one for layer in layers for one in layer.modules()})
     model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
@@ -95,7 +102,9 @@ def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
         OneInput(columns)
     row = RowParallelLinear.from_linear(getattr(layer, last), comm, sequence=sequence)
     setattr(layer, last, row)
-    layer.forward = DrawsItsOwn(layer, comm)
+    # With a cut sequence all that is drawn here is for a part.
+    inside = DrawsItsOwn(layer, comm) if sequence else DrawsItsOwnBetween(layer, comm, columns, row)
+    layer.forward = inside
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
@@ -107,13 +116,24 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
             module.tokens = VocabParallelEmbedding.from_embedding(tokens, comm, sequence=sequence)
             rows[tokens.weight] = module.tokens.weight
             made.append(module.tokens)
-    if isinstance(head := getattr(model, "head", None), nn.Linear):
-        model.head = VocabParallelHead.from_linear(
-            head, comm, gather_output=gather_logits, sequence=sequence
-        )
-        model.head.weight = rows.get(head.weight, model.head.weight)
-        made.append(model.head)
+    for module in list(model.modules()):
+        if isinstance(head := getattr(module, "head", None), nn.Linear):
+            if module is not model and head.weight not in rows:
+                continue  # of something else
+            module.head = VocabParallelHead.from_linear(
+                head, comm, gather_output=gather_logits, sequence=sequence
+            )
+            module.head.weight = rows.get(head.weight, module.head.weight)
+            made.append(module.head)
     return made
+
+
+def _names_of_one(model: nn.Module) -> set[frozenset[str]]:
+    """The names under which parameters are found, of each that has several."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    return {frozenset(several) for several in names.values() if len(several) > 1}
 
 
 # ---- sequence parallelism: the rest of the model, on a part of the sequence
@@ -141,13 +161,13 @@ class SummedGradients:
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         whole: Any = self.module._parameters
         there = {name: p for name, p in whole.items() if p is not None}
         shared: Any = copies_to_ranks([*there.values()], self.comm)
         self.module._parameters = {**whole, **dict(zip(there, shared, strict=True))}
         try:
-            return self.forward(*args)
+            return self.forward(*args, **kwargs)
         finally:
             self.module._parameters = whole
 

@@ -150,13 +150,20 @@ class OneInput:
     def __init__(self, layers: Sequence[ColumnParallelLinear]):
         self.layers = list(layers)
         self._x: Tensor | None = None
+        self._then: Any = None  # what else the products depend on
         self._ys: dict[ColumnParallelLinear, Tensor] = {}  # that are still to be asked for
         for layer in layers:
             layer.one_input = self
 
     def __call__(self, layer: ColumnParallelLinear, x: Tensor) -> Tensor:
-        if self._x is not x or layer not in self._ys:
-            self._x, self._ys = x, dict(zip(self.layers, columns(self.layers, x), strict=True))
+        weights = [p for one in self.layers for p in one.parameters()]
+        now = (
+            torch.is_grad_enabled(),
+            [one._version for one in (x, *weights) if not x.is_inference()],
+        )
+        if self._x is not x or self._then != now or layer not in self._ys:
+            self._x, self._then = x, now
+            self._ys = dict(zip(self.layers, columns(self.layers, x), strict=True))
         y = self._ys.pop(layer)
         if not self._ys:
             self._x = None

@@ -14,8 +14,8 @@ and restores that, as recompute and checkpoints do, has all of it.
 Source: Shoeybi et al., arXiv 1909.08053, appendix B.2 (with one more generator there).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +41,34 @@ def own_numbers(comm: Comm) -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+class DrawsItsOwnBetween:
+    """In place of `layer.forward`: as it, with random numbers of the rank's own from where one of
+    `begins` is called to where `end` is, as from columns to rows."""
+
+    def __init__(self, layer: nn.Module, comm: Comm, begins: Sequence[nn.Module], end: nn.Module):
+        self.layer, self.forward, self.comm = layer, layer.forward, comm
+        self._inside: ExitStack | None = None
+        for module in begins:
+            module.register_forward_pre_hook(self._begin)
+        end.register_forward_pre_hook(self._end)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _begin(self, *_: Any) -> None:
+        if self._inside is None and draws(self.layer):
+            self._inside = ExitStack()
+            self._inside.enter_context(own_numbers(self.comm))
+
+    def _end(self, *_: Any) -> None:
+        if self._inside is not None:
+            self._inside.close()
+            self._inside = None
 
 
 class DrawsItsOwn:

@@ -30,6 +30,7 @@ def check_fits(model: nn.Module, comm: Comm) -> None:
     for path, layer in layers.items():
         for name in ("q", "k", "v", "out") if is_attention(layer) else ("up", "down"):
             _check_plain(f"{path}.{name}".lstrip("."), getattr(layer, name))
+        _check_no_others(path, layer)
         counts = _heads_of(path, layer) if is_attention(layer) else _hidden_of(layer)
         for what, count in counts.items():
             if count % comm.size:
@@ -44,6 +45,20 @@ def check_fits(model: nn.Module, comm: Comm) -> None:
             f"{type(model).__name__} has nothing that tensor_parallel knows to cut: modules with "
             "q, k, v and out (attention) or with up and down (an MLP); give its layers these names"
         )
+
+
+def _check_no_others(path: str, layer: nn.Module) -> None:
+    """What is between columns and rows sees a part of the features: what it learned from them would
+    be a part of a gradient, or the whole of it where it stands before or after."""
+    known = ("q", "k", "v", "out") if is_attention(layer) else ("up", "down")
+    for name, _ in layer.named_parameters():
+        if name.partition(".")[0] not in known:
+            raise ValueError(
+                f"{path}.{name}".lstrip(".") + " is a parameter inside a layer that is cut, and "
+                f"tensor_parallel knows {', '.join(known)} there: whether each rank has all of its "
+                "gradient depends on where it is used; move it out of the layer, or cut by hand "
+                "with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+            )
 
 
 def _hidden_of(mlp: Any) -> dict[str, int]:

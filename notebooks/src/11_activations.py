@@ -757,7 +757,7 @@ report("11")
 # | tool | full | selective | offload |
 # |---|---|---|---|
 # | torch | `checkpoint(layer, x, use_reentrant=False)` | `context_fn=partial(create_selective_checkpoint_contexts, policy)` | `with save_on_cpu(pin_memory=True):` |
-# | torchtitan | `[activation_checkpoint] mode = "full"` | `mode = "selective"`: by operation, or each n-th layer | |
+# | torchtitan | `--activation_checkpoint.mode full` | `selective`: by operation, or each n-th layer | |
 # | Megatron | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | `--recompute-granularity selective` | `--cpu-offloading-num-layers N` |
 # | DeepSpeed | `"activation_checkpointing": {...}`, then `deepspeed.checkpointing.checkpoint` | | `"cpu_checkpointing": true` |
 # | Transformers | `model.gradient_checkpointing_enable()` | | |

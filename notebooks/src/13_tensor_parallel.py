@@ -397,9 +397,9 @@ plot.timeline(on_wire, step=3)
 # %% [markdown]
 # ### Why it stays inside the node
 #
-# A layer of GPT-3 on 8 ranks, of 64 GPUs in 8 nodes. These 8 may be neighbours, or stand one in each
-# node. That is the order of the mesh's axes, and nothing else: ranks along the last one are
-# neighbours.
+# A layer of GPT-3, between an embedding and a head of few tokens, on 8 ranks of 64 GPUs in 8 nodes.
+# These 8 may be neighbours, or stand one in each node. That is the order of the mesh's axes: ranks
+# along the last one are neighbours. (What data parallelism would send is left out here.)
 #
 # ```
 #   Mesh(dp=8, tp=8)    ranks  0  1  2  3  4  5  6  7  share a layer     inside a node
@@ -429,8 +429,9 @@ plot.timeline(replay(inside, DGX))
 
 # %% [markdown]
 # From the left: the embedding's message, g after attention and after the MLP, two short ones of the
-# loss, the head's. The rank waits for all of these. The last two are f, in backward: they run beside the
-# products of dA, and nobody waits.
+# loss, the head's f. The rank waits for all of these: so small a vocabulary leaves the head's f no
+# product to run beside. The last two are the layer's f, in backward: they run beside the products of dA,
+# and nobody waits.
 #
 # And more ranks? What each computes becomes less, but
 # what it sends does not: 2(t-1)/t · b s w grows to 2 b s w. From 16 on a group spans nodes. We replay
@@ -467,8 +468,8 @@ for name, its in splits.items():
 
 # %% [markdown]
 # This is how much faster a step is with twice the ranks; 2 would be perfect. Inside the node it pays.
-# Beyond it, twice the GPUs bring little on the best network, and on the others the second node makes the
-# step slower. So tensor parallelism goes up to the GPUs of a node, and over nodes go those who send less:
+# Beyond it, twice the ranks for a layer bring less on the best network (and each group has half of the
+# GPUs' sequences), and on the others the second node makes the step slower. So tensor parallelism goes up to the GPUs of a node, and over nodes go those who send less:
 # data parallelism, and pipelines (lab 15).
 
 # %% [markdown]
@@ -531,10 +532,14 @@ for name, mlp_ in {"a": a, "b": b_, "c": c}.items():
 # - **a** has f and g swapped: x becomes t times x, and y stays a summand. The loss is wrong at once.
 # - **b** has no f. The loss is right, and so is dA. But dx is a part, another on each rank: all layers
 #   *before* get wrong gradients, and what is replicated there (norms, biases) **drifts apart**.
-# - **c** sends in both directions. The loss of the first step is right; the gradients of everything
-#   in and before this layer are t times too large, t² before the second such layer. torch's
-#   `torch.distributed.nn.functional.all_reduce` does that: it is right where each rank has a loss of
-#   its own, and here all have the same. With Adam, which cancels factors, hardly anything shows.
+# - **c** sends in both directions. The loss of the first step is right; the gradients in this layer
+#   and of its x are t times too large. Around such a layer x goes on unscaled (x + mlp(x)), so before
+#   it right and t times too large gradients mix: a wrong direction, which Adam does not mend. The
+#   loss shows little all the same. torch's `torch.distributed.nn.functional.all_reduce` does that: it
+#   is right where each rank has a loss of its own, and here all have the same.
+#
+# (The number is the part of the right answer that is in theirs: a summand of a sum may come near 1 by
+# chance, as y of **a**.)
 
 # %% [markdown]
 # ### The bias
@@ -678,9 +683,9 @@ check.Column(Column)
 # ### Exercise 2: The MLP
 #
 # `up` and `down` are plain `nn.Linear` of this rank: `up` has its columns of A and its part of the
-# bias, `down` its rows of B and the **whole** bias, which all ranks have. Return
-# gelu(x Aᵀ + a) Bᵀ + b, on all ranks, with the gradients of one process for x and for all four
-# parameters. f is `copy_to_ranks(x, comm)`, g is `reduce_from_ranks(y, comm)`.
+# bias a, `down` its rows of B and the **whole** bias b, which all ranks have. (torch keeps both
+# matrices transposed.) Return gelu(x A + a) B + b, on all ranks, with the gradients of one process for
+# x and for all four parameters. f is `copy_to_ranks(x, comm)`, g is `reduce_from_ranks(y, comm)`.
 
 
 # %%
@@ -721,7 +726,7 @@ def own_rows(heads, kv_heads, head_width, ranks, rank):
 check.own_rows(own_rows)
 
 # %% [markdown]
-# Who cuts the packed matrix into t pieces, as any other, gives rank 0 nothing but queries.
+# Who cuts this packed matrix into t pieces, as any other, gives rank 0 nothing but queries.
 
 # %% [markdown]
 # ### Exercise 4: The loss
@@ -805,7 +810,7 @@ report("13")
 # |---|---|
 # | Megatron-LM | `--tensor-model-parallel-size 8`, `--make-vocab-size-divisible-by 128` |
 # | torch | `parallelize_module(model, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})` |
-# | torchtitan | `[parallelism] tensor_parallel_degree = 8` |
+# | torchtitan | `--parallelism.tensor_parallel_degree 8` |
 # | DeepSpeed (AutoTP) | `"tensor_parallel": {"autotp_size": 8}`, then `deepspeed.initialize` |
 # | Accelerate, on Megatron | `MegatronLMPlugin(tp_degree=8)` |
 # | labkit | `tensor_parallel(model, mesh.tp)` |

@@ -424,8 +424,9 @@ axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Ulysses sends less with more ranks, the ring as much as ever; but few key-value heads stop Ulysses
-# (they must divide), and make the ring's blocks small.
+# Ulysses sends less with more ranks, the ring soon neither more nor less: (n-1)/n of all k and v. But
+# few key-value heads stop Ulysses in this plain form (they must divide), and make the ring's blocks
+# small.
 
 # %% [markdown]
 # ### When does the ring hide?
@@ -718,7 +719,8 @@ check.own_positions(own_positions)
 #
 # Both ways go together. Of n ranks, groups of u neighbours swap tokens for heads; then rings of n/u
 # pass on blocks, of u times as many tokens and 1/u of the heads. u = 1 is only a ring, u = n only
-# Ulysses. Groups that fit into a node use the fast wire.
+# Ulysses. A group that fits into a node uses the fast wire. A ring has one rank of each group: it uses
+# the fast wire only where all n ranks are in one node.
 
 # %%
 from labkit.check.lab_14_jobs import JOBS
@@ -774,10 +776,10 @@ report("14")
 # | tool | the flag or call |
 # |---|---|
 # | Megatron-LM | `--sequence-parallel`, with `--tensor-model-parallel-size 8` |
-# | Megatron-LM | `--context-parallel-size 4 --cp-comm-type p2p` (a ring), `a2a` (Ulysses), `allgather`, `a2a+p2p` (both) |
+# | Megatron-LM | `--context-parallel-size 4 --cp-comm-type p2p` (a ring), `a2a` (Ulysses), `all_gather`, `a2a+p2p` (both, with `--hierarchical-context-parallel-sizes`) |
 # | DeepSpeed | `DistributedAttention(local_attention, group)`, of `deepspeed/sequence/layer.py` |
 # | torch | `SequenceParallel()` in `parallelize_module`; `context_parallel(mesh, buffers=..., buffer_seq_dims=...)`, of `torch.distributed.tensor.experimental` |
-# | torchtitan | `[parallelism] context_parallel_degree = 8` |
+# | torchtitan | `--parallelism.context_parallel_degree 8` |
 # | labkit | `tensor_parallel(model, mesh.tp, sequence=True)`; `context_parallel(model, comm, way="ring")` |
 
 # %% [markdown]

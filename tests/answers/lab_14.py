@@ -155,6 +155,11 @@ def as_many_as_go(job):
     return choices(job)[-1]
 
 
+@wrong("14.choose", "u = 2 or the largest below")
+def always_two(job):
+    return 2
+
+
 @wrong("14.choose", "which divide the ranks")
 def all_ranks(job):
     return job.ranks

@@ -259,7 +259,8 @@ def replicas_differ(put: Callable[..., None]) -> None:
 
 def nothing_is_its_own(put: Callable[..., None]) -> None:
     """Parts draw from the generator that replicas draw from."""
-    put(tensor, "DrawsItsOwn", lambda module, comm: module.forward)
+    for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
+        put(tensor, name, lambda module, *_: module.forward)
 
 
 @pytest.mark.parametrize(

@@ -531,15 +531,11 @@ for name, mlp_ in {"a": a, "b": b_, "c": c}.items():
 # %% [markdown] tags=["answer"]
 # - **a** has f and g swapped: x becomes t times x, and y stays a summand. The loss is wrong at once.
 # - **b** has no f. The loss is right, and so is dA. But dx is a part, another on each rank: all layers
-#   *before* get wrong gradients, and what is replicated there (norms, biases) **drifts apart**.
-# - **c** sends in both directions. The loss of the first step is right; the gradients in this layer
-#   and of its x are t times too large. Around such a layer x goes on unscaled (x + mlp(x)), so before
-#   it right and t times too large gradients mix: a wrong direction, which Adam does not mend. The
-#   loss shows little all the same. torch's `torch.distributed.nn.functional.all_reduce` does that: it
-#   is right where each rank has a loss of its own, and here all have the same.
-#
-# (The number is the part of the right answer that is in theirs: a summand of a sum may come near 1 by
-# chance, as y of **a**.)
+#   *before* get wrong gradients, and replicas there (norms, biases) **drift apart**.
+# - **c** sends in both directions. The first loss is right; gradients in this layer and of its x are t
+#   times too large. In x + mlp(x), right and too large ones mix: a wrong direction before it, which
+#   Adam does not mend, and the loss shows little. (So does torch's
+#   `torch.distributed.nn.functional.all_reduce`.)
 
 # %% [markdown]
 # ### The bias

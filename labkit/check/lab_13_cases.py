@@ -37,6 +37,8 @@ class Products(TorchDispatchMode):
 
 
 class ColumnRan(NamedTuple):
+    """What a rank got and sent with the student's function, and the products it made."""
+
     y: Any
     dx: Any
     dweight: Any
@@ -155,6 +157,7 @@ def attention_on_ranks(comm: Any, student: Student, heads: int, kv: int, e: int)
 
 
 def right_attention(heads: int, kv: int, e: int) -> Tensor:
+    """All heads of one process, from the same packed matrix."""
     x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
     return attention(x, packed, drawn(WIDTH, heads * e, seed=8), heads, e)
 
@@ -184,6 +187,7 @@ def through_cross_entropy(comm: Any, student: Student, large: float) -> tuple[An
 
 
 def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
+    """The loss of whole logits, and this rank's part of their gradient."""
     logits, targets = some_logits(size, large)
     logits.requires_grad_()
     value = F.cross_entropy(logits, targets)

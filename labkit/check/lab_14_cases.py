@@ -21,6 +21,8 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 class Gathered(NamedTuple):
+    """What a rank got and sent with the student's function."""
+
     y: Any
     dx: Any
     forward_ops: list[str]
@@ -29,6 +31,7 @@ class Gathered(NamedTuple):
 
 
 def part_of_x(rank: int) -> Tensor:
+    """This rank's part of the sequence."""
     return drawn(ROWS, PART, WIDTH, seed=20 + rank)
 
 
@@ -38,6 +41,7 @@ def gradient_of(rank: int, size: int) -> Tensor:
 
 
 def through_gather(comm: Any, student: Student) -> Gathered:
+    """The student's function on a rank, forward and backward."""
     x = part_of_x(comm.rank).requires_grad_()
     with listen() as first:
         y = student.apply(comm, x)  # type: ignore[attr-defined]
@@ -50,6 +54,7 @@ def through_gather(comm: Any, student: Student) -> Gathered:
 
 
 def right_gather(size: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The whole sequence, and this rank's part of its summed gradient."""
     y = torch.cat([part_of_x(r) for r in range(size)], dim=1)
     whole = torch.stack([gradient_of(r, size) for r in range(size)]).sum(0)
     return y, whole.chunk(size, dim=1)[rank]
@@ -95,9 +100,11 @@ def attention_on_ranks(comm: Any, student: Student, length: int) -> Tensor:
 
 
 def right_attention(length: int) -> Tensor:
+    """Causal attention over all positions, by torch, in float64."""
     q, k, v = (drawn(length, 4, seed=seed).double() for seed in (70, 71, 72))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
 
 
 def plain(x: Any) -> Any:
+    """Without its graph: a result that can travel."""
     return x.detach() if isinstance(x, Tensor) else x

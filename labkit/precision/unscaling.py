@@ -23,6 +23,7 @@ Trained = torch.optim.Optimizer | nn.Module
 
 
 def parameters_of(trained: Trained) -> list[torch.Tensor]:
+    """All of a module, or all that an optimizer steps on."""
     if isinstance(trained, nn.Module):
         return list(trained.parameters())
     return [p for group in trained.param_groups for p in group["params"]]
@@ -128,6 +129,7 @@ def check_not_clipped(trained: Trained, scale: float) -> None:
 
 
 def forget_clipped(trained: Trained) -> None:
+    """Take back what `mark_clipped` has noted."""
     for x in gradients_of(trained):
         vars(_memory(x)).pop("_labkit_clipped", None)
 

@@ -116,6 +116,7 @@ def _check_layer(
 
 
 def check_recompute(recompute: str) -> None:
+    """Raises ValueError for another word than those of RECOMPUTED."""
     if recompute not in RECOMPUTED:
         raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
 

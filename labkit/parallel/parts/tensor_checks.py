@@ -17,10 +17,12 @@ from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinea
 
 
 def is_attention(module: nn.Module) -> bool:
+    """Whether it has the layers of attention, by name."""
     return all(hasattr(module, name) for name in ("q", "k", "v", "out"))
 
 
 def is_mlp(module: nn.Module) -> bool:
+    """Whether it has the layers of an MLP, by name."""
     return all(hasattr(module, name) for name in ("up", "down"))
 
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.parts.flat import FlatPartition
-from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.parts.replicas import UNUSED, check_dense, copy_from_rank_0, nobody_used
+from labkit.parallel.parts.sharded_parameter import ShardedParameter
 from labkit.parallel.parts.shards import marked_as
 
 HALF = (torch.float16, torch.bfloat16)
@@ -52,16 +53,6 @@ def compute_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torc
 def master_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
     """Of what the optimizer steps on: float32 where the model computes in 16 bits."""
     return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
-
-
-def whole(parameter: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """All elements of a parameter, on every rank as rank 0 has them. One that was sharded while it
-    was constructed has a method `whole` that gathers them."""
-    if hasattr(parameter, "whole"):
-        return parameter.whole()
-    everything = parameter.detach()
-    comm.broadcast(everything, src=0)
-    return everything
 
 
 class ComesAndGoes:
@@ -122,13 +113,17 @@ class Flat:
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Rank 0's numbers, one parameter at a time: this rank keeps its piece."""
+        """Rank 0's numbers, of which this rank keeps its pieces. Parameters that were sharded
+        while they were constructed are gathered for it, one at a time."""
         self.share.zero_()
+        copy_from_rank_0([p for p in parameters if not isinstance(p, ShardedParameter)], self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
         for index, parameter in enumerate(parameters):
-            everything = whole(parameter, self.comm).reshape(-1)
+            everything = (
+                parameter.whole() if isinstance(parameter, ShardedParameter) else parameter.detach()
+            )
             if piece := pieces.get(index):
-                part = everything[piece.start : piece.start + piece.numel]
+                part = everything.reshape(-1)[piece.start : piece.start + piece.numel]
                 self.share[piece.at : piece.at + piece.numel].copy_(part)
 
     def _cut_into_shards(self) -> list[nn.Parameter]:

@@ -24,10 +24,10 @@ from labkit.parallel.footprint import held
 # %% [markdown]
 # ## 1. The question
 #
-# A GPT of eight layers, in a loop you know. `make(model)` gives the wrapped model and its optimizer:
+# A GPT of six layers, in a loop you know. `make(model)` gives the wrapped model and its optimizer:
 
 # %%
-SIZES = dict(vocab=256, width=128, depth=8, heads=8, context=64, tied=False)
+SIZES = dict(vocab=256, width=128, depth=6, heads=8, context=64, tied=False)
 
 
 def train(make, steps=3, rows=4, length=64, sizes=None, dtype=torch.float32):
@@ -168,7 +168,7 @@ for n in (64, 1024, 100_000):
 model = GPT(**SIZES)
 n, P = 4, sum(p.numel() for p in model.parameters())
 layer = sum(p.numel() for p in model.blocks[0].parameters())
-print(f"P = {P:,} elements, {layer:,} in each of 8 layers, the largest units")
+print(f"P = {P:,} elements, {layer:,} in each of {model.depth} layers, the largest units")
 
 # %% [markdown]
 # Three numbers for n = 4 ranks, in bytes:
@@ -530,7 +530,7 @@ print(
 
 # %% [markdown]
 # The loss is the same. The bytes should be 0: every weight of the layers freed. Which one is not? Divide
-# by 4 bytes and by 8 layers, and look for it:
+# by 4 bytes and by 6 layers, and look for it:
 
 # %% tags=["nbval-check-output"]
 print(f"{left_bytes / 4 / 8:,.0f} elements of each layer")

@@ -55,9 +55,8 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused(world4: World) -> N
             assert f"used by ranks {list(mesh.cp.ranks)}" in said, said
             assert f"ranks {list(mesh.dp.ranks)} are not all of them" in said, said
             assert 'mesh["dp", "cp"]' in said, said
-        for strategy in STRATEGIES:
+        for strategy in (DDP, ZeRO3):
             strategy(gpt_over(mesh), mesh["dp", "cp"])
-        DDP(gpt_over(mesh), mesh.cp)  # one of several rows: more averages may follow by hand
 
     def gpt_over(mesh: Mesh) -> Any:
         return context_parallel(gpt(), mesh.cp)

@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from labkit.comm.words import ranks_in_words
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -57,7 +59,9 @@ class Batch:
         Raises ValueError when rank is not from 0 to size - 1.
         """
         if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} is not one of {size} ranks, 0 to {size - 1}")
+            raise ValueError(
+                f"rank {rank} is not one of {ranks_in_words(size)}; choose 0 to {size - 1}"
+            )
         x, y = self.x.tensor_split(size)[rank], self.y.tensor_split(size)[rank]
         return replace(self, x=x, y=y, ranks=self.ranks * size)
 

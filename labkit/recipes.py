@@ -95,11 +95,16 @@ def _tensor(sequence: bool) -> Build:
 
 
 def _heads(model: GPT, length: int, ranks: int) -> str:
-    return f"{model.heads} heads do not divide over {ranks} ranks" if model.heads % ranks else ""
+    for count, what in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
+        if count % ranks:
+            return f"{count} {what} do not divide over {ranks} ranks"
+    return ""
 
 
 def _chunks(model: GPT, length: int, ranks: int) -> str:
-    return f"{length} tokens are not {2 * ranks} equal chunks" if length % (2 * ranks) else ""
+    """One rank takes any length."""
+    uneven = ranks > 1 and length % (2 * ranks)
+    return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
 
 
 def _both(model: GPT, length: int, ranks: int) -> str:

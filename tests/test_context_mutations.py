@@ -152,12 +152,12 @@ def test_without_a_fault_they_are_green(trio: World) -> None:
 
 def test_positions_left_out_turn_the_weights_red(trio: World) -> None:
     def unfilled() -> None:
-        real = checks.context._positions_filled_in
-        checks.context._positions_filled_in = lambda *_: lambda *_: None
+        real = checks.context._PositionsFilledIn
+        checks.context._PositionsFilledIn = lambda *_: lambda *_: None  # type: ignore[assignment,misc]
         try:
             checks.training_equals_one_process("ring")
         finally:
-            checks.context._positions_filled_in = real
+            checks.context._PositionsFilledIn = real  # type: ignore[misc]
 
     with pytest.raises(RankError, match="weights are off by"):
         trio.run(unfilled)

@@ -125,7 +125,7 @@ def test_rows_and_tokens_are_shared_on_a_mesh(worlds: dict[int, World]) -> None:
         torch.manual_seed(0)
         module = GPT(31, 24, 1, 4, 16).double()
         alone = copy.deepcopy(module)
-        model = DDP(context_parallel(module, mesh.cp, way=way), mesh.comm)
+        model = DDP(context_parallel(module, mesh.cp, way=way), mesh["dp", "cp"])
         tokens = torch.randint(31, (6, 17), generator=torch.Generator().manual_seed(1))
         rows = tokens.chunk(2)[mesh.dp.rank]
         x, y = (sequence_shard(t, mesh.cp) for t in (rows[:, :-1], rows[:, 1:]))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from matplotlib.collections import LineCollection
 
-from labkit import Mesh, World, plot
+from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
+from labkit.comm.words import ranks_in_words
 
 SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
 
@@ -33,6 +34,20 @@ def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]
             assert all(one == where[0] for one in where)
 
 
+def test_planes_take_every_rank_once_and_differ_on_their_axes() -> None:
+    sizes = {"a": 2, "b": 3, "c": 2}
+    for axes in (("a", "b"), ("c", "a"), ("b", "c"), ("a", "b", "c")):
+        found = list(lines(sizes, *axes))
+        assert sorted(rank for plane in found for rank in plane) == list(range(12))
+        for plane in found:
+            assert plane == sorted(plane) and len(plane) == prod(sizes[axis] for axis in axes)
+            others = {
+                tuple(coordinates(sizes, r)[x] for x in sizes if x not in axes) for r in plane
+            }
+            assert len(others) == 1
+    assert list(lines(sizes, "a", "c"))[1] == [2, 3, 8, 9], "the last axis varies fastest"
+
+
 def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, int]]:
     mesh = Mesh(**sizes)
     sums = {}
@@ -55,6 +70,31 @@ def test_megatrons_eight_ranks() -> None:
         for rank, (of_rank, _, _) in enumerate(found):
             for axis, members in of_rank.items():
                 assert rank in members and found[members[0]][0][axis] == members
+        joint = world.run(joint_groups)
+    assert joint[5] == {
+        ("pp", "dp"): (1, 3, 5, 7),
+        ("pp", "tp"): (0, 1, 4, 5),
+        ("dp", "tp"): (4, 5, 6, 7),
+    }
+    for rank, of_rank in enumerate(joint):
+        for axes, members in of_rank.items():
+            assert rank in members and joint[members[0]][axes] == members
+
+
+def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The ranks of each, of which one sum is taken."""
+    mesh, found = Mesh(pp=2, dp=2, tp=2), {}
+    for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
+        comm = mesh[axes]
+        assert comm is mesh[axes[::-1]], "in whatever order, one group"
+        x = torch.tensor([float(mesh.comm.rank)])
+        comm.all_reduce(x)
+        assert x.item() == sum(comm.ranks)
+        here, (outer, inner) = mesh.coordinates(), axes
+        assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
+        found[axes] = comm.ranks
+    assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
+    return found
 
 
 def test_axes_of_one_rank_and_of_all() -> None:
@@ -101,7 +141,7 @@ def test_places_that_are_not_there() -> None:
     def play() -> list[str]:
         mesh = Mesh(dp=1)
         told = []
-        for ask in (lambda: mesh["pp"], lambda: mesh.pp):
+        for ask in (lambda: mesh["pp"], lambda: mesh.pp, lambda: mesh["dp", "pp"]):
             try:
                 ask()
             except (KeyError, AttributeError) as error:
@@ -110,7 +150,34 @@ def test_places_that_are_not_there() -> None:
 
     with World(1) as world:
         (told,) = world.run(play)
-    assert all("no axis 'pp'; it has dp" in one for one in told)
+    assert len(told) == 3 and all("no axis 'pp'; it has dp" in one for one in told)
+
+
+def test_axes_of_one_rank_add_nothing_to_a_group() -> None:
+    def play() -> tuple[bool, list[str]]:
+        mesh, told = Mesh(dp=2, cp=1, tp=1), []
+        for wrong in ((), ("dp", "dp")):
+            with pytest.raises(KeyError) as caught:
+                mesh[wrong]
+            told.append(str(caught.value))
+        same = mesh["dp", "cp"] is mesh.dp and mesh["cp", "tp"].ranks == (mesh.comm.rank,)
+        return same, told
+
+    with World(2) as world:
+        for same, told in world.run(play):
+            assert same and all("name at least one axis, each once" in one for one in told)
+
+
+def test_one_rank_is_one_rank() -> None:
+    assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
+    with pytest.raises(ValueError, match="rank 1 is not in a mesh of 1 rank$"):
+        coordinates({"dp": 1}, 1)
+    with pytest.raises(ValueError, match=r"takes 1 rank, and there are 2"):
+        check_sizes({"dp": 1}, 2)
+    with World(1) as world:
+        assert world.picked.startswith("1 rank, ")
+        (told,) = world.run(lambda: str(Comm().explain("all_reduce", 8)))
+    assert " 1 ranks" not in told
 
 
 def test_factorisations() -> None:

@@ -3,21 +3,38 @@ the mark of its parameters goes wherever they go."""
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from collections.abc import Iterator
 
+import cloudpickle
 import pytest
 import torch
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
 from torch import nn
 
-from labkit import DDP, Comm, Mesh, NaiveDDP, RankError, World, ZeRO3, ZeroOptimizer
+from labkit import (
+    DDP,
+    Comm,
+    Mesh,
+    NaiveDDP,
+    RankError,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    full_state_dict,
+)
+from labkit.parallel.parts.agreement import claim
 from labkit.parallel.parts.shards import (
     Shard,
     check_replicas,
+    check_whole_sequences,
     comms_of,
+    mark_sequence,
     mark_shard,
     marked_as,
+    sequence_comm_of,
     shard_of,
 )
 
@@ -35,6 +52,12 @@ class Ranks:
 
     def __init__(self, *ranks: int):
         self.ranks, self.rank, self.size = ranks, 0, len(ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
 
 
 def layer(*ranks: int) -> tuple[nn.Linear, Shard]:
@@ -82,6 +105,49 @@ def test_a_piece_gets_the_mark_of_its_parameter() -> None:
     piece = torch.zeros(5)
     assert marked_as(module.weight, piece) is piece and shard_of(piece) is shard
     assert shard_of(marked_as(module.bias, torch.zeros(2))) is None
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "cloudpickle", "deepcopy"])
+def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> None:
+    """In one piece as a module: tied weights stay one, frozen ones frozen; nobody owns them yet."""
+    (module, shard), other = layer(0, 1), nn.Linear(3, 4)
+    other.weight = module.weight
+    other.bias.requires_grad_(False)
+    mark_sequence(other.bias, shard.comm)
+    mark_sequence(module.weight, shard.comm)
+    both, owner = nn.ModuleList([module, other]), nn.Identity()
+    if how != "deepcopy":
+        claim(both.named_parameters(), owner)
+    for _ in range(2):  # and what travelled can travel on
+        both = travelled(both, how)
+    one, two = both
+    assert one.weight is two.weight and type(one.weight) is nn.Parameter
+    assert torch.equal(one.weight, module.weight) and one.weight is not module.weight
+    assert one.weight.requires_grad and not two.bias.requires_grad
+    assert shard_of(one.weight) == shard and sequence_comm_of(one.weight) == shard.comm
+    assert sequence_comm_of(two.bias) == shard.comm and shard_of(two.bias) is None
+    assert shard_of(one.bias) is None and sequence_comm_of(one.bias) is None
+    claim(both.named_parameters(), owner)
+
+
+def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
+    if how == "deepcopy":
+        return copy.deepcopy(module)
+    if how == "torch.save":
+        torch.save(module, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    return pickle.loads((pickle if how == "pickle" else cloudpickle).dumps(module))
+
+
+def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
+    module, _ = layer(0, 2)
+    mark_sequence(module.bias, Ranks(0, 1))  # type: ignore[arg-type]
+    named = list(module.named_parameters())
+    for ranks in ((0,), (0, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'):
+            check_whole_sequences(named, Ranks(*ranks))  # type: ignore[arg-type]
+    check_whole_sequences(named, Ranks(0, 1, 4, 5))  # type: ignore[arg-type]
 
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
@@ -166,6 +232,21 @@ def test_the_hand_cut_model_is_the_whole_one(trio: World) -> None:
 def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
     for found in world4.run(differences, strategy, {"dp": 2, "tp": 2}):
         assert max(found.values()) < AGREE, found
+
+
+def test_the_whole_state_of_a_wrapped_model(world4: World) -> None:
+    """Under any strategy: plain names, whole tensors, the same on all ranks."""
+
+    def run(strategy: str) -> None:
+        mesh, expected = Mesh(dp=2, tp=2), fresh().state_dict()
+        model, _ = built(strategy, mesh)
+        found = full_state_dict(model)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert found["rows.weight"] is found["cuts.weight"], "a tied one is put together once"
+
+    for strategy in ("plain", "ddp", "zero-1", "zero-3"):
+        world4.run(run, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from labkit.bench import peers
+from labkit.comm.words import ranks_in_words
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
@@ -120,7 +121,7 @@ def _turns(model: str, names: Sequence[str], turns: int) -> dict[str, list[float
         for _ in range(3):  # DDP makes its buckets anew after the first step
             steppers[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in progress(range(turns), f"{model} on {comm.size} ranks"):
+    for turn in progress(range(turns), f"{model} on {ranks_in_words(comm.size)}"):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             comm.barrier()

@@ -20,6 +20,7 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.parallel.parts.shards import comms_of, shard_of
+from labkit.parallel.parts.whole import plain_module
 from labkit.precision.pieces import OwnedPiece
 from labkit.world.attach import attach
 
@@ -35,17 +36,6 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
             if isinstance(comm := getattr(owner, "comm", None), Comm):
                 return comm
     return attach().comm
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """The module whose names count: without the strategy around it, which has nothing but it."""
-    inside = getattr(model, "module", None)
-    if isinstance(inside, nn.Module) and (
-        hasattr(model, "owned")
-        or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
-    ):
-        return plain_module(inside)
-    return model
 
 
 class Contents:
@@ -66,7 +56,8 @@ class Contents:
         self.buffers, self.also = _buffers(self.module)
         names = {id(p): name for name, p in self.module.named_parameters()}
         if self.strategy is None:
-            check_same_on_all_ranks([(name, _without_cut(p)) for name, p in self._named()], comm)
+            named = [(name, _without_cut(p)) for name, p in self._named()]
+            check_same_on_all_ranks(named, comm, averaged=False)
             self.pieces = [_whole(name, p, optimizer) for name, p in self._named()]
         else:
             other = self.module if self.strategy is optimizer else optimizer

@@ -8,6 +8,7 @@ import torch
 
 from labkit.comm.backs import REDUCTIONS
 from labkit.comm.surroundings import here
+from labkit.comm.words import ranks_in_words
 
 Tensors = Sequence[torch.Tensor]
 COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
@@ -48,7 +49,7 @@ def check_list(
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
-            f"{op}: {name} has {len(tensors)} tensors for {size} ranks; give one for each"
+            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; give one for each"
         )
     if mine is not None and mine.numel() != tensors[rank].numel():
         raise ValueError(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.comm.words import ranks_in_words
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
 GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
@@ -90,7 +91,7 @@ class Chooser:
             return Choice(collective, name, "the call asks for it")
         if name == forced:
             return Choice(collective, name, f"{VARIABLE} asks for it")
-        why = f"{nbytes} bytes on {self._size} ranks; the table says {row.algorithm}"
+        why = f"{nbytes} bytes on {ranks_in_words(self._size)}; the table says {row.algorithm}"
         limits = [other.from_bytes for other in self._rows[collective] if other is not row]
         above = min((limit for limit in limits if limit > row.from_bytes), default=None)
         if row.from_bytes or above is not None:
@@ -227,7 +228,7 @@ def _problem_of(table: Any) -> str:
         for size, above in zip(sizes, [*sizes[1:], 2 * sizes[-1] + 2]):
             served = range(1 if size == sizes[0] else size, above)
             if problem := _problem_of_rows(collective, by_size[str(size)], served):
-                return f"{collective} on {size} ranks: {problem}"
+                return f"{collective} on {ranks_in_words(size)}: {problem}"
     return ""
 
 

@@ -36,6 +36,7 @@ from labkit.comm.arguments import (
 )
 from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
+from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
 
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -79,6 +80,10 @@ class Comm:
     def __deepcopy__(self, memo: object) -> "Comm":
         """Of a copied module, too, the messages go over this group."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A group does not travel: out of a pickle comes who it was over."""
+        return Departed, (self.rank, self.size, self.ranks)
 
     def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.

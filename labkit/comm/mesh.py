@@ -1,4 +1,4 @@
-"""A mesh: the ranks in a box of named axes, and a `Comm` along each axis.
+"""A mesh: the ranks in a box of named axes, and a `Comm` along each axis, or over several.
 
     Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
 
@@ -9,17 +9,24 @@
 
     rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5)
 
+Two axes or more together are a group as well, of the ranks that share all other coordinates:
+
+    mesh["pp", "dp"] of rank 5 is ranks (1, 3, 5, 7): all that have tp 1
+
+Gradients of replicas that share sequences (context parallelism) are averaged over such a one,
+mesh["dp", "cp"]. Its ranks count as the mesh does: the last of its axes varies fastest.
+
 Ranks that are neighbours on the last axis are neighbours on the machine: the strategy that sends
 most belongs there. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", arXiv 2104.04473, section 3.2 (takeaway 1: tensor parallelism
 inside a node).
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
 from labkit.comm.door import Comm
+from labkit.comm.words import ranks_in_words
 
 
 class Mesh:
@@ -29,22 +36,35 @@ class Mesh:
         sizes: axis -> how many ranks along it.
         <axis>: the `Comm` of this rank along that axis, as `mesh.dp`; `mesh["dp"]` is the same.
 
-    All ranks make it at once. Raises ValueError when the axes do not take all ranks.
+    `mesh["dp", "cp"]` is the `Comm` over both axes, in whatever order they are named. All ranks
+    make the mesh at once, and all ask for the first time for such a group at once.
+    Raises ValueError when the axes do not take all ranks, KeyError for one that is not there.
 
-    >>> mesh = Mesh(dp=2, tp=2)
+    >>> mesh = Mesh(dp=2, cp=2, tp=2)
     >>> mesh.tp.all_reduce(x)
+    >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
     """
 
     def __init__(self, comm: Comm | None = None, /, **sizes: int):
         self.comm = comm or Comm()
         self.sizes = dict(sizes)
         check_sizes(self.sizes, self.comm.size)
-        self._comms = {axis: self._along(axis) for axis in self.sizes}
+        self._comms = {axis: self._over([axis]) for axis in self.sizes}
+        self._joint: dict[tuple[str, ...], Comm] = {}
 
-    def __getitem__(self, axis: str) -> Comm:
-        if axis not in self._comms:
-            raise KeyError(f"this mesh has no axis {axis!r}; it has {', '.join(self._comms)}")
-        return self._comms[axis]
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Comm:
+        asked = (axes,) if isinstance(axes, str) else axes
+        for axis in asked:
+            if axis not in self._comms:
+                raise KeyError(f"this mesh has no axis {axis!r}; it has {', '.join(self._comms)}")
+        if not asked or len(set(asked)) < len(asked):
+            raise KeyError(f"{list(asked)}: name at least one axis, each once")
+        several = tuple(axis for axis in self.sizes if axis in asked and self.sizes[axis] > 1)
+        if len(several) < 2:  # the others are of one rank
+            return self._comms[several[0] if several else asked[0]]
+        if several not in self._joint:
+            self._joint[several] = self._over(several)
+        return self._joint[several]
 
     def __getattr__(self, axis: str) -> Comm:
         if axis.startswith("_") or axis not in self._comms:
@@ -64,18 +84,18 @@ class Mesh:
         """The rank at these indices; on axes that are not named, this rank's own."""
         return rank_at(self.sizes, self.coordinates() | where)
 
-    def _along(self, axis: str) -> Comm:
-        """Every line along `axis` becomes a group, made by all ranks in the same order."""
-        if self.sizes[axis] == self.comm.size:
+    def _over(self, axes: Collection[str]) -> Comm:
+        """Every line along `axes` becomes a group, made by all ranks in the same order."""
+        if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
-        own = [self.comm.subgroup(line) for line in lines(self.sizes, axis)]
+        own = [self.comm.subgroup(line) for line in lines(self.sizes, *axes)]
         return next(one for one in own if one is not None)
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Index of `rank` on each axis. Raises ValueError for a rank outside the mesh."""
     if rank not in range(prod(sizes.values())):
-        raise ValueError(f"rank {rank} is not in a mesh of {prod(sizes.values())} ranks")
+        raise ValueError(f"rank {rank} is not in a mesh of {ranks_in_words(prod(sizes.values()))}")
     where = {}
     for axis in reversed(list(sizes)):
         rank, where[axis] = divmod(rank, sizes[axis])
@@ -95,12 +115,15 @@ def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
     return rank
 
 
-def lines(sizes: Mapping[str, int], axis: str) -> Iterator[list[int]]:
-    """The ranks of each line along `axis`: those that differ on that axis only."""
-    others = {name: range(size) for name, size in sizes.items() if name != axis}
-    for indices in product(*others.values()):
-        where = dict(zip(others, indices, strict=True))
-        yield [rank_at(sizes, where | {axis: index}) for index in range(sizes[axis])]
+def lines(sizes: Mapping[str, int], *axes: str) -> Iterator[list[int]]:
+    """The ranks of each line along one of the axes, or plane along several: those that differ on
+    these only."""
+    others = [name for name in sizes if name not in axes]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(prod(sizes.values())):
+        where = coordinates(sizes, rank)
+        members.setdefault(tuple(where[name] for name in others), []).append(rank)
+    yield from members.values()
 
 
 def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
@@ -124,7 +147,7 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
             "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, found)) + ")"
             for found in closest[:3]
         )
-        takes = f"Mesh({axes}) takes {prod(sizes.values())} ranks, and there are {ranks}"
+        takes = f"Mesh({axes}) takes {ranks_in_words(prod(sizes.values()))}, and there are {ranks}"
         raise ValueError(f"{takes}: {fit} would do")
 
 

@@ -17,7 +17,8 @@ attention alone is replaced:
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
 
 That is what data parallelism does with rows; so DDP, ZeroOptimizer and ZeRO3 do it with tokens. On
-a mesh, give them a `Comm` over the data-parallel and the context-parallel ranks together.
+a mesh, give them the data-parallel and the context-parallel ranks together, `mesh["dp", "cp"]`:
+every parameter is marked with `comm` (parts/shards.py), and strategies over fewer ranks refuse it.
 
     each rank holds   the model, and 1/n of all activations
     travels           per layer, what the two files say; per step, the gradients, as for rows
@@ -31,14 +32,15 @@ Llama Team, arXiv 2407.21783, section 3.3.2.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
 
 from labkit.comm import Comm
 from labkit.memory.recompute import Recomputed
+from labkit.parallel.parts.agreement import owner_of
 from labkit.parallel.parts.ring_attention import RingAttention
+from labkit.parallel.parts.shards import mark_sequence
 from labkit.parallel.parts.ulysses import Ulysses, check_heads
 from labkit.parallel.parts.zigzag import positions_of
 
@@ -58,8 +60,9 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     Returns the model. Weights and their names stay what they are. Where `model(tokens)` is called
     without `positions`, they are filled in: those of this rank's shard.
 
-    Raises ValueError where there is no `attn.core`, or what is there cannot be replaced; in forward
-    where a sequence does not split, or is longer than the model's context.
+    Raises ValueError where there is no `attn.core`, or what is there cannot be replaced; where a
+    strategy that has the parameters already is over fewer ranks; in forward where a sequence does
+    not split, or is longer than the model's context.
     """
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
@@ -73,10 +76,13 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
             "tokens stand; edit the plain model first, then wrap it"
         )
+    _check_owners(model, comm)
     cores = [_core_for(attention, comm, way) for attention in attentions]
     for attention, core in zip(attentions, cores, strict=True):
         attention.core = core
-    model.register_forward_pre_hook(_positions_filled_in(model, comm), with_kwargs=True)
+    for parameter in model.parameters():
+        mark_sequence(parameter, comm)
+    model.register_forward_pre_hook(_PositionsFilledIn(model, comm), with_kwargs=True)
     return model
 
 
@@ -109,14 +115,28 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     return RingAttention(comm)
 
 
-def _positions_filled_in(model: nn.Module, comm: Comm) -> Callable[..., Any]:
-    """Without it a model would take its shard for the beginning of the sequence, unnoticed."""
-    takes = inspect.signature(model.forward)
+def _check_owners(model: nn.Module, comm: Comm) -> None:
+    """As a strategy that comes later would be checked by the mark."""
+    for name, parameter in model.named_parameters():
+        owner = owner_of(parameter)
+        if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
+            raise ValueError(
+                f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
+                f"which are not all that are to share a sequence, {list(comm.ranks)}; call "
+                'context_parallel first, then make the strategy over mesh["dp", "cp"]'
+            )
 
-    def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = takes.bind_partial(*args, **kwargs).arguments
-        tokens = next(iter(given.values()), None)
-        if tokens is None or given.get("positions") is not None:
+
+class _PositionsFilledIn:
+    """Without it a model would take its shard for the beginning of the sequence, unnoticed."""
+
+    def __init__(self, model: nn.Module, comm: Comm):
+        self.takes, self.comm = inspect.signature(model.forward), comm
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound, comm = self.takes.bind_partial(*args, **kwargs), self.comm
+        tokens = next(iter(bound.arguments.values()), None)
+        if tokens is None or bound.arguments.get("positions") is not None:
             return None
         length = tokens.shape[1] * comm.size
         context = getattr(model, "context", length)
@@ -127,9 +147,5 @@ def _positions_filled_in(model: nn.Module, comm: Comm) -> Callable[..., Any]:
                 "sequence_shard(tokens, comm), not all tokens, or build the model with a larger "
                 "context"
             )
-        positions = positions_of(length, comm, tokens.device)  # [s/n]
-        bound = takes.bind_partial(*args, **kwargs)
-        bound.arguments["positions"] = positions
+        bound.arguments["positions"] = positions_of(length, comm, tokens.device)  # [s/n]
         return bound.args, bound.kwargs
-
-    return hook

@@ -43,7 +43,13 @@ from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.parallel.parts.conjugate import copies_to_ranks, own_part
 from labkit.parallel.parts.random_state import DrawsItsOwn, DrawsItsOwnBetween
 from labkit.parallel.parts.replicas import copy_from_rank_0
-from labkit.parallel.parts.tensor_checks import SameInput, check_fits, is_attention, is_mlp
+from labkit.parallel.parts.tensor_checks import (
+    SameInput,
+    check_fits,
+    columns_and_rows,
+    is_attention,
+    is_mlp,
+)
 from labkit.parallel.tensor_linear import ColumnParallelLinear, OneInput, RowParallelLinear
 from labkit.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
@@ -55,8 +61,9 @@ def tensor_parallel(
 
     Args:
         model: it starts as rank 0's. Found by name: attention, which is a module with `q`, `k`,
-            `v`, `out` and `head_width`; an MLP, one with `up` and `down`; the embedding, one with
-            `tokens`, and `positions` if it has any; the `head`. All else stays whole.
+            `v`, `out` and `head_width`; an MLP, one with `up` and `down`, and `gate` where it is
+            gated; the embedding, one with `tokens`, and `positions` if it has any; the `head`. All
+            else stays whole.
         comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
             seed: then replicas drop the same elements, and parts do not.
         sequence: cut what is between these layers along the sequence, dim 1.
@@ -71,7 +78,7 @@ def tensor_parallel(
     not divide, or the ranks' inputs differ.
     """
     check_fits(model, comm)
-    check_same_on_all_ranks(list(model.named_parameters()), comm)
+    check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
     tied = _names_of_one(model)
     layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
@@ -91,7 +98,7 @@ def tensor_parallel(
 
 def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
     """Columns, then rows. What is drawn between the two is drawn for this rank's part."""
-    first, last = (["q", "k", "v"], "out") if is_attention(layer) else (["up"], "down")
+    first, last = columns_and_rows(layer)
     columns = [
         ColumnParallelLinear.from_linear(getattr(layer, name), comm, sequence=sequence)
         for name in first

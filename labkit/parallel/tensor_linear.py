@@ -26,7 +26,7 @@ Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +43,14 @@ from labkit.parallel.parts.conjugate import (
     reduce_scatter_sequence,
     sum_scattered,
 )
-from labkit.parallel.parts.shards import Shard, mark_shard
+from labkit.parallel.parts.shards import Shard, mark_shard, marked_as
 
 
-class ColumnParallelLinear(nn.Module):
-    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
+class PieceOfLinear(nn.Module):
+    """What the two have in common: how they are made, from sizes or of an nn.Linear."""
 
-    sequence  the input is this rank's part of the sequence, [b, s/t, in], the output of all of it,
-              [b, s, out/t].
-
-    Built from sizes, it has the piece of the nn.Linear that all ranks, with one seed, would make;
-    `from_linear` cuts a given one. Raises ValueError where `out` does not divide over the ranks.
-    """
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -64,9 +60,7 @@ class ColumnParallelLinear(nn.Module):
         self._cut(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False
-    ) -> "ColumnParallelLinear":
+    def from_linear(cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False) -> Self:
         """This rank's piece of `linear`, which is the same on all ranks, and stays as it is."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -74,9 +68,32 @@ class ColumnParallelLinear(nn.Module):
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        """Take `weight` and `bias`, and all else, from `linear`."""
+        raise NotImplementedError
+
+    def _take(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
         self.train(linear.training)
         self.comm, self.sequence = comm, sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def extra_repr(self) -> str:
+        """What print(model) shows: this rank's piece, and of what."""
+        piece, bias = tuple(self.weight.shape), self.bias is not None
+        return f"weight {piece} of {(self.out_features, self.in_features)}, {bias=}"
+
+
+class ColumnParallelLinear(PieceOfLinear):
+    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
+
+    sequence  the input is this rank's part of the sequence, [b, s/t, in], the output of all of it,
+              [b, s, out/t].
+
+    Built from sizes, it has the piece of the nn.Linear that all ranks, with one seed, would make;
+    `from_linear` cuts a given one. Raises ValueError where `out` does not divide over the ranks.
+    """
+
+    def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
+        self._take(linear, comm, sequence)
         self.weight = piece_of(linear.weight, comm, dim=0)  # [out/t, in]
         self.bias = None if linear.bias is None else piece_of(linear.bias, comm, dim=0)  # [out/t]
         self.one_input: OneInput | None = None
@@ -91,12 +108,8 @@ class ColumnParallelLinear(nn.Module):
         """The layers whose parameters a call of this one may use, too."""
         return [] if self.one_input is None else self.one_input.layers
 
-    def extra_repr(self) -> str:
-        piece, bias = tuple(self.weight.shape), self.bias is not None
-        return f"weight {piece} of {(self.out_features, self.in_features)}, {bias=}"
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(PieceOfLinear):
     """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
 
     sequence  of the output, each rank gets its part of the sequence: [b, s, in/t] -> [b, s/t, out].
@@ -105,27 +118,8 @@ class RowParallelLinear(nn.Module):
     does not divide over the ranks or, with `sequence`, s does not.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
-        sequence: bool = False, **of_linear: Any,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._cut(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False
-    ) -> "RowParallelLinear":
-        """This rank's piece of `linear`, which is the same on all ranks, and stays as it is."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._cut(linear, comm, sequence)
-        return layer
-
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
-        self.train(linear.training)
-        self.comm, self.sequence = comm, sequence
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._take(linear, comm, sequence)
         self.weight = piece_of(linear.weight, comm, dim=1)  # [out, in/t]
         self.bias = None if linear.bias is None else copy_of(linear.bias)  # [out]
 
@@ -137,10 +131,6 @@ class RowParallelLinear(nn.Module):
         # On a part of the sequence, the gradient of the bias is a part of its sum.
         bias = copy_to_ranks(self.bias, self.comm) if self.sequence else self.bias
         return y + bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        piece, bias = tuple(self.weight.shape), self.bias is not None
-        return f"weight {piece} of {(self.out_features, self.in_features)}, {bias=}"
 
 
 class OneInput:
@@ -250,12 +240,14 @@ def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
         )
     length = whole // comm.size
     start = comm.rank * length
-    piece = copy_of(parameter.narrow(dim, start, length), parameter.requires_grad)
+    part = parameter.detach().narrow(dim, start, length)
+    piece = marked_as(parameter, copy_of(part, parameter.requires_grad))
     mark_shard(piece, Shard(comm, dim, start, start + length, whole))
     return piece
 
 
 def copy_of(x: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-    """A parameter with the numbers of `x`, in memory of its own."""
+    """A parameter with the numbers of `x`, in memory of its own, and its marks."""
     copy = x.detach().clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(copy, x.requires_grad if requires_grad is None else requires_grad)
+    requires_grad = x.requires_grad if requires_grad is None else requires_grad
+    return marked_as(x, nn.Parameter(copy, requires_grad))

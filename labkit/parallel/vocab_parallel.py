@@ -23,7 +23,7 @@ Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, f
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,8 @@ from labkit.parallel.parts.conjugate import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.parts.shards import Shard, mark_shard
+from labkit.parallel.parts.shards import Shard, mark_shard, marked_as
+from labkit.parallel.parts.tensor_checks import SAME_BATCH, check_same, checksum
 from labkit.parallel.tensor_linear import ColumnParallelLinear
 
 IGNORED = -100  # a target that does not count, as in F.cross_entropy
@@ -58,7 +59,7 @@ def cut_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
     stop = min(start + height, vocab)
     own = whole.detach().new_zeros(height, *whole.shape[1:])
     own[: stop - start] = whole.detach()[start:stop]
-    cut = nn.Parameter(own, requires_grad=whole.requires_grad)
+    cut = marked_as(whole, nn.Parameter(own, requires_grad=whole.requires_grad))
     mark_shard(cut, Shard(comm, dim=0, start=start, stop=stop, whole=vocab))
     return cut
 
@@ -148,16 +149,15 @@ class VocabParallelHead(ColumnParallelLinear):
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False, gather_output: bool = True
-    ) -> "VocabParallelHead":
+    ) -> Self:
         """This rank's rows of `linear`, which is the same on all ranks, and stays as it is."""
         head = super().from_linear(linear, comm, sequence=sequence)
-        assert isinstance(head, VocabParallelHead)
         head.gather_output = gather_output
         return head
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
-        self.comm, self.sequence, self.one_input = comm, sequence, None
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._take(linear, comm, sequence)
+        self.one_input = None
         self.weight = cut_rows(linear.weight, comm)
         self.bias = None if linear.bias is None else cut_rows(linear.bias, comm)
 
@@ -190,7 +190,7 @@ def vocab_parallel_cross_entropy(
         vocab: v, to tell targets that are padding from others; without it, their loss is inf.
 
     The same loss on all ranks. Raises ValueError for a target outside the vocabulary (on a GPU the
-    device asserts) and where shapes do not fit.
+    device asserts), where shapes do not fit and, in a `World` that checks, where targets differ.
     """
     width = logits.shape[-1]  # V/t
     if logits.shape[:-1] != targets.shape or targets.is_floating_point():
@@ -200,6 +200,7 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction={reduction!r}: choose "mean", "sum" or "none"')
+    check_same(comm, "tensor of targets", lambda: checksum([targets]), SAME_BATCH)
     targets = targets.long()
     counts = targets != ignore_index
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)

@@ -19,6 +19,7 @@ from labkit.comm import Comm
 from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY, Algorithm, run
 from labkit.comm.algorithms.steps import STREAM
 from labkit.comm.wire import Wire, Work
+from labkit.comm.words import ranks_in_words
 from labkit.trace.movement import MOST_RANKS, Key, Movement, Note, movement_of, number
 
 Student = Callable[[Any, torch.Tensor], object]
@@ -73,7 +74,9 @@ def _check(collective: str, algorithm: str | Student, size: int) -> None:
     if collective not in WATCHED:
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
     if not 2 <= size <= MOST_RANKS:
-        raise ValueError(f"{size} ranks cannot be watched; make a World of 2 to {MOST_RANKS}")
+        raise ValueError(
+            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MOST_RANKS}"
+        )
     if callable(algorithm):
         return
     able = [
@@ -83,7 +86,7 @@ def _check(collective: str, algorithm: str | Student, size: int) -> None:
     ]
     if algorithm not in able:
         raise ValueError(
-            f"{collective} on {size} ranks has no algorithm {algorithm!r}; choose one of "
+            f"{collective} on {ranks_in_words(size)} has no algorithm {algorithm!r}; choose one of "
             f"{', '.join(able)}, or give a function of (comm, x)"
         )
 

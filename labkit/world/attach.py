@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.comm.carrier import Carrier
+from labkit.comm.words import ranks_in_words
 from labkit.world.channel import Channel
 
 
@@ -115,7 +116,9 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
     if dist.is_initialized():
         raise RuntimeError("on_paper: this process is a rank already; use a process of its own")
     if not 0 <= rank < size:
-        raise ValueError(f"on_paper: rank {rank} is not one of {size} ranks, 0 to {size - 1}")
+        raise ValueError(
+            f"on_paper: rank {rank} is not one of {ranks_in_words(size)}, 0 to {size - 1}"
+        )
     before, worlds = _me, Carrier.worlds
     Carrier.worlds = 0  # its groups are named as those of a first world: the same every time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

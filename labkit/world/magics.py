@@ -13,6 +13,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from labkit.comm.words import ranks_in_words
 from labkit.world.pick import check_size
 from labkit.world.world import World
 
@@ -93,7 +94,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         """A world of `size` ranks, or whichever there is."""
         if self.world is not None and size is not None and size != self.world.size:
             check_size(size)  # before the one that works is given up
-            print(f"{size} ranks in place of {self.world.size}: what those kept is gone")
+            print(f"{ranks_in_words(size)} in place of {self.world.size}: what those kept is gone")
             self.world.close()
             self.world = None
         if self.world is None:

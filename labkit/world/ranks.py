@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.comm import Board
+from labkit.comm.words import ranks_in_words
 from labkit.world.channel import Channel, listener, ready
 from labkit.world.errors import RankError
 from labkit.world.folders import memory_folder, new_folder, remove
@@ -114,7 +115,7 @@ class Ranks:
         if dead:
             raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
         if time.monotonic() > until_s:
-            raise RankError(f"the {self.size} ranks did not start in time", "stuck")
+            raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
         if interrupts.came:
             raise KeyboardInterrupt
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from labkit.comm import Link, TwoLevel
 from labkit.comm.chooser import table_note
+from labkit.comm.words import ranks_in_words
 from labkit.recording import Recording
 from labkit.world import cells, pickling
 from labkit.world.attach import current
@@ -105,7 +106,8 @@ class World:
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
         through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
         why_not = self._transport.why_not and f"; no shared memory: {self._transport.why_not}"
-        return f"{self.size} ranks, {self.backend} {where}{through}: {self._pick.why}{why_not}"
+        size = ranks_in_words(self.size)
+        return f"{size}, {self.backend} {where}{through}: {self._pick.why}{why_not}"
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -245,8 +247,9 @@ class World:
                 raise error
             unharmed = True
         except KeyboardInterrupt:
+            were = "1 rank was" if self.size == 1 else f"{self.size} ranks were"
             raise RankInterrupt(
-                f"interrupted; the {self.size} ranks were stopped, and the next run starts new ones"
+                f"interrupted; the {were} stopped, and the next run starts new ones"
             ) from None
         finally:
             if not unharmed:

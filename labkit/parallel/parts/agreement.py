@@ -5,6 +5,7 @@ error names the parameter, on every rank.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -13,15 +14,18 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.parts.shards import check_replicas, shard_of
+from labkit.parallel.parts.shards import check_replicas, check_whole_sequences, shard_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def check_same_on_all_ranks(named: Named, comm: Comm) -> None:
+def check_same_on_all_ranks(named: Named, comm: Comm, averaged: bool = True) -> None:
     """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ; or
-    where a parameter is cut over these ranks, or they have different parts of one."""
+    where a parameter is cut over these ranks, or they have different parts of one. `averaged`: its
+    gradients will be averaged over them; then also where further ranks have a part of those."""
     check_replicas(named, comm)
+    if averaged:
+        check_whole_sequences(named, comm)
     mine = [_described(name, x) for name, x in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
@@ -52,14 +56,30 @@ def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
     Raises ValueError when one has an owner: two would average, or shard, what the other holds."""
     named = list(named)
     for name, parameter in named:
-        before = getattr(parameter, "_labkit_owner", lambda: None)()
+        before = owner_of(parameter)
         if before is not None and before is not owner:
             raise ValueError(
                 f"{type(owner).__name__}: {name} belongs to a {type(before).__name__} already; "
                 "a module is wrapped once: unwrap it (`.module`) and delete the other first"
             )
     for _, parameter in named:
-        parameter._labkit_owner = ref(owner)  # type: ignore[attr-defined]
+        parameter._labkit_owner = _Owner(owner)  # type: ignore[attr-defined]
+
+
+def owner_of(parameter: torch.Tensor) -> Any:
+    """The strategy that synchronises it, or None."""
+    return getattr(parameter, "_labkit_owner", lambda: None)()
+
+
+class _Owner(ref):
+    """A weak reference; a pickled parameter has no owner."""
+
+    def __reduce__(self) -> Any:
+        return partial, (_nobody,)
+
+
+def _nobody() -> None:
+    """What an owner is called that is gone."""
 
 
 class Unchanged:

@@ -1,19 +1,29 @@
-"""The mark of a parameter that is cut over tensor-parallel ranks: which part of the whole is here.
+"""Two marks of a parameter: which part of a whole is here, and who has the rest of its gradient.
 
     whole [5, 3], rows over 2 ranks          rank 0           rank 1
                                              | 0 1 2 |        | 9 a b |      rows 3:5, and a row
     Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      of padding: all
     Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      ranks have 3
 
-A parameter without a mark is replicated: the tensor-parallel ranks have the same numbers. Who asks:
+A parameter without that mark is replicated: the tensor-parallel ranks have the same numbers. Who
+asks:
 
     clipping      a replicated parameter counts once in the norm, shards are summed over `comm`
     checkpoints   write the whole under the plain name, and read any part of it; padding never
     DDP and ZeRO  average over ranks that have the same part, never over `comm`
 
-The mark is an attribute of the parameter. It stays through `module.to(...)`, `p.data = ...`,
-`copy.deepcopy` and every strategy around the module; ZeRO-3's pieces, flat, have that of the
+Context-parallel ranks have the same numbers, too, and each the gradient of its own tokens. The
+second mark, `mark_sequence(parameter, comm)`, has those ranks: who averages gradients must do so
+over all of them, or the replicas come apart.
+
+    ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 come apart
+                                  over mesh["dp", "cp"]      0, 1, 2, 3      right
+
+Marks are attributes of the parameter. They stay through `module.to(...)`, `p.data = ...`,
+`copy.deepcopy` and every strategy around the module; ZeRO-3's pieces, flat, have those of the
 parameter that they are of. A parameter made anew (`to_empty` from the meta device) has none.
+A pickled one (`torch.save(model)`, a model returned by `world.run`) has marks that say the same of
+ranks that are far away: their `comm` is a `Departed`, over which nothing travels.
 """
 
 from collections.abc import Iterable
@@ -22,6 +32,7 @@ from typing import Any, TypeVar
 from weakref import ref
 
 import torch
+from torch import nn
 
 from labkit.comm import Comm
 
@@ -65,18 +76,29 @@ def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
             "part that it has"
         )
-    _attach(parameter, shard)
+    _attach(parameter, _SHARD, shard)
+
+
+def mark_sequence(parameter: torch.Tensor, comm: Comm) -> None:
+    """Say that each rank of `comm` has `parameter` whole and uses it on its own part of the
+    sequences, so that its gradient is to be averaged over all of them."""
+    _attach(parameter, _SEQUENCE, comm)
+
+
+def sequence_comm_of(parameter: torch.Tensor) -> Comm | None:
+    """The ranks that share each sequence, where they do."""
+    return getattr(parameter, _SEQUENCE, None)
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
     """Which part of a whole `parameter` is; None for a replicated one."""
-    return getattr(parameter, "_labkit_shard", None)
+    return getattr(parameter, _SHARD, None)
 
 
 def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
-    """`x`, a flat piece of `parameter` or its gradient, with the same mark, where it has one."""
-    if (shard := shard_of(parameter)) is not None:
-        _attach(x, shard)
+    """`x`, a piece or a copy of `parameter`, or its gradient, with the marks that it has."""
+    for name, mark in _marks_of(parameter).items():
+        _attach(x, name, mark)
     return x
 
 
@@ -102,17 +124,57 @@ def check_replicas(named: Iterable[tuple[str, torch.Tensor]], comm: Comm) -> Non
             )
 
 
-def _attach(parameter: torch.Tensor, shard: Shard) -> None:
+def check_whole_sequences(named: Iterable[tuple[str, torch.Tensor]], comm: Comm) -> None:
+    """Raises ValueError where some ranks that share a sequence are not in `comm`: averaged over
+    `comm` alone, their replicas of a parameter would come apart."""
+    for name, x in named:
+        sharing = sequence_comm_of(x)
+        if sharing is not None and not {*sharing.ranks} <= {*comm.ranks}:
+            raise ValueError(
+                f"{name} is used by ranks {list(sharing.ranks)} on parts of the same sequences "
+                f"(context_parallel), and ranks {list(comm.ranks)} are not all of them: its "
+                "replicas would come apart; give the strategy the data-parallel and the "
+                "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, mesh["
+                '"dp", "cp"])'
+            )
+
+
+# ---- how marks stay
+
+_SHARD, _SEQUENCE = "_labkit_shard", "_labkit_sequence"
+
+
+def _marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    return {name: vars(parameter)[name] for name in (_SHARD, _SEQUENCE) if name in vars(parameter)}
+
+
+def _attach(parameter: torch.Tensor, name: str, mark: Any) -> None:
     """nn.Parameter's own `__deepcopy__` drops attributes, and a subclass would lose the fast
-    optimizers; but `copy` asks the object itself. The weak reference makes no cycle."""
+    optimizers; but `copy` and `pickle` ask the object itself. The weak reference makes no cycle."""
     weak = ref(parameter)
 
     def deepcopy(memo: dict[int, Any]) -> torch.Tensor:
         me = weak()
         assert me is not None
-        new = type(me).__deepcopy__(me, memo)
-        _attach(new, shard)
-        return new
+        return marked_as(me, type(me).__deepcopy__(me, memo))
 
-    parameter._labkit_shard = shard  # type: ignore[attr-defined]
+    def reduce_ex(protocol: int) -> Any:
+        me = weak()
+        assert me is not None
+        if type(me) is torch.Tensor or type(me) is nn.Parameter:
+            return _again, (type(me) is nn.Parameter, me.requires_grad, me.detach(), _marks_of(me))
+        return type(me).__reduce_ex__(me, protocol)
+
+    setattr(parameter, name, mark)
     parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    parameter.__reduce_ex__ = reduce_ex  # type: ignore[method-assign]
+
+
+def _again(
+    is_parameter: bool, requires_grad: bool, x: torch.Tensor, marks: dict[str, Any]
+) -> torch.Tensor:
+    """Out of a pickle: the tensor and its marks, and no other attribute."""
+    new = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
+    for name, mark in marks.items():
+        _attach(new, name, mark)
+    return new

@@ -3,15 +3,17 @@ the layer's name before anything is cut, and by rank before anything is computed
 """
 
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from labkit.comm import CollectiveMismatch, Comm
+from labkit.comm.words import ranks_in_words
+from labkit.memory.conditions import generators
 from labkit.parallel.parts.random_state import draws
 from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
 
@@ -26,14 +28,23 @@ def is_mlp(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("up", "down"))
 
 
+def columns_and_rows(layer: Any) -> tuple[list[str], str]:
+    """The names of the linear layers that are cut by columns, and of the one by rows. An MLP may be
+    gated, as Llama's: down(act(gate(x)) * up(x)); its `gate` has the columns that `up` has."""
+    if is_attention(layer):
+        return ["q", "k", "v"], "out"
+    return ["gate", "up"] if hasattr(layer, "gate") else ["up"], "down"
+
+
 def check_fits(model: nn.Module, comm: Comm) -> None:
     """Raises ValueError where a layer cannot be cut, or none is to be."""
     layers = {path: one for path, one in model.named_modules() if is_attention(one) or is_mlp(one)}
     for path, layer in layers.items():
-        for name in ("q", "k", "v", "out") if is_attention(layer) else ("up", "down"):
+        columns, row = columns_and_rows(layer)
+        for name in (*columns, row):
             _check_plain(f"{path}.{name}".lstrip("."), getattr(layer, name))
-        _check_no_others(path, layer)
-        counts = _heads_of(path, layer) if is_attention(layer) else _hidden_of(layer)
+        _check_no_others(path, layer, [*columns, row])
+        counts = _heads_of(path, layer) if is_attention(layer) else _hidden_of(path, layer)
         for what, count in counts.items():
             if count % comm.size:
                 fits = gcd(*counts.values())
@@ -45,14 +56,14 @@ def check_fits(model: nn.Module, comm: Comm) -> None:
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has nothing that tensor_parallel knows to cut: modules with "
-            "q, k, v and out (attention) or with up and down (an MLP); give its layers these names"
+            "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
+            "give its layers these names"
         )
 
 
-def _check_no_others(path: str, layer: nn.Module) -> None:
+def _check_no_others(path: str, layer: nn.Module, known: Sequence[str]) -> None:
     """What is between columns and rows sees a part of the features: what it learned from them would
     be a part of a gradient, or the whole of it where it stands before or after."""
-    known = ("q", "k", "v", "out") if is_attention(layer) else ("up", "down")
     for name, _ in layer.named_parameters():
         if name.partition(".")[0] not in known:
             raise ValueError(
@@ -63,8 +74,14 @@ def _check_no_others(path: str, layer: nn.Module) -> None:
             )
 
 
-def _hidden_of(mlp: Any) -> dict[str, int]:
-    return {"hidden features": mlp.up.out_features}
+def _hidden_of(path: str, mlp: Any) -> dict[str, int]:
+    hidden: int = mlp.up.out_features
+    if hasattr(mlp, "gate") and mlp.gate.out_features != hidden:
+        raise ValueError(
+            f"{path}.gate".lstrip(".") + f" has {mlp.gate.out_features} features and up {hidden}: "
+            "a gate is cut as what it is multiplied with; make them equal, or give it another name"
+        )
+    return {"hidden features": hidden}
 
 
 def _heads_of(path: str, attention: Any) -> dict[str, int]:
@@ -82,8 +99,8 @@ def _heads_of(path: str, attention: Any) -> dict[str, int]:
 def _check_plain(path: str, layer: nn.Module) -> None:
     if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
         raise ValueError(
-            f"{path} is cut over {layer.comm.size} ranks already; edit a model once, or build a "
-            "new one"
+            f"{path} is cut over {ranks_in_words(layer.comm.size)} already; edit a model "
+            "once, or build a new one"
         )
     if type(layer) is not nn.Linear:
         raise ValueError(
@@ -97,33 +114,50 @@ SAME_SEED = "call torch.manual_seed with the same seed on all of them"
 
 
 class SameInput:
-    """Before each forward, where the ranks compare notes: have they the same input, and, with
-    dropout on, the same random state?"""
+    """Before each forward, where the ranks compare notes: have they the same input, all tensors in
+    it, and, with dropout on, the same random state?"""
 
     def __init__(self, comm: Comm, sequence: bool):
         self.comm, self.sequence = comm, sequence
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        for x in (*args, *kwargs.values()):
+        def inputs() -> int:
+            found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             # With a cut sequence, x of a later stage of the model is a part, and tokens are whole.
-            if isinstance(x, Tensor) and not (self.sequence and x.is_floating_point()):
-                self._compare("input", partial(_checksum, x), SAME_BATCH)
-        self._compare("random state", lambda: _random_state() if draws(model) else 0, SAME_SEED)
+            return checksum(x for x in found if not (self.sequence and x.is_floating_point()))
 
-    def _compare(self, what: str, number: Callable[[], int], advice: str) -> None:
-        try:
-            self.comm.compare(what, lambda: f"{number():08x}")
-        except CollectiveMismatch as error:
-            each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
-            raise ValueError(
-                f"the {what} differs between the ranks of a tensor-parallel group, which compute "
-                f"one model together; {advice}\n{each}"
-            ) from None
+        check_same(self.comm, "input", inputs, SAME_BATCH)
+        check_same(
+            self.comm, "random state", lambda: _random_state(model) if draws(model) else 0,
+            SAME_SEED,
+        )  # fmt: skip
 
 
-def _random_state() -> int:
-    return _checksum(torch.default_generator.get_state())
+def check_same(comm: Comm, what: str, number: Callable[[], int], advice: str) -> None:
+    """Raises ValueError where the ranks compare notes and their numbers differ."""
+    if comm.size == 1:
+        return
+    try:
+        comm.compare(what, lambda: f"{number():08x}")
+    except CollectiveMismatch as error:
+        each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
+        raise ValueError(
+            f"the {what} differs between the ranks of a tensor-parallel group, which compute "
+            f"one model together; {advice}\n{each}"
+        ) from None
 
 
-def _checksum(x: Tensor) -> int:
-    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+def _random_state(model: nn.Module) -> int:
+    """Of the generators from which it draws: the CPU's, and that of its device on this rank."""
+    devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
+    return checksum(g.get_state() for g in generators() if g.device in devices)
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that other bytes, or another shape or dtype, would most likely change."""
+    found = 0
+    for x in tensors:
+        flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        found = zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), found)
+        found = zlib.crc32(flat.numpy().tobytes(), found)
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.parallel.footprint import Footprint
-from labkit.parallel.parts.tensor_checks import is_attention, is_mlp
+from labkit.parallel.parts.tensor_checks import columns_and_rows, is_attention, is_mlp
 
 
 def footprint(
@@ -65,8 +65,8 @@ def _cut(module: nn.Module) -> set[Tensor]:
     found: set[Tensor] = set()
     every: Iterable[Any] = module.modules()
     for one in every:
-        columns = [one.q, one.k, one.v] if is_attention(one) else [one.up] if is_mlp(one) else []
-        found.update(p for layer in columns for p in layer.parameters())
-        if columns:
-            found.add((one.out if is_attention(one) else one.down).weight)
+        if is_attention(one) or is_mlp(one):
+            columns, row = columns_and_rows(one)
+            found.update(p for name in columns for p in getattr(one, name).parameters())
+            found.add(getattr(one, row).weight)
     return found

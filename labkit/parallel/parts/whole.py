@@ -7,21 +7,41 @@ from torch import Tensor, nn
 
 from labkit.parallel.parts.conjugate import gathered
 from labkit.parallel.parts.shards import Shard, shard_of
+from labkit.parallel.parts.zero3_state import WholeState
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()` as of the plain model: every cut parameter is whole, and the same on
-    all ranks, which call it together. One with two names is put together once."""
+    """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
+    ranks, which call it together. One with two names is put together once.
+
+    Args:
+        model: edited by `tensor_parallel`, or a strategy around one, as DDP and ZeRO3; names are
+            those of the module inside. After steps of a ZeroOptimizer that gathers in forward
+            (`gather_in`), call its `wait()` first.
+    """
+    parts = plain_module(model).state_dict(keep_vars=True)
+    # ZeRO3's are whole over its own ranks, and may be cut over others.
+    found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)
     whole: dict[int, Tensor] = {}
-    found = dict(model.state_dict(keep_vars=True))
     for name, x in found.items():
-        if id(x) not in whole:
-            shard = shard_of(x)
+        if isinstance(x, Tensor) and id(x) not in whole:
+            shard = shard_of(parts[name])
             whole[id(x)] = x.detach() if shard is None else _joined(x.detach(), shard)
-        found[name] = whole[id(x)]
-    return found
+    return {name: whole.get(id(x), x) for name, x in found.items()}
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose names count: without the strategy around it, which has nothing but it."""
+    inside = getattr(model, "module", None)
+    if isinstance(inside, nn.Module) and (
+        hasattr(model, "owned")
+        or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
+    ):
+        return plain_module(inside)
+    return model
 
 
 def _joined(x: Tensor, shard: Shard) -> Tensor:
     """All ranks' parts beside each other, without the padding at the end."""
-    return gathered(x, shard.comm, shard.dim).narrow(shard.dim, 0, shard.whole)
+    there = gathered(x.to(shard.comm.own_device()), shard.comm, shard.dim)
+    return there.narrow(shard.dim, 0, shard.whole).to(x.device)

@@ -1,0 +1,151 @@
+"""Context parallelism beside data and tensor parallelism: over which ranks gradients are averaged,
+what is said where some are left out, and the weights of one process where none are."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from labkit import (
+    DDP,
+    GPT,
+    Comm,
+    Mesh,
+    NaiveDDP,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    context_parallel,
+    full_state_dict,
+    sequence_shard,
+    tensor_parallel,
+)
+from labkit.parallel.parts.shards import sequence_comm_of, shard_of
+
+AGREE = 1e-10
+VOCAB, LENGTH = 31, 16
+STRATEGIES: list[Callable[[Any, Comm], Any]] = [
+    DDP,
+    NaiveDDP,
+    ZeRO3,
+    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, comm, lr=1),
+    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, comm, lr=1),
+]
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
+
+
+def refused(what: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        what()
+    return str(caught.value)
+
+
+def test_a_strategy_that_leaves_out_context_ranks_is_refused(world4: World) -> None:
+    def run() -> None:
+        mesh = Mesh(dp=2, cp=2)
+        for strategy in STRATEGIES:
+            said = refused(lambda strategy=strategy: strategy(gpt_over(mesh), mesh.dp))
+            assert f"used by ranks {list(mesh.cp.ranks)}" in said, said
+            assert f"ranks {list(mesh.dp.ranks)} are not all of them" in said, said
+            assert 'mesh["dp", "cp"]' in said, said
+        for strategy in (DDP, ZeRO3):
+            strategy(gpt_over(mesh), mesh["dp", "cp"])
+
+    def gpt_over(mesh: Mesh) -> Any:
+        return context_parallel(gpt(), mesh.cp)
+
+    world4.run(run)
+
+
+def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited(world4: World) -> None:
+    def run() -> None:
+        mesh, model = Mesh(dp=2, cp=2), gpt()
+        core = model.blocks[0].attn.core  # type: ignore[union-attr]
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
+        said = refused(lambda: context_parallel(model, mesh.cp))
+        assert "belongs to a ZeroOptimizer over ranks" in said and "context_parallel first" in said
+        assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
+        assert not any(sequence_comm_of(p) for p in model.parameters())
+        del optimizer
+
+    world4.run(run)
+
+
+def test_what_tensor_parallelism_cuts_keeps_the_mark(world4: World) -> None:
+    def run() -> None:
+        mesh = Mesh(dp=1, cp=2, tp=2)
+        model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
+        assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
+        assert sum(shard_of(p) is not None for p in model.parameters()) > 5
+        assert "are not all of them" in refused(lambda: DDP(copy.deepcopy(model), mesh.dp))
+        assert "are not all of them" in refused(lambda: ZeRO3(model, mesh.dp))
+
+    world4.run(run)
+
+
+def trained(sizes: dict[str, int], way: Any, tensor_first: bool, **how: Any) -> float:
+    """How far the weights are from those of one process, after three steps on a mesh."""
+    mesh, alone = Mesh(**sizes), gpt()
+    model: Any = copy.deepcopy(alone)
+    if tensor_first:
+        model = context_parallel(tensor_parallel(model, mesh.tp, **how), mesh.cp, way=way)
+    else:
+        model = tensor_parallel(context_parallel(model, mesh.cp, way=way), mesh.tp, **how)
+    model = DDP(model, mesh["dp", "cp"])
+    its, optimizer = (
+        torch.optim.AdamW(one.parameters(), lr=1e-2, weight_decay=0.1) for one in (alone, model)
+    )
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        whole = torch.randint(VOCAB, (4, LENGTH + 1), generator=generator)
+        rows = whole.chunk(mesh.dp.size)[mesh.dp.rank]
+        mine = [sequence_shard(t, mesh.cp) for t in (rows[:, :-1], rows[:, 1:])]
+        for one, its_optimizer, (x, y) in (
+            (model, optimizer, mine),
+            (alone, its, (whole[:, :-1], whole[:, 1:])),
+        ):
+            its_optimizer.zero_grad()
+            F.cross_entropy(one(x).flatten(0, 1), y.flatten()).backward()
+            its_optimizer.step()
+    found, expected = full_state_dict(model), alone.state_dict()
+    assert list(found) == list(expected), "names are those of the plain model"
+    return max(float((found[name] - x).abs().max()) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
+    """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
+    sizes = {"dp": 1, "cp": 2, "tp": 2}
+    assert max(world4.run(trained, sizes, way, tensor_first=False)) < AGREE
+    assert max(world4.run(trained, sizes, way, tensor_first=True, sequence=True)) < AGREE
+
+
+def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World) -> None:
+    sizes = {"dp": 2, "cp": 2, "tp": 1}
+    assert max(world4.run(trained, sizes, "ring", tensor_first=False)) < AGREE
+
+
+def test_averaged_over_too_few_the_replicas_would_come_apart(world4: World) -> None:
+    """What the refusal is for: without the mark, nothing else stops it."""
+
+    def apart() -> float:
+        mesh = Mesh(dp=2, cp=2)
+        model: Any = context_parallel(gpt(), mesh.cp)
+        for p in model.parameters():
+            vars(p).pop("_labkit_sequence")
+        wrapped = DDP(model, mesh.dp)
+        x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
+        wrapped(x).square().mean().backward()
+        grad = model.head.weight.grad
+        others = [torch.empty_like(grad) for _ in range(2)]
+        mesh.cp.all_gather(others, grad)
+        return float((others[0] - others[1]).abs().max())
+
+    assert min(world4.run(apart)) > 1e-6

@@ -1,0 +1,33 @@
+"""Which models a strategy can train on how many ranks: asked on paper, before any rank starts."""
+
+import pytest
+import torch
+
+from labkit.models import GPT
+from labkit.recipes import RECIPES
+
+
+def unfit(name: str, length: int, ranks: int, heads: int = 4, kv_heads: int = 2) -> str:
+    with torch.device("meta"):
+        model = GPT(31, 24, 1, heads, 64, kv_heads=kv_heads)
+    return RECIPES[name].unfit(model, length, ranks)
+
+
+@pytest.mark.parametrize("name", ["tensor", "sequence", "context"])
+def test_one_rank_takes_any_length_and_heads(name: str) -> None:
+    assert unfit(name, 7, 1, heads=3, kv_heads=3) == ""
+
+
+def test_key_value_heads_divide_too() -> None:
+    for name in ("tensor", "sequence"):
+        assert unfit(name, 16, 2) == ""
+        assert unfit(name, 16, 4) == "2 key-value heads do not divide over 4 ranks"
+        assert unfit(name, 15, 3) == "4 heads do not divide over 3 ranks"
+    assert unfit("context", 16, 4) == "", "the ring takes any heads"
+
+
+def test_a_sequence_divides() -> None:
+    assert unfit("sequence", 15, 2) == "15 tokens do not divide over 2 ranks"
+    assert unfit("tensor", 15, 2) == "", "tokens stay whole"
+    assert unfit("context", 15, 2) == "15 tokens are not 4 equal chunks"
+    assert unfit("context", 18, 2) == "18 tokens are not 4 equal chunks"

@@ -2,6 +2,7 @@
 it cannot do are refused with the rule. That the rules find faults stands in
 test_schedules_rules.py, bubbles in test_schedules_bubbles.py."""
 
+import doctest
 import re
 from collections import Counter
 from importlib import import_module
@@ -126,10 +127,12 @@ def test_pipedream_is_some_updates_behind(case: Case) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_wrong_sizes_are_named(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
-    with pytest.raises(ValueError, match="stages=0"):
+    with pytest.raises(ValueError, match="stages=0: a pipeline has"):
         schedule(name, 0, 3, chunks)
     with pytest.raises(ValueError, match="microbatches=-1"):
         schedule(name, 3, -1, chunks)
+    with pytest.raises(ValueError, match=r"microbatches=2.5: a pipeline has a whole number"):
+        schedule(name, 1, 2.5, chunks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,13 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
     assert len(found) == len(FILES[file])
     for name, (sizes, table) in zip(FILES[file], found, strict=True):
         assert table == show(schedule(name, *sizes))
+
+
+@pytest.mark.parametrize("file", [*FILES, "actions", "messages", "balance", "text", "__init__"])
+def test_the_examples_in_a_file_are_right(file: str) -> None:
+    module = import_module(f"labkit.schedules.{file}".removesuffix(".__init__"))
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
 
 
 def test_every_schedule_has_a_table() -> None:

@@ -1,6 +1,7 @@
 """`check` names the first rule that a schedule breaks. Faults are put into good schedules at
 random; whether a fault is one, and of which kind, says an oracle that shares no code with it."""
 
+import pickle
 from itertools import combinations
 
 import pytest
@@ -187,6 +188,13 @@ def test_what_is_no_action_is_told() -> None:
         check([[Action("foward", 0)]])
     with pytest.raises(ScheduleError, match="micro-batch -1 on chunk 0; both count from 0"):
         check([[Action("forward", -1)]])
+
+
+def test_a_broken_rule_comes_whole_from_a_rank() -> None:
+    error = fault(parse_schedule("F0 B0\nB0 F0"))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and vars(again) == vars(error)
+    assert (again.stage, again.position, str(again.action)) == (1, 0, "B0")
 
 
 def test_halves_and_wholes_may_be_mixed() -> None:

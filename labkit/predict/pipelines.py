@@ -61,7 +61,7 @@ class PipelineStep:
 def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
     """One stage at a time: each micro-batch through all of them and back before the next.
 
-    Source: arXiv 1811.06965, section 1 (its "naive model parallelism").
+    Source: arXiv 1811.06965, figure 2b.
 
     >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
     0.75

@@ -143,7 +143,7 @@ def own_positions(student: Student) -> Iterator[str]:
                     found=brief(shard),
                     hint="Chunks r and 2n-1-r, the early one first.",
                 )
-    yield "every position once, on 1, 2, 3 and 4 ranks"
+    yield "every position once, for 1, 2, 3 and 4 ranks"
     yield "as many tokens and as many scores on each rank"
 
 

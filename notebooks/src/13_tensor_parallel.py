@@ -172,7 +172,8 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 #   g          all-reduce   nothing
 # ```
 #
-# Norms, residual sums and their dropout lie outside, and every rank computes them, all the same.
+# Norms, residual sums (x + mlp(x)) and their dropout lie outside, and every rank computes them, all the
+# same.
 
 # %% [markdown]
 # ### The vocabulary
@@ -244,7 +245,8 @@ print(f"{50257 / (2 * 3):,.0f} times as much")
 # %% [markdown]
 # ## 4. Read it
 #
-# f is nothing in forward. (`_Copy` takes several tensors, to send their gradients in one message.)
+# f is nothing in forward. (`_Copy` takes several tensors, to send their gradients in one message;
+# `once_differentiable` says that there is no derivative of the derivative.)
 
 # %%
 show("parallel/parts/conjugate.py:_Copy.backward")
@@ -290,7 +292,7 @@ show(
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
 # all ranks have the same x, and must drop **the same**, or they have the same x no more. So between
-# f and g a rank draws from a stream of its own:
+# f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
 
 # %%
 show("parallel/parts/random_state.py:own_numbers", since="with _disable")

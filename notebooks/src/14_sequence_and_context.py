@@ -6,7 +6,7 @@
 # sequence may be longer than any rank could hold. Only attention looks across; you build both ways in
 # which it can, and see when their messages hide.
 #
-# You need lab 02 (collectives), lab 11 (activations, flash attention) and lab 13 (f and g).
+# You need lab 02 (collectives), lab 03 (all-to-all), lab 06 (clusters), lab 11 (activations, flash attention) and lab 13 (f and g).
 
 # %%
 from dataclasses import replace
@@ -15,21 +15,11 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from labkit import (
-    DDP,
-    GPT,
-    Text,
-    World,
-    attach,
-    cluster,
-    context_parallel,
-    listen,
-    plot,
-    sequence_shard,
-)
+from labkit import DDP, GPT, Text, World, attach, context_parallel, listen, plot, sequence_shard
 from labkit import predict as formulas
 from labkit.check import lab_14 as check
 from labkit.check import predict, report
+from labkit.clusters import cluster
 from labkit.course import show
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
@@ -106,7 +96,7 @@ print(f"{gb:.0f} GB on each of 8 GPUs")
 # tile (lab 11): a rank keeps its out and, for each query, L = log Σ exp(score). A new block gives
 # another out and L, and the two become one.
 #
-# **Ulysses**: heads do not know each other. An all-to-all swaps "all heads of my tokens" for "all
+# **Ulysses**: heads do not know each other. An all-to-all (lab 03) swaps "all heads of my tokens" for "all
 # tokens of my heads"; each rank computes plain attention; another brings the result back.
 
 # %% [markdown]
@@ -158,6 +148,7 @@ for name, owners in SHARDS.items():
 # | causal mask | 因果掩码 | a token sees those before it |
 # | online softmax | 在线 softmax | a softmax that takes up its numbers part by part |
 # | log-sum-exp | 对数求和指数 | L, by which two parts are weighed |
+# | key-value head | 键值头 | a head of k and v; several heads of q may share it |
 # | exposed | 未被掩盖的 | the part of a message that computing does not hide |
 
 # %% [markdown]
@@ -167,7 +158,7 @@ for name, owners in SHARDS.items():
 #
 # **Sequence parallelism**, t = 2 ranks. How many bytes does a rank send for **one layer**, forward
 # and backward, in float32 (4 bytes)? Tensor parallelism: 4 all-reduces of b·s·w numbers. With
-# sequence parallelism: how many gathers and scatters, each (t-1)/t · b·s·w? And one sum of partial
+# sequence parallelism: how many gathers and scatters, each (t-1)/t · b·s·w? And all-reduces of partial
 # gradients: 2 norms with weight and bias, the biases of `out` and `down`, w numbers each.
 #
 # What does a layer keep then, in 2-byte types? (Lab 11: 34 · s·b·w + 5 · h·s²·b, where it has a for
@@ -234,13 +225,15 @@ show("parallel/tensor.py:SummedGradients.__call__")
 show("parallel/parts/zigzag.py:split_zigzag")
 
 # %% [markdown]
-# The ring. `yield` hands a block to the loop that computes with it; meanwhile it travels on.
+# The ring. `ring_exchange` sends a block to the next rank, and takes one from the rank before. `yield`
+# hands a block to the loop that computes with it; meanwhile it travels on.
 
 # %%
 show("parallel/parts/ring_attention.py:_around")
 
 # %% [markdown]
-# No score is masked but on the diagonal: a block is before a half of my queries, or behind it.
+# Only with its own block does a rank need a mask. Of all others, either all its queries see the early
+# half, or its late queries see the whole. In the order queries, keys, causal or not:
 
 # %%
 show("parallel/parts/ring_attention.py:_seen")
@@ -523,8 +516,8 @@ for block, trace in replays.items():
 #
 # ### Three colleagues with a shard
 #
-# Each gives `context_parallel` its tokens and targets. All programs run. What is wrong in each, and
-# would the loss tell?
+# Each gives a rank its tokens, targets and positions (None: `context_parallel` fills them in). All
+# programs run. What is wrong in each, and would the loss tell?
 
 
 # %%
@@ -583,7 +576,7 @@ for name, losses in curves.items():
 # %% [markdown] tags=["answer"]
 # - **shard_1** has contiguous shards, but the ring and the positions are those of zig-zag shards: tokens
 #   get other places, and some see tokens that come **after** them.
-# - **shard_2** is the right shard and says it stands at 0, 1, 2, ... The mask is right, the positions are
+# - **shard_2** has the right shard, and says that it stands at 0, 1, 2, ... The mask is right, the positions are
 #   not: late tokens have the position vectors of early ones.
 # - **shard_3** cuts tokens and targets in two ways: most targets belong to other tokens.
 #
@@ -759,8 +752,10 @@ for name, job in JOBS.items():
 # Return u, for the least exposed time of forward and backward. It must divide the ranks, the heads and
 # the key-value heads. `job.flops_per_s` is what a rank computes; `job.inside` and `job.between` are
 # (bytes per second, latency in seconds) of the two wires. All of Ulysses is exposed: 4 messages in
-# forward, 4 in backward. For the ring ask `ring_exposed_s`, for the bytes
-# `ulysses_bytes(sequence_of_the_group, rows, heads, kv_heads, head_width, u)`.
+# forward, 4 in backward; all 4 together send
+# `ulysses_bytes(sequence_of_the_group, rows, heads, kv_heads, head_width, u)` bytes. For the ring ask
+# `ring_exposed_s(block, rows, heads, kv_heads, head_width, ranks, flops_per_s, bytes_per_s, latency_s,
+# backward=...)`, with the heads and ranks of the ring.
 
 
 # %%

@@ -176,8 +176,8 @@ def first_stage_activation_bytes(
 
     With 1F1B, p micro-batches are under way on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
-    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out. It is
-    held to the paper's expression alone: no run was counted for it.
+    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out. It
+    is held to the paper's expression alone: no run was counted for it.
 
     Args:
         layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.

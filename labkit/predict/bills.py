@@ -87,8 +87,8 @@ def activation_bill(
 
     Args:
         kept: of `labkit.memory.saved.saved_by(block, x)`, with x [rows, sequence, width] in a
-            2-byte type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x is this
-            rank's part of the positions; `sequence` are all of them.
+            2-byte type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
+            is this rank's part of the positions; `sequence` are all of them.
         tensor_parallel, sequence_parallel: ranks over which the block is cut, and how.
         recompute: "none", "selective" or "full": what the formula is to count.
 

@@ -179,8 +179,8 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 # ### The vocabulary
 #
 # For GPT-3's table of 50257 tokens the logits of a token are 50257 numbers. Cut the table by tokens.
-# 50257 does not divide by 8: rows of zeros are added, up to 50264. That is **vocabulary padding**; no
-# token has these rows, and no loss counts their logits.
+# (**Vocabulary padding**: 50257 does not divide by 8, so rows of zeros are added, up to 50264. No loss
+# counts their logits.)
 #
 # - **Embedding**: each rank looks up the tokens that it has, zeros for others, and all add up.
 # - **Head**: each rank has the logits of its tokens. It is cut by columns, so f stands before it.
@@ -211,8 +211,8 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 # of b = 4 rows of s = 64 positions, in float32 (4 bytes), on t = 4 ranks.
 #
 # - What does a rank send in a step for **the layers**, forward and backward? And for **the
-#   vocabulary**: the embedding's sum, the head's f, and the loss with its 3 numbers a token? (In an
-#   all-reduce of S bytes a rank sends 2(t-1)/t · S, lab 02. A number of the loss has 4 bytes, too.)
+#   vocabulary**: the embedding's sum, the head's f, and the loss with its 3 numbers a token? (An
+#   all-reduce of S bytes sends 2(t-1)/t · S.)
 # - A layer has 12 w² + 13 w parameters: q, k, v, out [w, w], up [4w, w], down [w, 4w]; biases w, w, w,
 #   w, 4w, w; two norms, 4 w. How many of them has a rank?
 

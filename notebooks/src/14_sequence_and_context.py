@@ -70,8 +70,8 @@ print(f"{gb:.0f} GB on each of 8 GPUs")
 #
 # A norm, a dropout and a residual sum look at one position at a time. So from the all-reduce after one
 # pair of matrices (lab 13's operator g) to the next pair (its f) no rank needs all positions. And an
-# all-reduce is a reduce-scatter and an all-gather (lab 02). Put
-# the two halves **around** what lies between:
+# all-reduce is a reduce-scatter and an all-gather (lab 02). Put the two halves **around** what lies
+# between:
 #
 # ```
 #   tensor      ─ B by rows ─ all-reduce ───────────── + ─ norm ──────────────── A by columns ─
@@ -454,11 +454,14 @@ axes.spines[["top", "right"]].set_visible(False)
 #   travelling  m tokens of k and v, 4 bytes a number          8 b h e m / WIRE     seconds
 #   hidden      from m = 4 · FLOPS / WIRE on, whatever b, h and e are
 # ```
-#
+
+# %% [markdown]
 # Twice as many tokens are twice the way, but four times the work. So a long sequence hides its own
-# messages. (With fewer key-value heads a block is smaller, and it hides from a smaller m on.) FLOPS (operations a second) and WIRE (bytes a second) are those of `workstation`, one of
-# labkit's clusters (lab 06): 4 RTX 4090 on PCIe 4.0. `labkit/clusters/known.toml` has the source of
-# each number. As in the formula, only products take time here, and messages have no latency:
+# messages. (With fewer key-value heads a block is smaller, and it hides from a smaller m on.)
+#
+# FLOPS (operations a second) and WIRE (bytes a second) are those of `workstation`, one of labkit's
+# clusters (lab 06): 4 RTX 4090 on PCIe 4.0. `labkit/clusters/known.toml` has the source of each
+# number. As in the formula, only products take time here, and messages have no latency:
 
 # %%
 known, free = cluster("workstation"), float("inf")

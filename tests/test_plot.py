@@ -361,6 +361,30 @@ def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
     assert_readable(view.figure, view.labels, view.names)
 
 
+def test_the_legend_has_what_is_drawn_and_nothing_else():
+    """As where ranks agree on a model before the first step: an all-gather in no step."""
+    trace = sample_trace(2, 2)
+    first = trace.ranks[0].comms[0]
+    trace.ranks[0].comms.append(replace(first, op="all_gather", step=-1))
+    trace.ranks[1].comms.append(replace(first, op="broadcast", step=1))
+    view = TimelineView(trace, step=0)
+
+    def legend() -> set[str]:
+        (one,) = view.figure.legends
+        return {text.get_text() for text in one.get_texts()}
+
+    usual = {"forward", "backward", "optimizer", "waiting", "all_reduce"}
+    assert usual <= legend() and not legend() & {"all_gather", "broadcast"}
+    view.redraw(step=1, zoom=(0.4, 0.5))
+    assert legend() >= usual | {"broadcast"} and "all_gather" not in legend()
+    view.redraw(step=1, ranks=[0])
+    assert "broadcast" not in legend(), "of a rank that is not drawn"
+    for event in trace.ranks[0].comms:
+        event.wait_began_s = event.wait_ended_s = 0.0
+    view.show(trace, step=1, ranks=[0])
+    assert "waiting" not in legend()
+
+
 def test_a_name_stands_where_no_wait_lies_over_its_bar():
     """As in tensor parallelism, where a module waits in the middle of its forward."""
     span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
@@ -530,6 +554,25 @@ def small_memory() -> Trace:
     spans = [Span("forward", "", 3, 5.0, 8.0), Span("backward", "", 3, 8.0, 13.0)]
     one = RankTrace(0, 1, steps=[Step(3, 5.0, 15.0, True)], spans=spans, memory=points)
     return Trace({0: one})
+
+
+@pytest.mark.parametrize(("begin_s", "first"), [(4.0, 100), (5.0, 100), (5.5, 100), (7.5, 457)])
+def test_what_a_step_holds_is_drawn_from_the_beginning_of_forward_to_the_end(
+    begin_s: float, first: int
+):
+    """Wherever the moments of memory lie: forward may begin before the first, or after the last
+    that counts."""
+    runs = {"early": small_memory(), "other": small_memory()}
+    one = runs["other"].ranks[0]
+    one.spans[0] = replace(one.spans[0], began_s=begin_s)
+    (axes,) = plot.step_memory(runs).axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(curves) == 2
+    for line in curves:
+        assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0.0, 2.0)
+        assert line.get_ydata()[-1] == line.get_ydata()[-2] == 360
+        assert (np.diff(line.get_xdata()) >= 0).all()
+    assert curves[1].get_ydata()[0] == first
 
 
 def test_areas_are_the_bytes_of_each_category_from_that_moment_on():

@@ -136,32 +136,6 @@ def right_rows(heads: int, kv_heads: int, head_width: int, ranks: int, rank: int
     return rows
 
 
-def attention(x: Tensor, packed: Tensor, out: Tensor, heads: int, e: int) -> Tensor:
-    """Attention of x [n, w] with `heads` query heads and as many key-value heads as are left."""
-    kv = (len(packed) // e - heads) // 2
-    parts = (x @ packed.T).split([heads * e, kv * e, kv * e], dim=1)
-    q, k, v = (part.unflatten(1, (-1, e)).transpose(0, 1)[None] for part in parts)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return y[0].transpose(0, 1).flatten(1) @ out.T
-
-
-def attention_on_ranks(comm: Any, student: Student, heads: int, kv: int, e: int) -> Tensor:
-    """Each rank with the rows that the student names; then the sum."""
-    x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
-    out = drawn(WIDTH, heads * e, seed=8)
-    rows = [int(row) for row in student(heads, kv, e, comm.size, comm.rank)]
-    mine = out.chunk(comm.size, 1)[comm.rank]
-    y = attention(x, packed[rows], mine, heads // comm.size, e)
-    comm.all_reduce(y)
-    return y
-
-
-def right_attention(heads: int, kv: int, e: int) -> Tensor:
-    """All heads of one process, from the same packed matrix."""
-    x, packed = drawn(TOKENS, WIDTH, seed=6), drawn((heads + 2 * kv) * e, WIDTH, seed=7)
-    return attention(x, packed, drawn(WIDTH, heads * e, seed=8), heads, e)
-
-
 # ---- cross_entropy
 
 CE_TOKENS = 7

@@ -73,7 +73,7 @@ def attention_to(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-# ---- seen
+# ---- own_positions
 
 
 def right_positions(length: int, ranks: int, rank: int) -> list[int]:
@@ -86,23 +86,6 @@ def right_positions(length: int, ranks: int, rank: int) -> list[int]:
 def scores_of(positions: list[int]) -> int:
     """How many keys these queries see, all together."""
     return sum(position + 1 for position in positions)
-
-
-def attention_on_ranks(comm: Any, student: Student, length: int) -> Tensor:
-    """The whole result, put together of what each rank finds for the queries it names."""
-    q, k, v = (drawn(length, 4, seed=seed).double() for seed in (70, 71, 72))
-    own = torch.tensor(student(length, comm.size, comm.rank))
-    scores = (q[own] @ k.T).masked_fill(torch.arange(length) > own[:, None], float("-inf"))
-    whole = torch.zeros(length, 4, dtype=torch.float64)
-    whole[own] = scores.softmax(-1) @ v
-    comm.all_reduce(whole)
-    return whole
-
-
-def right_attention(length: int) -> Tensor:
-    """Causal attention over all positions, by torch, in float64."""
-    q, k, v = (drawn(length, 4, seed=seed).double() for seed in (70, 71, 72))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
 
 
 def plain(x: Any) -> Any:

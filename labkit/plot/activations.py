@@ -223,9 +223,12 @@ def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     (begin_s, middle_s), (_, end_s) = _times(one, "forward"), _times(one, "backward")
     when_s = np.array([point.when_s for point in one.memory])
     held = np.array([sum(point.held_bytes) for point in one.memory])
-    inside = (when_s >= begin_s) & (when_s <= end_s)
-    when = np.interp(when_s[inside], [begin_s, middle_s, end_s], [0.0, 1.0, 2.0])
-    return when, held[inside]
+    # What was there when forward began stands since some earlier moment, or is first known later.
+    first = max(0, int(np.searchsorted(when_s, begin_s, side="right")) - 1)
+    last = int(np.searchsorted(when_s, end_s, side="right"))
+    when = np.interp(when_s[first:last], [begin_s, middle_s, end_s], [0.0, 1.0, 2.0])
+    when[0] = 0.0
+    return np.append(when, 2.0), np.append(held[first:last], held[last - 1])
 
 
 def _times(one: RankTrace, phase: str) -> tuple[float, float]:

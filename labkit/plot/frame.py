@@ -24,7 +24,7 @@ from labkit.plot.style import (
     shade,
 )
 from labkit.trace import Trace
-from labkit.trace.measures import overlap
+from labkit.trace.measures import overlap, waiting
 
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 
@@ -48,7 +48,7 @@ def new_axes(figure: Figure) -> Axes:
 
 
 def legend_entries(trace: Trace) -> dict[str, Any]:
-    """Of all that is somewhere in the trace, so that they stay when another step is shown."""
+    """Of what is drawn of this trace, and of nothing else."""
     ranks = trace.ranks.values()
     phases = {x.phase for one in ranks for x in one.spans}
     ops = {x.op for one in ranks for x in one.comms}
@@ -57,7 +57,7 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
         for phase, colour in PHASES.items()
         if phase in phases
     }
-    if ops:
+    if unfinished(trace) or any(e > b for one in ranks for b, e in waiting(one)):
         entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
     for op in in_order(ops):
         name = "send, recv" if op in ("send", "recv") else op

@@ -76,8 +76,7 @@ class TimelineView:
         axes_in = min(max(1.3, rows * 0.46), 8.0)
         self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
         self.axes = new_axes(self.figure)
-        self._entries = legend_entries(trace)
-        self._legend = add_legend(self.figure, self._entries)
+        self._legend = add_legend(self.figure, {})
         self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
         self.axes.add_collection(self.polygons, autolim=False)
         self.names = Lettering(self.axes, NAME_PT, self.axes.transData, align=0.5, clip=True)
@@ -100,6 +99,7 @@ class TimelineView:
         if not 0 <= zoom[0] < zoom[1] <= 1:
             raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
         part, end_s, of_rank = self._of(step)
+        self._explain(Trace({rank: part.ranks[rank] for rank in chosen}))
         tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
         self._show(max(end_s, until_s) * 1e3, zoom, tops[-1])
         self.bars = [
@@ -128,10 +128,6 @@ class TimelineView:
     ) -> Figure:
         """Show another trace in place of this one, as `redraw` does."""
         self.trace, self._steps = trace, {}
-        entries = legend_entries(trace)
-        if list(entries) != list(self._entries):
-            self._legend.remove()
-            self._entries, self._legend = entries, add_legend(self.figure, entries)
         return self.redraw(step, ranks, zoom, until_s)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
@@ -144,6 +140,13 @@ class TimelineView:
             bars = {rank: bars_of(one, end_s) for rank, one in part.ranks.items()}
             self._steps[step] = (part, end_s, bars)
         return self._steps[step]
+
+    def _explain(self, shown: Trace) -> None:
+        """A legend of what this step and these ranks have, however far one zooms in."""
+        entries = legend_entries(shown)
+        if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
+            self._legend.remove()
+            self._legend = add_legend(self.figure, entries)
 
     def _show(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
         """Set the limits of the axes, and work out what a pixel is."""

@@ -12,11 +12,12 @@ mask 1; labkit.GPT's block keeps what the paper's does:
     out         its input 2                     ──────────────────────────────────
     dropout     its mask 1                      34 + 5as/w
 
-Held against what `record(detail_step=0)` counts for labkit.GPT in bfloat16, with dropout and
-`labkit.models.PlainAttention`, the formula is right to the byte but for the statistics of the two
-norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each norm and position,
-8·s·b in all (on a GPU of 4 bytes, 16·s·b), below 0.1 % from width 256 on. What must be so for that,
-and is not so everywhere:
+Two things count it for labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`:
+`record(detail_step=0)`, what a step on one rank holds, and `labkit.memory.saved.saved_by`, what
+autograd saves of one layer, on 1, 2 and 4 ranks. The formula is right to the byte but for the
+statistics of the two norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each
+norm and position, 8·s·b in all (on a GPU of 4 bytes, 16·s·b), below 0.1 % from width 256 on. What
+must be so for that, and is not so everywhere:
 
     the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the type of its
                                        input, 2 bytes in bfloat16: 11 % more at 5as/w = 20
@@ -32,6 +33,9 @@ features; what lies outside, 10 of the 34, every rank keeps whole, unless it is 
     and sequence parallel                34/t + 5as/(wt)       of inputs, too, only the part is kept
     selective recomputation              without the term of scores, as/w
     full recomputation                   2, or 2/t where the layer's input is cut by positions
+
+`saved_by` has counted each of these rows. What a pipeline's first stage holds, also with
+interleaved chunks, is a formula only, `first_stage_activation_bytes`: no run was counted for it.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, section 4 and Table 2.
@@ -172,7 +176,8 @@ def first_stage_activation_bytes(
 
     With 1F1B, p micro-batches are under way on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
-    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out.
+    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out. It
+    is held to the paper's expression alone: no run was counted for it.
 
     Args:
         layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.

@@ -1,6 +1,6 @@
 """The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules really keep.
 
-    labkit.memory.saved_by(block, x)       tensor by tensor, what autograd saves
+    labkit.memory.saved.saved_by(block, x)       tensor by tensor, what autograd saves
               │  by module, and scores apart from the rest
               ▼
     activation_terms(**sizes)                  the same terms, by the formula
@@ -20,7 +20,7 @@ OTHERS = "other"
 
 
 class KeptTensor(Protocol):
-    """What is asked of a `labkit.memory.SavedTensor`."""
+    """What is asked of a `labkit.memory.saved.SavedTensor`."""
 
     @property
     def module(self) -> str: ...
@@ -86,9 +86,9 @@ def activation_bill(
     """What a labkit.GPT block has kept, beside the formula's terms.
 
     Args:
-        kept: of `labkit.memory.saved_by(block, x)`, with x [rows, sequence, width] in a 2-byte
-            type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x is this
-            rank's part of the positions; `sequence` are all of them.
+        kept: of `labkit.memory.saved.saved_by(block, x)`, with x [rows, sequence, width] in a
+            2-byte type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
+            is this rank's part of the positions; `sequence` are all of them.
         tensor_parallel, sequence_parallel: ranks over which the block is cut, and how.
         recompute: "none", "selective" or "full": what the formula is to count.
 

@@ -8,9 +8,11 @@
 # You need lab 06 (dry runs), lab 07 (what a rank holds), lab 08 (ZeRO-3) and lab 11 (activations).
 
 # %%
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
@@ -21,6 +23,7 @@ from labkit.check import lab_13 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.models import PlainAttention
+from labkit.parallel.parts import random_state
 from labkit.parallel.parts.conjugate import copy_to_ranks, reduce_from_ranks
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.tensor_linear import RowParallelLinear
@@ -33,13 +36,17 @@ from labkit.trace.measures import peak_memory
 # ## 1. The question
 #
 # A model of 530 billion parameters has 105 layers of width 20480. Take **one** of them, trained with
-# Adam in mixed precision. What does one GPU hold? A dry run counts it. (The vocabulary is left tiny,
-# so that the layer is nearly everything.)
+# Adam in mixed precision. What does one GPU hold? A dry run (lab 06) counts it. (The vocabulary is
+# left tiny, so that the layer is nearly everything.)
+#
+# New in the code: `tensor_parallel` is this lab; it cuts a model over the ranks of `mesh.tp`.
+# `gather_logits=False` leaves each rank the logits of its own part of the vocabulary, and
+# `vocab_parallel_cross_entropy` makes the loss of such parts. With one rank none of it has an effect.
 
 
 # %%
 def step_on_paper(sizes, t, axes=("dp", "tp"), make=torch.optim.SGD):
-    """Two training steps, with t ranks for each layer: more of that below."""
+    """Two training steps, with t ranks for each layer, in axes of the mesh in this order."""
     lengths = {"tp": t, "dp": attach().size // t}
     mesh = Mesh(**{axis: lengths[axis] for axis in axes})
     model = tensor_parallel(GPT(**sizes).to(torch.bfloat16), mesh.tp, gather_logits=False)
@@ -165,12 +172,15 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 #   g          all-reduce   nothing
 # ```
 #
-# Norms, residual sums and their dropout lie outside, and every rank computes them, all the same.
+# Norms, residual sums (x + mlp(x)) and their dropout lie outside, and every rank computes them, all the
+# same.
 
 # %% [markdown]
 # ### The vocabulary
 #
-# For GPT-3's table of 50257 tokens the logits of a token are 50257 numbers. Cut the table by tokens:
+# For GPT-3's table of 50257 tokens the logits of a token are 50257 numbers. Cut the table by tokens.
+# (**Vocabulary padding**: 50257 does not divide by 8, so rows of zeros are added, up to 50264. No loss
+# counts their logits.)
 #
 # - **Embedding**: each rank looks up the tokens that it has, zeros for others, and all add up.
 # - **Head**: each rank has the logits of its tokens. It is cut by columns, so f stands before it.
@@ -191,7 +201,7 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 # | attention head | 注意力头 | a part of attention that is computed by itself |
 # | replicated | 复制的 | the same on all ranks |
 # | vocabulary-parallel | 词表并行 | each rank has some tokens' rows of the table |
-# | vocabulary padding | 词表填充 | rows of zeros, so that the ranks divide it |
+# | vocabulary padding | 词表填充 | rows of zeros, so that the number of ranks divides the table |
 # | random state | 随机数状态 | what decides the next dropout mask |
 
 # %% [markdown]
@@ -200,8 +210,9 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 # Here is the model that you will run: v = 512 tokens in the vocabulary, w = 96, L = 2 layers, batches
 # of b = 4 rows of s = 64 positions, in float32 (4 bytes), on t = 4 ranks.
 #
-# - What does a rank send in a step for **the layers**? And for **the vocabulary**: the embedding, the
-#   head, and the loss with its 3 numbers a token? (An all-reduce of S bytes sends 2(t-1)/t · S.)
+# - What does a rank send in a step for **the layers**, forward and backward? And for **the
+#   vocabulary**: the embedding's sum, the head's f, and the loss with its 3 numbers a token? (An
+#   all-reduce of S bytes sends 2(t-1)/t · S.)
 # - A layer has 12 w² + 13 w parameters: q, k, v, out [w, w], up [4w, w], down [w, 4w]; biases w, w, w,
 #   w, 4w, w; two norms, 4 w. How many of them has a rank?
 
@@ -234,7 +245,8 @@ print(f"{50257 / (2 * 3):,.0f} times as much")
 # %% [markdown]
 # ## 4. Read it
 #
-# f is nothing in forward. (`_Copy` takes several tensors, to send their gradients in one message.)
+# f is nothing in forward. (`_Copy` takes several tensors, to send their gradients in one message;
+# `once_differentiable` says that there is no derivative of the derivative.)
 
 # %%
 show("parallel/parts/conjugate.py:_Copy.backward")
@@ -280,7 +292,7 @@ show(
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
 # all ranks have the same x, and must drop **the same**, or they have the same x no more. So between
-# f and g a rank draws from a stream of its own:
+# f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
 
 # %%
 show("parallel/parts/random_state.py:own_numbers", since="with _disable")
@@ -378,7 +390,8 @@ for category in ("parameters", "optimizer state", "activations"):
 # A quarter would be 0.25. Parameters are nearly there: what is whole is small. Activations are not:
 # what lies outside of f and g (the inputs of norms and of the cut layers, dropout masks) is kept t
 # times, by every rank. By the terms of lab 11, in units of s·b·w bytes: 10 of the 34 are whole, 24 are
-# cut, and so are the scores. Lab 14 cuts the 10, too.
+# cut, and so are the scores. (That is a formula; here the recorder has counted all that lives at the
+# peak. Lab 14 asks autograd, by `saved_by`, and finds the formula to the byte.) Lab 14 cuts the 10, too.
 
 # %% [markdown]
 # When do the messages travel? On a paced wire:
@@ -458,6 +471,8 @@ axes.text(8.3, 150, "one node", color="0.4")
 axes.set_xscale("log", base=2)
 axes.set_yscale("log")
 axes.set(xticks=sizes, xticklabels=sizes, xlabel="ranks that share a layer", ylabel="ms of a step")
+axes.set(yticks=(5, 10, 50, 100, 500), yticklabels=(5, 10, 50, 100, 500))
+axes.minorticks_off()
 axes.legend(frameon=False, loc="upper left")
 axes.spines[["top", "right"]].set_visible(False)
 
@@ -477,16 +492,16 @@ for name, its in splits.items():
 #
 # ### Three MLPs
 #
-# Three colleagues wrote the pair of layers. Each has one mistake. Which, and what would you see of it
-# in training?
+# Three colleagues wrote the pair of layers, gelu(x A) B. Each has one mistake. Which, and
+# what would you see of it in training? (`hidden` is the width between A and B.)
 
 
 # %%
-def a(comm, x, A, B):  # A [w, h/t], B [h/t, w] are this rank's pieces
+def mlp_1(comm, x, A, B):  # A [w, hidden/t], B [hidden/t, w] are this rank's pieces
     return copy_to_ranks(F.gelu(reduce_from_ranks(x, comm) @ A) @ B, comm)
 
 
-def b_(comm, x, A, B):
+def mlp_2(comm, x, A, B):
     return reduce_from_ranks(F.gelu(x @ A) @ B, comm)
 
 
@@ -502,8 +517,12 @@ class SumOfAll(torch.autograd.Function):
         return None, SumOfAll.forward(ctx, ctx.comm, dy)  # an all-reduce, there and back
 
 
-def c(comm, x, A, B):
+def mlp_3(comm, x, A, B):
     return SumOfAll.apply(comm, F.gelu(copy_to_ranks(x, comm) @ A) @ B)
+
+
+# %% [markdown]
+# How large are the output and the gradients, on each rank, of those of one process? 1.00 is right:
 
 
 # %%
@@ -524,15 +543,18 @@ def hunt(mlp):
 
 
 # %% tags=["nbval-check-output"]
-print("(1.00 is right)   y      dx     dA")
-for name, mlp_ in {"a": a, "b": b_, "c": c}.items():
-    print(f"{name}, rank 0      ", "   ".join(two.run(hunt, mlp_)[0]))
+print("                y      dx     dA")
+for mlp_ in (mlp_1, mlp_2, mlp_3):
+    for rank, sizes_of in enumerate(two.run(hunt, mlp_)):
+        print(f"{mlp_.__name__}, rank {rank}  ", "   ".join(sizes_of))
 
 # %% [markdown] tags=["answer"]
-# - **a** has f and g swapped: x becomes t times x, and y stays a summand. The loss is wrong at once.
-# - **b** has no f. The loss is right, and so is dA. But dx is a part, another on each rank: all layers
-#   *before* get wrong gradients, and replicas there (norms, biases) **drift apart**.
-# - **c** sends in both directions. The first loss is right; gradients in this layer and of its x are t
+# - **mlp_1** has f and g swapped: x becomes t times x, and y stays a summand, another on each rank. The
+#   loss is wrong at once.
+# - **mlp_2** has no f. The loss is right, and so is dA. But dx is a part, another on each rank (the two
+#   add up to 1.00): all layers *before* get wrong gradients, and replicas there (norms, biases)
+#   **drift apart**.
+# - **mlp_3** sends in both directions. The first loss is right; gradients in this layer and of its x are t
 #   times too large. In x + mlp(x), right and too large ones mix: a wrong direction before it, which
 #   Adam does not mend, and the loss shows little. (So does torch's
 #   `torch.distributed.nn.functional.all_reduce`.)
@@ -581,15 +603,15 @@ def masks(with_own_numbers):
     block = model.blocks[0]
     block.attn.core = PlainAttention(dropout=0.5)
     tensor_parallel(model, me.comm)
-    if not with_own_numbers:
-        del block.attn.forward  # the class's own is back
 
     def look(module, _, out):
         found.setdefault(module, out != 0)  # the first call: after attention, not after the MLP
 
     for module in (block.attn.core.dropout, block.dropout):
         module.register_forward_hook(look)
-    model(Text().batch(0, rows=2, length=64).x)
+    numbers = random_state.own_numbers if with_own_numbers else nullcontext  # which does nothing
+    with patch.object(random_state, "own_numbers", numbers):
+        model(Text().batch(0, rows=2, length=64).x)
     return dict(zip(("heads", "x"), found.values()))
 
 
@@ -678,10 +700,10 @@ check.Column(Column)
 # %% [markdown]
 # ### Exercise 2: The MLP
 #
-# `up` and `down` are plain `nn.Linear` of this rank: `up` has its columns of A and its part of the
-# bias a, `down` its rows of B and the **whole** bias b, which all ranks have. (torch keeps both
-# matrices transposed.) Return gelu(x A + a) B + b, on all ranks, with the gradients of one process for
-# x and for all four parameters. f is `copy_to_ranks(x, comm)`, g is `reduce_from_ranks(y, comm)`.
+# `up` and `down` are plain `nn.Linear` of this rank: `up` has its columns of A and its part of A's
+# bias, `down` its rows of B and **all** of B's bias, as every rank has. (torch keeps both matrices
+# transposed.) Return gelu(x A + bias of A) B + bias of B, on all ranks, with the gradients of one
+# process for x and for all four parameters. f is `copy_to_ranks(x, comm)`, g is `reduce_from_ranks(y, comm)`.
 
 
 # %%

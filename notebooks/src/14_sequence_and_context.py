@@ -6,9 +6,11 @@
 # sequence may be longer than any rank could hold. Only attention looks across; you build both ways in
 # which it can, and see when their messages hide.
 #
-# You need lab 02 (collectives), lab 11 (activations, flash attention) and lab 13 (f and g).
+# You need lab 02 (collectives), lab 03 (all-to-all), lab 06 (clusters), lab 11 (activations, flash attention) and lab 13 (f and g).
 
 # %%
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from labkit import DDP, GPT, Text, World, attach, context_parallel, listen, plot
 from labkit import predict as formulas
 from labkit.check import lab_14 as check
 from labkit.check import predict, report
-from labkit.clusters import Cluster, Device, Level
+from labkit.clusters import cluster
 from labkit.course import show
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
@@ -37,8 +39,9 @@ from labkit.replaying import dry_run, replay
 # ## 1. The question
 #
 # The model of lab 13: 105 layers of width 20480, sequences of 2048, one of them at a time. The scores
-# are computed again (lab 11), so a layer keeps 34 · s·b·w bytes. What do all layers keep on one of t
-# tensor-parallel ranks, and how much of that has **every** rank?
+# are computed again (lab 11), so a layer keeps 34 · s·b·w bytes: s positions, b rows, width w. By the
+# formula, what do all layers keep on one of t tensor-parallel ranks, and how much of that has **every**
+# rank?
 
 # %% tags=["nbval-check-output"]
 BIG = dict(sequence=2048, rows=1, width=20480, heads=128, recompute="selective")
@@ -65,9 +68,10 @@ print(f"{gb:.0f} GB on each of 8 GPUs")
 #
 # ### Sequence parallelism
 #
-# A norm, a dropout and a residual sum look at one position at a time. So between g and the next f no
-# rank needs all positions. And an all-reduce is a reduce-scatter and an all-gather (lab 02). Put
-# the two halves **around** what lies between:
+# A norm, a dropout and a residual sum look at one position at a time. So from the all-reduce after one
+# pair of matrices (lab 13's operator g) to the next pair (its f) no rank needs all positions. And an
+# all-reduce is a reduce-scatter and an all-gather (lab 02). Put the two halves **around** what lies
+# between:
 #
 # ```
 #   tensor      ─ B by rows ─ all-reduce ───────────── + ─ norm ──────────────── A by columns ─
@@ -92,7 +96,7 @@ print(f"{gb:.0f} GB on each of 8 GPUs")
 # tile (lab 11): a rank keeps its out and, for each query, L = log Σ exp(score). A new block gives
 # another out and L, and the two become one.
 #
-# **Ulysses**: heads do not know each other. An all-to-all swaps "all heads of my tokens" for "all
+# **Ulysses**: heads do not know each other. An all-to-all (lab 03) swaps "all heads of my tokens" for "all
 # tokens of my heads"; each rank computes plain attention; another brings the result back.
 
 # %% [markdown]
@@ -144,19 +148,21 @@ for name, owners in SHARDS.items():
 # | causal mask | 因果掩码 | a token sees those before it |
 # | online softmax | 在线 softmax | a softmax that takes up its numbers part by part |
 # | log-sum-exp | 对数求和指数 | L, by which two parts are weighed |
+# | key-value head | 键值头 | a head of k and v; several heads of q may share it |
 # | exposed | 未被掩盖的 | the part of a message that computing does not hide |
 
 # %% [markdown]
 # ## 3. Predict
 #
-# w = 96, b = 4 rows of s = 64 positions, 8 heads of e = 12 features.
+# w = 96, b = 4 rows of s = 64 positions, h = 8 heads of e = 12 features.
 #
 # **Sequence parallelism**, t = 2 ranks. How many bytes does a rank send for **one layer**, forward
 # and backward, in float32 (4 bytes)? Tensor parallelism: 4 all-reduces of b·s·w numbers. With
-# sequence parallelism: how many gathers and scatters, each (t-1)/t · b·s·w? And one sum of partial
+# sequence parallelism: how many gathers and scatters, each (t-1)/t · b·s·w? And all-reduces of partial
 # gradients: 2 norms with weight and bias, the biases of `out` and `down`, w numbers each.
 #
-# What does a layer keep then, in 2-byte types? (Lab 11: 34 · s·b·w + 5 · a·s²·b.)
+# What does a layer keep then, in 2-byte types? (Lab 11: 34 · s·b·w + 5 · h·s²·b, where it has a for
+# the h heads, as its paper does.)
 
 # %%
 SIZES = dict(vocab=512, width=96, depth=2, heads=8, context=64)
@@ -164,18 +170,19 @@ ROWS = 4
 
 # %% stub="guess = predict(tensor_bytes=..., sequence_bytes=..., kept_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-b, s, w, a, t = ROWS, 64, 96, 8, 2
+b, s, w, h, t = ROWS, 64, 96, 8, 2
 half = (t - 1) * b * s * w * 4 // t  # a gather, or a scatter
 guess = predict(
     tensor_bytes=4 * 2 * half,
     sequence_bytes=(4 + 4 + 2) * half + 2 * (t - 1) * 6 * w * 4 // t,
-    kept_bytes=(34 * s * b * w + 5 * a * s * s * b) // t,
+    kept_bytes=(34 * s * b * w + 5 * h * s * s * b) // t,
 )
 ### END SOLUTION
 guess
 
 # %% [markdown]
-# **Context parallelism**, n = 4 ranks, float32. What does a rank send for one attention?
+# **Context parallelism**, n = 4 ranks, float32, as many heads of k and v as of q. What does a rank send
+# for one attention?
 #
 # - Ring, forward: n-1 times a block, k and v of s/n tokens. Backward: blocks of k and v once more, and
 #   their gradients with them.
@@ -218,13 +225,15 @@ show("parallel/tensor.py:SummedGradients.__call__")
 show("parallel/parts/zigzag.py:split_zigzag")
 
 # %% [markdown]
-# The ring. `yield` hands a block to the loop that computes with it; meanwhile it travels on.
+# The ring. `ring_exchange` sends a block to the next rank, and takes one from the rank before. `yield`
+# hands a block to the loop that computes with it; meanwhile it travels on.
 
 # %%
 show("parallel/parts/ring_attention.py:_around")
 
 # %% [markdown]
-# No score is masked but on the diagonal: a block is before a half of my queries, or behind it.
+# Only with its own block does a rank need a mask. Of all others, either all its queries see the early
+# half, or its late queries see the whole. In the order queries, keys, causal or not:
 
 # %%
 show("parallel/parts/ring_attention.py:_seen")
@@ -249,7 +258,8 @@ show("parallel/parts/ulysses.py:Ulysses.forward", since="q, k, v = ")
 # ## 5. Run it
 #
 # One training loop for all ways, and the loss. With context parallelism each rank takes its shard of
-# tokens **and** targets, and DDP stands around the model.
+# tokens **and** targets, and DDP stands around the model. (`gather_logits=False`: each rank keeps the
+# logits of its part of the vocabulary, as in lab 13.)
 
 
 # %%
@@ -310,7 +320,7 @@ def one_layer(how):
         forward = len(events)
         y.sum().backward()
     when = ["forward"] * forward + ["backward"] * (len(events) - forward)
-    return [(name, e.op, list(e.shape), e.bus_bytes) for name, e in zip(when, events)]
+    return [(name, one.op, list(one.shape), one.bus_bytes) for name, one in zip(when, events)]
 
 
 layers = {how: two.run(one_layer, how)[0] for how in ("tensor", "sequence")}
@@ -325,7 +335,9 @@ for how, events in layers.items():
 # In backward, two gathers without a partner: those are the inputs of q, k, v and of `up`, kept as
 # parts. Four small sums are the partial gradients.
 #
-# And what does autograd keep for it, in bfloat16, with the scores stored, as the formula has it?
+# And what does a layer keep, in bfloat16, with the scores stored, as the formula has it? `saved_by`
+# counts (lab 11): autograd tells it each tensor that it saves. The black line is the formula's. (In the
+# picture a stands for the h heads.)
 
 
 # %%
@@ -382,38 +394,40 @@ def attention(way):
         out = core(q, k, v)
     with listen() as backward:
         out.sum().backward()
-    return [[(e.op, e.bus_bytes) for e in events] for events in (forward, backward)]
+    return [[one.bus_bytes for one in events] for events in (forward, backward)]
 
 
 found = {}
 for way in ("ring", "ulysses"):
     for name, events in zip(("forward", "backward"), four.run(attention, way)[0]):
-        found[f"{way}_{name}_bytes"] = sum(sent for _, sent in events)
+        found[f"{way}_{name}_bytes"] = sum(events)
 
 # %% tags=["nbval-check-output"]
 sends.beside("counted", **found)
 
 # %% [markdown]
-# And with more ranks? A sequence of 8192 tokens, 32 heads of 128, bfloat16, forward and backward:
+# And with more ranks? A sequence of 8192 tokens, 32 heads of 128 features, bfloat16, forward and
+# backward. In many models several heads share one head of k and v, a **key-value head** (lab 13,
+# exercise 3): then blocks are smaller.
 
 # %%
 MORE = dict(sequence=8192, rows=1, head_width=128)
 counts = (2, 4, 8, 16, 32)
 
 
-def megabytes(way, g, n):
+def megabytes(way, **how):
     if way == "ulysses":
-        return 2 * ulysses_bytes(**MORE, heads=32, kv_heads=g, ranks=n) / 1e6
-    ways = (False, True)
-    return sum(ring_attention_bytes(**MORE, kv_heads=g, ranks=n, backward=b) for b in ways) / 1e6
+        return 2 * ulysses_bytes(**MORE, **how, heads=32) / 1e6
+    there_and_back = (ring_attention_bytes(**MORE, **how, backward=back) for back in (False, True))
+    return sum(there_and_back) / 1e6
 
 
 _, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
 for way, colour in (("ring", "#0072B2"), ("ulysses", "#D55E00")):
-    for g, style in ((32, "o-"), (4, "o--")):
-        fits = [n for n in counts if way == "ring" or g % n == 0]
-        ys = [megabytes(way, g, n) for n in fits]
-        axes.plot(fits, ys, style, color=colour, label=f"{way}, {g} key-value heads")
+    for kv_heads, style in ((32, "o-"), (4, "o--")):
+        fits = [n for n in counts if way == "ring" or kv_heads % n == 0]
+        ys = [megabytes(way, kv_heads=kv_heads, ranks=n) for n in fits]
+        axes.plot(fits, ys, style, color=colour, label=f"{way}, {kv_heads} key-value heads")
 axes.set_xscale("log", base=2)
 axes.set_yscale("log")
 ticks = (20, 50, 100, 200, 500)
@@ -432,23 +446,29 @@ axes.spines[["top", "right"]].set_visible(False)
 # ### When does the ring hide?
 #
 # All of Ulysses' messages are exposed: attention waits for them. A block of the ring travels while
-# the rank computes with the one before. With L tokens in a block:
+# the rank computes with the one before. A block has m = s/n tokens; with as many key-value heads as
+# heads, and 4 bytes a number:
 #
 # ```
-#   computing   L²/2 scores, each 4e operations, h heads     2 b h e L² / F
-#   travelling  k and v, g₁ bytes a number, g heads          2 b g e L · g₁ / B
-#   hidden      from L = g₁ · F · g / (B · h) on, whatever e and b are
+#   computing   m²/2 scores, each 4e operations, b·h times     2 b h e m² / FLOPS   seconds
+#   travelling  m tokens of k and v, 4 bytes a number          8 b h e m / WIRE     seconds
+#   hidden      from m = 4 · FLOPS / WIRE on, whatever b, h and e are
 # ```
-#
+
+# %% [markdown]
 # Twice as many tokens are twice the way, but four times the work. So a long sequence hides its own
-# messages. We take 4 devices of F = 10 Tflop/s in float32, of which only products take time, and a
-# wire of B = 10 GB/s:
+# messages. (With fewer key-value heads a block is smaller, and it hides from a smaller m on.)
+#
+# FLOPS (operations a second) and WIRE (bytes a second) are those of `workstation`, one of labkit's
+# clusters (lab 06): 4 RTX 4090 on PCIe 4.0. `labkit/clusters/known.toml` has the source of each
+# number. As in the formula, only products take time here, and messages have no latency:
 
 # %%
-FLOPS, WIRE, HEADS = 10e12, 10e9, 8
-wire = Level("wire", WIRE, 0.0, 4)
-device = Device("plain", {"float32": FLOPS}, 1e9, 1e30, 0.0)
-machine = Cluster("plain", "one node", device, 1, 4, wire, wire)
+known, free = cluster("workstation"), float("inf")
+at_peak = dict(launch_s=0, memory_bytes_per_s=free, matmul_reached=1, tile=0)
+wire = replace(known.inside, latency_s=0, start_s=0, reached=1)
+machine = replace(known, device=replace(known.device, **at_peak), inside=wire)
+FLOPS, WIRE, HEADS = machine.device.peak_flops["float32"], wire.bytes_per_s, 8
 
 
 def attend(block):
@@ -456,22 +476,23 @@ def attend(block):
     RingAttention(attach().comm, tile=block // 4)(q, k, v).sum().backward()
 
 
-BLOCKS = (2048, 4096, 8192)
+BLOCKS = (4096, 8192, 16384)
 replays = {block: replay(dry_run(attend, block, ranks=4, step=0), machine) for block in BLOCKS}
 
 # %% tags=["nbval-check-output"]
 shape = dict(heads=HEADS, kv_heads=HEADS, head_width=64, element_bytes=4)
 rates = dict(flops_per_s=FLOPS, bytes_per_s=WIRE)
-print(f"hides from L = {ring_hides_from(**shape, **rates):,.0f} tokens a block on")
+print(f"{FLOPS / 1e12:.1f} Tflop/s, {WIRE / 1e9:.1f} GB/s")
+print(f"hides from m = {ring_hides_from(**shape, **rates):,.0f} tokens a block on")
 
 # %%
-plot.timeline(replays[2048], step=0)
+plot.timeline(replays[4096], step=0)
 
 # %%
-plot.timeline(replays[8192], step=0)
+plot.timeline(replays[16384], step=0)
 
 # %% [markdown]
-# With 2048 tokens a block, ranks wait for blocks; with 8192, only for the last message of all: a
+# With 4096 tokens a block, ranks wait for blocks; with 16384, only for the last message of all: a
 # gradient on its way home has nothing to hide behind. What the replays wait in forward, beside the formula:
 
 
@@ -488,7 +509,7 @@ def formula_ms(block):
 # %% tags=["nbval-check-output"]
 for block, trace in replays.items():
     waited, right_ms = waited_ms(trace), formula_ms(block)
-    print(f"L = {block}: waited {waited:.2f} ms, by the formula {right_ms:.2f}")
+    print(f"m = {block:>5}: waited {waited:.2f} ms, by the formula {right_ms:.2f}")
 
 # %% [markdown]
 # (Where they differ: tiles on the diagonal compute what the mask then hides; the formula does not.)
@@ -498,22 +519,22 @@ for block, trace in replays.items():
 #
 # ### Three colleagues with a shard
 #
-# Each gives `context_parallel` its tokens and targets. All programs run. What is wrong in each, and
-# would the loss tell?
+# Each gives a rank its tokens, targets and positions (None: `context_parallel` fills them in). All
+# programs run. What is wrong in each, and would the loss tell?
 
 
 # %%
-def a(tokens, targets, comm):
-    x, y = (t.chunk(comm.size, dim=1)[comm.rank] for t in (tokens, targets))
+def shard_1(tokens, targets, comm):
+    x, y = (whole.chunk(comm.size, dim=1)[comm.rank] for whole in (tokens, targets))
     return x, y, None
 
 
-def b_(tokens, targets, comm):
-    x, y = (sequence_shard(t, comm) for t in (tokens, targets))
+def shard_2(tokens, targets, comm):
+    x, y = (sequence_shard(whole, comm) for whole in (tokens, targets))
     return x, y, torch.arange(x.shape[1])
 
 
-def c(tokens, targets, comm):
+def shard_3(tokens, targets, comm):
     return sequence_shard(tokens, comm), targets.chunk(comm.size, dim=1)[comm.rank], None
 
 
@@ -539,12 +560,13 @@ def right(tokens, targets, comm):
     return sequence_shard(tokens, comm), sequence_shard(targets, comm), None
 
 
-curves = {cut.__name__: torch.tensor(two.run(hunt, cut)).mean(0) for cut in (right, a, b_, c)}
+CUTS = (right, shard_1, shard_2, shard_3)
+curves = {cut.__name__: torch.tensor(two.run(hunt, cut)).mean(0) for cut in CUTS}
 
 # %%
 _, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for (name, losses), style in zip(curves.items(), ("k-", "C0--", "C1-.", "C3:")):
-    axes.plot(losses, style, label=name.strip("_"))
+    axes.plot(losses, style, label=name)
 axes.set(xlabel="step", ylabel="loss", xticks=range(10))
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
@@ -552,16 +574,16 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% tags=["nbval-check-output"]
 truth = torch.tensor(one.run(hunt, right)[0])
 for name, losses in curves.items():
-    print(f"{name.strip('_'):<5} off by {(losses - truth)[2].abs():.4f} in step 2")
+    print(f"{name:<7} off by {(losses - truth)[2].abs():.4f} in step 2")
 
 # %% [markdown] tags=["answer"]
-# - **a** has contiguous shards, but the ring and the positions are those of zig-zag shards: tokens
+# - **shard_1** has contiguous shards, but the ring and the positions are those of zig-zag shards: tokens
 #   get other places, and some see tokens that come **after** them.
-# - **b** has the right shard and says it stands at 0, 1, 2, ... The mask is right, the positions are
+# - **shard_2** has the right shard, and says that it stands at 0, 1, 2, ... The mask is right, the positions are
 #   not: late tokens have the position vectors of early ones.
-# - **c** cuts tokens and targets in two ways: most targets belong to other tokens.
+# - **shard_3** cuts tokens and targets in two ways: most targets belong to other tokens.
 #
-# The loss falls, and all curves look alike: even c learns how often each token comes, as every young
+# The loss falls, and all curves look alike: even shard_3 learns how often each token comes, as every young
 # model does first. What tells is one process beside it, in float64, for a few steps.
 # `context_parallel` fills in positions by itself, and knows one kind of shard: cut everything with
 # `sequence_shard`.
@@ -678,8 +700,8 @@ check.GatherSequence(GatherSequence)
 # %% [markdown]
 # ### Exercise 2: Merge
 #
-# `out` [b, h, r, e] and `L` [b, h, r] are attention to some keys: out is divided by its own
-# Σ exp(score), and L is the logarithm of that sum. `more_out` and `more_L` are attention to others.
+# `out` [b, h, queries, e] and `L` [b, h, queries] are attention to some keys: out is divided by its
+# own Σ exp(score), and L is the logarithm of that sum. `more_out` and `more_L` are attention to others.
 # Return out and L of all of them. Scores may be large.
 
 
@@ -717,9 +739,9 @@ check.own_positions(own_positions)
 # %% [markdown]
 # ### Exercise 4, open: Rings of groups
 #
-# Both ways go together. Of n ranks, groups of u neighbours swap tokens for heads; then rings of n/u
-# pass on blocks, of u times as many tokens and 1/u of the heads. u = 1 is only a ring, u = n only
-# Ulysses. A group that fits into a node uses the fast wire. A ring has one rank of each group: it uses
+# Both ways go together. Of n ranks, groups of u neighbours swap tokens for heads, as Ulysses does; then
+# rings of n/u ranks pass on blocks, of u times as many tokens and 1/u of the heads. u = 1 is only a
+# ring, u = n only Ulysses. A group that fits into a node uses the fast wire. A ring has one rank of each group: it uses
 # the fast wire only where all n ranks are in one node.
 
 # %%
@@ -733,8 +755,10 @@ for name, job in JOBS.items():
 # Return u, for the least exposed time of forward and backward. It must divide the ranks, the heads and
 # the key-value heads. `job.flops_per_s` is what a rank computes; `job.inside` and `job.between` are
 # (bytes per second, latency in seconds) of the two wires. All of Ulysses is exposed: 4 messages in
-# forward, 4 in backward. For the ring ask `ring_exposed_s`, for the bytes
-# `ulysses_bytes(sequence_of_the_group, rows, heads, kv_heads, head_width, u)`.
+# forward, 4 in backward; all 4 together send
+# `ulysses_bytes(sequence_of_the_group, rows, heads, kv_heads, head_width, u)` bytes. For the ring ask
+# `ring_exposed_s(block, rows, heads, kv_heads, head_width, ranks, flops_per_s, bytes_per_s, latency_s,
+# backward=...)`, with the heads and ranks of the ring.
 
 
 # %%

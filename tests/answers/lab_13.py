@@ -119,6 +119,19 @@ def a_part_of_the_bias_on_every_rank(comm, x, up, down):
     return reduce_from_ranks(F.linear(hidden, down.weight, down.bias / comm.size), comm)
 
 
+@wrong("13.mlp", "there is one part only")
+def a_part_of_the_bias_after_the_sum(comm, x, up, down):
+    hidden = F.gelu(up(copy_to_ranks(x, comm)))
+    return reduce_from_ranks(F.linear(hidden, down.weight), comm) + down.bias / comm.size
+
+
+@wrong("13.mlp", "on 2 ranks, rank 0 sends")
+def the_bias_there_and_back(comm, x, up, down):
+    hidden = F.gelu(up(copy_to_ranks(x, comm)))
+    bias = reduce_from_ranks(copy_to_ranks(down.bias, comm) / comm.size, comm)
+    return reduce_from_ranks(F.linear(hidden, down.weight), comm) + bias
+
+
 @wrong("13.mlp", "gradient of down.bias")
 def bias_on_rank_0(comm, x, up, down):
     hidden = F.gelu(up(copy_to_ranks(x, comm)))
@@ -197,6 +210,13 @@ def heads_in_turns(heads, kv_heads, head_width, ranks, rank):
     return rows
 
 
+@wrong("13.own_rows", "The right rows, in another order")
+def key_value_heads_first(heads, kv_heads, head_width, ranks, rank):
+    rows = [int(row) for row in a_tensor(heads, kv_heads, head_width, ranks, rank)]
+    q = heads // ranks * head_width
+    return rows[q:] + rows[:q]
+
+
 # ---- cross_entropy(comm, logits, targets)
 
 
@@ -242,6 +262,16 @@ def behind_autograds_back(comm, logits, targets):
     both = torch.stack([logits.exp().sum(1), own(comm, logits, targets)])
     comm.all_reduce(both)
     return (both[0].log() - both[1]).mean()
+
+
+@wrong("13.cross_entropy", "the gradient of rank 0's logits is 2 × the right one")
+def sums_there_and_back(comm, logits, targets):
+    peak = logits.detach().max(dim=1).values
+    comm.all_reduce(peak, op="max")
+    logits = logits - peak[:, None]
+    both = torch.stack([logits.exp().sum(1), own(comm, logits, targets)])
+    total, picked = copy_to_ranks(reduce_from_ranks(both, comm), comm)
+    return (total.log() - picked).mean()
 
 
 @wrong("13.cross_entropy", "loss is")

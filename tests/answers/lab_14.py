@@ -56,6 +56,16 @@ class SendsNothingBack(Right):
         return None, None
 
 
+@wrong("14.GatherSequence", "bytes in forward, with ['all_reduce']")
+class AddsUpWhatOthersLackAndHave(Right):
+    @staticmethod
+    def forward(ctx, comm, x):
+        ctx.comm = comm
+        whole = torch.cat([x if r == comm.rank else 0 * x for r in range(comm.size)], 1)
+        comm.all_reduce(whole)
+        return whole
+
+
 @wrong("14.GatherSequence", "along the sequence, dim 1")
 class BesideTheRows(Right):
     @staticmethod

@@ -149,7 +149,8 @@ def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
 
 
 def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:
-    """Attention to some keys, out [b, h, r, e] and logsum [b, h, r], takes up that to others."""
+    """Attention to some keys, out [b, h, queries, e] and logsum [b, h, queries], takes up
+    that to others."""
     both = torch.logaddexp(logsum, part_logsum)
     out *= torch.exp(logsum - both).unsqueeze(-1)
     out += part * torch.exp(part_logsum - both).unsqueeze(-1)

@@ -1,0 +1,55 @@
+"""Lab 13's chain of layers: however it is cut, it is the chain of one process, and a rank sends
+what the table says."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit import Comm, World, listen
+from labkit.check import lab_13_chain as chain
+from labkit.check.lab_13_chain import TRAVELS, in_turns, on_ranks, sent_bytes
+
+W, C, R = "whole", "columns", "rows"
+EVERY_PAIR = [W, C, C, R, R, W, R, C, W]
+
+
+def cut(ways: Sequence[str], without: str = "") -> tuple[tuple[Tensor, Tensor], int]:
+    """On a rank: output and gradient, and the bytes sent; `without` one operator of the chain."""
+    name = without or "copy_to_ranks"
+    instead = (lambda x, comm, **_: x) if without else chain.copy_to_ranks
+    with patch.object(chain, name, instead), listen() as events:
+        found = on_ranks(Comm(), ways)
+    return found, sum(event.bus_bytes for event in events)
+
+
+@pytest.fixture(scope="module")
+def whole(world2: World) -> tuple[Tensor, Tensor]:
+    found, sent = world2.run(cut, [W] * 9)[0]
+    assert sent == 0
+    return found
+
+
+def test_these_ways_have_every_pair() -> None:
+    assert set(pairwise([W, *EVERY_PAIR, W])) == set(TRAVELS)
+
+
+@pytest.mark.parametrize("ways", [EVERY_PAIR, in_turns()], ids=["every pair", "in turns"])
+def test_a_chain_in_pieces_is_that_of_one_process(
+    world2: World, whole: tuple[Tensor, Tensor], ways: list[str]
+) -> None:
+    for found, sent in world2.run(cut, ways):
+        torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-3)
+        assert sent == sent_bytes(ways)
+
+
+@pytest.mark.parametrize("operator", ["copy_to_ranks", "reduce_from_ranks"])
+def test_a_missing_operator_is_seen(
+    world2: World, whole: tuple[Tensor, Tensor], operator: str
+) -> None:
+    for found, sent in world2.run(cut, EVERY_PAIR, operator):
+        assert not all(torch.allclose(a, b, 1e-3, 1e-3) for a, b in zip(found, whole))
+        assert sent < sent_bytes(EVERY_PAIR)

@@ -112,7 +112,9 @@ class Pipeline(nn.Module):
             (action, received(action, *place), sent(action, *place))
             for action in self.schedule[comm.rank]
         ]
-        self._optimizer = optimizer_of(optimizer, self.module, self.schedule, owners)
+        self._optimizer = optimizer_of(
+            optimizer, [stages[index] for index in own], self.schedule, owners
+        )
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank,

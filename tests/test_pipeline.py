@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import Comm, World
+from labkit import Comm, Link, World
 from labkit.parallel.parts.deferred_weights import deferring, run_later
 from labkit.parallel.parts.paced_stage import PacedStage
 from labkit.parallel.pipeline import Pipeline
@@ -176,6 +176,13 @@ def test_sends_overlap_compute_and_nobody_waits_to_send(three: World) -> None:
     three.run(both)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"backend": "gloo"}, {"link": Link(gbps=1.0, latency_us=300)}])
+def test_other_transports_carry_it_too(how: dict[str, Any]) -> None:
+    with World(3, timeout_s=20, **how) as world:
+        world.run(cases.equals_one_process, [3], ["1f1b", "interleaved", "zb-h1"], ms=[3])
+
+
 def test_looks_are_told_again_when_they_change(three: World) -> None:
     """Another width of the rest, then another type: told once each; the rows alone change none."""
 
@@ -235,7 +242,9 @@ def test_measured_costs_see_a_dear_layer() -> None:
 # ---- the halves of backward
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen weight", "frozen bias", "shared", "no input"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen weight", "frozen bias", "shared", "no input", "autocast"]
+)
 def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
     """Weights have no gradient after the first half, and all of it after the second."""
 
@@ -243,6 +252,8 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
         torch.manual_seed(0)
         linear = nn.Linear(4, 4)
         made = nn.Sequential(linear, nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        if kind == "autocast":
+            made = made.float()
         if kind == "shared":
             made = nn.Sequential(linear, nn.GELU(), linear, nn.Linear(4, 3)).double()
         if kind.startswith("frozen"):
@@ -251,12 +262,16 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
 
     def run(halves: bool) -> tuple[Any, Any, Any]:
         one, later = module(), []
-        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1)).double()
+        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1))
+        x = x if kind == "autocast" else x.double()
         x.requires_grad_(kind != "no input")
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
         if not halves:
-            one(x).pow(2).sum().backward()
+            with cast:
+                y = one(x)
+            y.pow(2).sum().backward()
             return x.grad, [p.grad for p in one.parameters()], None
-        with deferring(one, later):
+        with deferring(one, later), cast:
             y = one(x)
         y.pow(2).sum().backward()
         between = [p.grad for p in one.parameters()]

@@ -267,6 +267,23 @@ def never_synchronises() -> AbstractContextManager[Any]:
     return instead(VirtualStage, "__init__", make)
 
 
+def never_recomputes() -> AbstractContextManager[Any]:
+    return patch.object(virtual_stage, "Recomputed", lambda fn: fn)
+
+
+def keeps_what_later_needs() -> AbstractContextManager[Any]:
+    """A weight's half of backward leaves its inputs behind."""
+
+    def make(real: Any) -> Any:
+        def weight(self: Any, flight: Any, action: Any, k: int) -> None:
+            real(self, flight, action, k)
+            self.in_flight[k] = flight
+
+        return weight
+
+    return instead(VirtualStage, "_weight", make)
+
+
 def draws_anew_in_recompute() -> AbstractContextManager[Any]:
     real = virtual_stage.Recomputed
     return patch.object(virtual_stage, "Recomputed", lambda fn: real(fn, preserve_rng=False))
@@ -315,7 +332,8 @@ FAULTS: list[tuple[Fault, Callable[[Fault], Any]]] = [
     (computes_both_halves_at_once_and_again, one_process("zb-h1")),
     (divides_twice, one_process("gpipe")),
     (takes_all_micro_batches_for_equal, one_process("1f1b")),
-    (swaps_two_messages, one_process("gpipe", 3)),
+    (swaps_two_messages, one_process("gpipe", 4)),  # both arrive, each as the other
+    (swaps_two_messages, one_process("1f1b", 3)),  # the last never leaves
     (sends_in_double_precision, lambda fault: cases.sends_exactly_its_bytes("1f1b", fault)),
     (tells_the_look_each_time, lambda fault: cases.sends_exactly_its_bytes("1f1b", fault)),
     (waits_to_send, lambda fault: cases.does_not_wait_for_sends(fault)),
@@ -328,6 +346,8 @@ FAULTS: list[tuple[Fault, Callable[[Fault], Any]]] = [
     (keeps_graphs_until_the_end, lambda fault: cases.frees_activations("1f1b", 6, fault)),
     (retains_what_is_saved, lambda fault: cases.frees_what_is_saved("1f1b", 6, fault)),
     (keeps_outputs, lambda fault: cases.outputs_go_when_they_are_sent(fault)),
+    (never_recomputes, lambda fault: cases.recompute_is_equal_to_the_bit("1f1b", fault)),
+    (keeps_what_later_needs, lambda fault: cases.frees_activations("zb-h1", 6, fault)),
     (draws_anew_in_recompute, lambda fault: cases.recompute_is_equal_to_the_bit("1f1b", fault)),
     (
         goes_back_through_the_newest_weights,

@@ -87,6 +87,30 @@ def test_gradients_add_up_over_steps(three: World) -> None:
     assert max(max(one) for one in three.run(ratio)) < 1e-14
 
 
+def test_without_gradients_a_step_evaluates(three: World) -> None:
+    """The loss, and nothing that goes back; the gradients stay as they were."""
+
+    def run() -> tuple[Any, Any, bool]:
+        from labkit import listen
+
+        torch.manual_seed(4)
+        x, y = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (4, 5))
+        pipe = Pipeline(split(cases.gpt(), 3), Comm(), "zb-h1", 3, cases.tokens_loss)
+        trained = pipe.step(x, y)
+        before = [p.grad.clone() for p in pipe.parameters()]  # type: ignore[union-attr]
+        with torch.no_grad(), listen() as events:
+            loss = pipe.step(x, y)
+        assert not any(e.tag == 102 or e.op == "all_reduce" for e in events)
+        same = all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), before, strict=True))  # type: ignore[arg-type]
+        state = pipe.full_state_dict()
+        whole = cases.gpt().state_dict()
+        same &= state.keys() == whole.keys()
+        return trained, loss, same and all(torch.equal(whole[k], x) for k, x in state.items())
+
+    first, _, (trained, loss, same) = three.run(run)
+    assert trained == loss and same and first == (None, None, True)
+
+
 @pytest.mark.parametrize("own", ["gpipe of one's own", "halves and wholes", "chunks"])
 def test_a_schedule_of_ones_own(three: World, own: str) -> None:
     text = {

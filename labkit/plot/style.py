@@ -18,6 +18,13 @@ COLOURS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of str
 DASHES = ["-", "--", ":", "-."]
 
 PHASES = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "user": "#C9CED6"}
+ACTIONS = {  # of a pipeline's schedule; two of them are halves of a backward
+    "forward": PHASES["forward"],
+    "backward": PHASES["backward"],
+    "input": YELLOW,
+    "weight": BROWN,
+    "update": PHASES["optimizer"],
+}
 CATEGORIES = {
     "parameters": BLUE,
     "gradients": PHASES["backward"],
@@ -104,6 +111,12 @@ SETTINGS: Any = {
 def shade(op: str, number: int) -> str:
     """The colour of the `number`-th operation of its kind."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
+
+
+def tint(colour: str, part: float) -> str:
+    """ "#RRGGBB" mixed with white, of which it then has so large a part, 0 to 1."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(x + (255 - x) * part):02X}" for x in parts)
 
 
 def in_order(ops: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ class Action(NamedTuple):
 
     phase: str
     microbatch: int
+    chunk: int = 0
 
 
 Schedule = list[list[Action]]  # of stage 0, 1, ...

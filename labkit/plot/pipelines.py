@@ -1,0 +1,336 @@
+"""Pipeline schedules: a lane for each stage, a box for each action, and what is idle between them.
+
+    stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
+    stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
+
+One drawing for what a schedule would take by given costs, and for what a recorded run of it took.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from labkit.plot.choice import choose_step
+from labkit.plot.lettering import Lettering, Name
+from labkit.plot.picture import Picture, styled
+from labkit.plot.style import (
+    ACTIONS,
+    FAINT,
+    INK,
+    MUTED,
+    PAPER,
+    SMALL_PT,
+    TITLE_PT,
+    text_on,
+    tint,
+)
+from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
+from labkit.replaying.pipeline import pipeline_trace
+from labkit.schedules import Action, Schedule
+from labkit.trace import Trace
+
+UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
+WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
+NAME_PT = 7.5
+LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
+LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
+LANE = 0.86  # of a stage's height, the part that its boxes fill
+LIGHTEST = 0.62  # the part of white in the colour of the last chunk
+LINE_PX, EDGE_PX = 13, 5
+
+Costs = Mapping[str, float] | Callable[[int, Action], float] | None
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What one panel shows: `of_stage` is what each stage did when, in `unit` ("ms" or "")."""
+
+    name: str
+    of_stage: list[list[TimedAction]]
+    unit: str
+    note: str = ""
+
+    @property
+    def length(self) -> float:
+        """From the first action to the end of the last one."""
+        return max(x.ended_s for actions in self.of_stage for x in actions)
+
+    @property
+    def bubble(self) -> float:
+        """The part of it, of all stages together, in which nothing was computed: 0 to 1."""
+        busy = sum(x.ended_s - x.began_s for actions in self.of_stage for x in actions)
+        return 1 - busy / (self.length * len(self.of_stage)) if self.length else 0.0
+
+    @property
+    def chunks(self) -> int:
+        return 1 + max(x.action.chunk for actions in self.of_stage for x in actions)
+
+    @property
+    def phases(self) -> set[str]:
+        return {x.action.phase for actions in self.of_stage for x in actions}
+
+    @property
+    def title(self) -> str:
+        microbatches = len({x.action.microbatch for actions in self.of_stage for x in actions})
+        counts = [(len(self.of_stage), "stage"), (microbatches, "micro-batch")]
+        if self.chunks > 1:
+            counts.append((self.chunks, "chunk"))
+        plural = {1: ""}
+        sizes = ", ".join(
+            f"{n} {word}{plural.get(n, 'es' if word.endswith('ch') else 's')}" for n, word in counts
+        )
+        length = f"{self.length:.4g} {self.unit or 'forwards long'}"
+        parts = [self.name, sizes, length, f"bubble {self.bubble:.1%} of the total", self.note]
+        return "  ·  ".join(part for part in parts if part)
+
+
+@styled
+def schedule(
+    what: Schedule | Trace,
+    costs: Costs = None,
+    message_s: float = 0.0,
+    *,
+    recorded: Trace | None = None,
+    step: int | None = None,
+    name: str = "",
+    figure: Figure | None = None,
+) -> Figure:
+    """A pipeline's schedule over time: who computes which micro-batch when, and who idles.
+
+    At the right end of each lane stands how many micro-batches' activations that stage holds at
+    most: from a forward until its backward (or the gradients of the weights) is over.
+
+    Args:
+        what: a schedule, or a trace whose spans are named after micro-batches (`by_microbatch`).
+        costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
+            where backward is apart), or a function of stage and action. If None, a stage's forward
+            takes 1 and its backward 2, all chunks together; input and weight 1 each.
+        message_s: what a message takes, in the same unit.
+        recorded: a recorded run of that schedule: its times are drawn instead.
+        step: of the recorded run; as `plot.timeline` chooses if None.
+        name: stands first in the title.
+        figure: draw into this one instead of a new one.
+
+    Raises ValueError for a schedule without an action, for one that cannot be run, for costs that
+    do not know an action, and for a trace that is not one of this schedule.
+    """
+    return _draw([_lanes(name, what, costs, message_s, recorded, step)], figure)
+
+
+@styled
+def schedules(
+    many: Mapping[str, Schedule | Trace],
+    costs: Costs = None,
+    message_s: float = 0.0,
+    *,
+    figure: Figure | None = None,
+) -> Figure:
+    """Several, below each other and on one axis of time: what is shorter is faster.
+
+    Args:
+        many: name -> a schedule, or a recorded trace as in `plot.schedule`.
+        costs, message_s: as there, for all schedules.
+
+    Raises ValueError as `plot.schedule`, and for none.
+    """
+    if not many:
+        raise ValueError("there is nothing to draw: give a schedule with its name")
+    lanes = [_lanes(name, what, costs, message_s) for name, what in many.items()]
+    return _draw(lanes, figure)
+
+
+def _lanes(
+    name: str,
+    what: Schedule | Trace,
+    costs: Costs,
+    message_s: float,
+    recorded: Trace | None = None,
+    step: int | None = None,
+) -> Lanes:
+    """Of a schedule, by its costs, or of a trace."""
+    if isinstance(what, Trace):
+        if recorded is not None:
+            raise ValueError("give the schedule first, then recorded=trace: here are two traces")
+        return _of_trace(name, what, step)
+    if not any(what):
+        raise ValueError("this schedule has no action; give each stage a list of them")
+    if recorded is not None:
+        return _of_trace(name, by_microbatch(recorded, what), step)
+    chunks = 1 + max(action.chunk for actions in what for action in actions)
+    found = timed_actions(pipeline_trace(what, _seconds(costs, chunks), message_s))
+    return _from_zero(name, found, "" if costs is None else "ms")
+
+
+def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
+    """One step of it; all where a stage's own update ends its step."""
+    updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
+    if trace.steps() and not updates:
+        trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]
+    paced = trace.about.get("paced")
+    note = trace.about.get("note", "paced" if paced else "")
+    return _from_zero(name, timed_actions(trace), "ms", note)
+
+
+def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
+    zero_s = min(x.began_s for actions in found for x in actions)
+    scale = 1e3 if unit == "ms" else 1.0
+    return Lanes(
+        name,
+        [
+            [
+                TimedAction(x.action, (x.began_s - zero_s) * scale, (x.ended_s - zero_s) * scale)
+                for x in actions
+            ]
+            for actions in found
+        ],
+        unit,
+        note,
+    )
+
+
+def _seconds(costs: Costs, chunks: int) -> Callable[[int, Action], float]:
+    """As the clock wants them."""
+    if callable(costs):
+        return costs
+    table = {phase: units / chunks for phase, units in UNITS.items()} if costs is None else costs
+
+    def seconds(stage: int, action: Action) -> float:
+        if action.phase not in table:
+            raise ValueError(
+                f"costs has no {action.phase!r}, and stage {stage} does {action}; it has "
+                f"{', '.join(map(repr, table)) or 'nothing'}"
+            )
+        return table[action.phase]
+
+    return seconds
+
+
+# --- drawing ---
+
+
+def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
+    """The panels below each other; those of one unit end at the same time on their axes."""
+    units = {one.unit for one in panels}
+    lane_in = min(LANE_IN, LANES_IN / max(len(one.of_stage) for one in panels))
+    heights = [lane_in * len(one.of_stage) for one in panels]
+    around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN
+    if figure is None:
+        figure = Picture(sum(heights) + around_in)
+    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    scale = max(height_in - around_in, 0.1) / sum(heights)
+    top_in = height_in
+    for i, (one, panel_in) in enumerate(zip(panels, heights, strict=True)):
+        top_in -= TITLE_IN + panel_in * scale
+        axes = figure.add_axes(
+            (
+                LEFT_IN / width_in, top_in / height_in,
+                1 - (LEFT_IN + RIGHT_IN) / width_in, panel_in * scale / height_in,
+            )
+        )  # fmt: skip
+        top_in -= TICKS_IN
+        longest = max(x.length for x in panels if x.unit == one.unit) or 1.0
+        _draw_panel(axes, one, longest)
+        if len(units) > 1 or i == len(panels) - 1:
+            axes.set_xlabel(one.unit or "time, in forwards of one stage", labelpad=2)
+    _legend(figure, panels)
+    return figure
+
+
+def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
+    stages = len(one.of_stage)
+    axes.set(xlim=(0, longest * 1.005), ylim=(stages, 0), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
+    axes.set_title(one.title, loc="left", fontsize=TITLE_PT)
+    edge = (1 - LANE) / 2
+    boxes = [
+        (stage + edge, stage + 1 - edge, x) for stage, done in enumerate(one.of_stage) for x in done
+    ]
+    box = axes.get_window_extent()
+    px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
+    idle = [(stage + edge, stage + 1 - edge, 0.0, one.length) for stage in range(stages)]
+    colours = [_colour(x.action, one.chunks) for _, _, x in boxes]
+    wide = [(x.ended_s - x.began_s) * px_per_unit > EDGE_PX for _, _, x in boxes]
+    for rectangles, faces, edges in (
+        (idle, [FAINT] * stages, [FAINT] * stages),
+        (
+            [(top, bottom, x.began_s, x.ended_s) for top, bottom, x in boxes],
+            colours,
+            [PAPER if is_wide else colour for is_wide, colour in zip(wide, colours)],
+        ),
+    ):
+        corners = np.array(rectangles)
+        top, bottom, began, ended = (corners[:, i] for i in range(4))
+        x = np.stack([began, ended, ended, began], axis=1)
+        y = np.stack([top, top, bottom, bottom], axis=1)
+        polygons = PolyCollection(
+            list(np.stack([x, y], axis=2)), facecolors=faces, edgecolors=edges, linewidths=0.7,
+            joinstyle="miter", zorder=2,
+        )  # fmt: skip
+        axes.add_collection(polygons, autolim=False)
+    numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
+    px_per_pt = cast(Figure, axes.figure).dpi / 72
+    numbers.write(
+        [
+            Name(text, (x.began_s + x.ended_s) / 2, (top + bottom) / 2, text_on(colour))
+            for (top, bottom, x), colour in zip(boxes, colours)
+            for text in [str(x.action.microbatch)]
+            if numbers.width_pt("0" * len(text)) * px_per_pt + 2
+            < (x.ended_s - x.began_s) * px_per_unit
+            and px_per_lane * LANE > LINE_PX - 2
+        ]
+    )
+    _label_lanes(axes, one, px_per_lane)
+
+
+def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
+    """The stages' names on the left, what each holds on the right, as far as there is room."""
+    every = 1
+    while every * px_per_lane < LINE_PX and every < len(one.of_stage):
+        every *= 2
+    beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
+    left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
+    right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
+    lanes = list(enumerate(one.of_stage))[::every]
+    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage, _ in lanes])
+    right.write(
+        [
+            Name(f"holds {_held(done, one.chunks):.3g}", 1.008, stage + 0.5, MUTED)
+            for stage, done in lanes
+        ]
+    )
+
+
+def _held(done: Sequence[TimedAction], chunks: int) -> float:
+    """Micro-batches whose activations a stage has at most; of one chunk, as a part of the stage."""
+    held = most = 0
+    for x in done:
+        held += {"forward": 1, "backward": -1, "weight": -1}.get(x.action.phase, 0)
+        most = max(most, held)
+    return most / chunks
+
+
+def _colour(action: Action, chunks: int) -> str:
+    """Of the phase, lighter from chunk to chunk."""
+    return tint(ACTIONS[action.phase], LIGHTEST * action.chunk / max(chunks - 1, 1))
+
+
+def _legend(figure: Figure, panels: Sequence[Lanes]) -> None:
+    phases = set().union(*(one.phases for one in panels))
+    entries = {WORDS.get(x, x): Patch(facecolor=ACTIONS[x]) for x in ACTIONS if x in phases}
+    entries["idle"] = Patch(facecolor=FAINT)
+    chunks = max(one.chunks for one in panels)
+    if chunks > 1:
+        entries[f"chunk 0 ... {chunks - 1}: lighter"] = Patch(
+            facecolor=_colour(Action("forward", 0, chunks - 1), chunks)
+        )
+    figure.legend(
+        list(entries.values()), list(entries), loc="lower center", ncols=len(entries),
+        handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
+    )  # fmt: skip

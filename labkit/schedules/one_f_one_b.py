@@ -2,9 +2,9 @@
 
     3 stages, 4 micro-batches; F2 is the forward of micro-batch 2, B2 its backward
 
-        stage 0    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
-        stage 1       F0 F1 .. B0 F2 B1 F3 B2 .. B3
-        stage 2          F0 B0 F1 B1 F2 B2 F3 B3
+        stage 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+        stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        stage 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
 Each stage holds the activations of no more than (stages - stage) micro-batches, however many
 there are; with GPipe, which does all forwards first, it is all of them. The bubble is the same:
@@ -19,8 +19,8 @@ from labkit.schedules.actions import Action, Schedule, check_sizes
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """The actions of each stage. Raises ValueError for less than 1 of either.
 
-    >>> [f"{phase[0]}{k}" for phase, k in one_f_one_b(stages=3, microbatches=4)[1]]
-    ['f0', 'f1', 'b0', 'f2', 'b1', 'f3', 'b2', 'b3']
+    >>> [str(one) for one in one_f_one_b(stages=3, microbatches=4)[1]]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
     """
     check_sizes(stages, microbatches)
     schedule = []

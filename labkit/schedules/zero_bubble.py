@@ -1,0 +1,86 @@
+"""Zero bubble: the two halves of backward apart, so that one of them can fill the bubble.
+
+Backward is I, the gradient of a stage's input, and W, that of its weights. The stage before waits
+for I; nobody waits for W. So I goes first, and W comes later, where the stage would have stood
+still. Both schedules are 1F1B with another warm-up, and with W some micro-batches late:
+
+              forwards before the first I     W is late by     held at most     bubble
+    ZB-H1     p - r                           r                p                (p-1)(F+I-W)
+    ZB-H2     2 (p - r) - 1                   2 r              2p - 1           (p-1)(F+I-2W)
+
+for stage r of p; a micro-batch is held until its W. ZB-H1:
+
+    3 stages, 5 micro-batches
+
+        stage 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+        stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+        stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+The bubble of 1F1B, less one W for each stage that follows, in the memory of 1F1B's first stage (on
+all stages now). ZB-H2, in almost twice the memory:
+
+    3 stages, 5 micro-batches
+
+        stage 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+        stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+        stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+
+More forwards fill the time until the first I comes back, and the late W fill the end. No column
+between a stage's first and last action is empty. The stages still begin one after the other, and
+end so: the next step follows at once, if no stage waits for the others between steps (as it does
+for the norm of all gradients). So the bubble is counted on the stage that takes longest from its
+own first action to its own last: that is what a step adds to those before.
+
+F, I and W need not be equal. The bubble of ZB-H1 is as above while W <= F, that of ZB-H2 (never
+below 0) while W <= F or I <= F. Elsewhere it is (p-1) I, and (p-1)(I-F): the first stage has done
+as many forwards as it may hold, and waits for the first I. No order does better in that memory.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
+"""
+
+from labkit.schedules.actions import Action, Schedule, check_sizes
+
+
+def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
+    """ZB-H1. Raises ValueError for fewer micro-batches than stages.
+
+    >>> [str(one) for one in zero_bubble_h1(stages=2, microbatches=3)[1]]
+    ['F0', 'I0', 'F1', 'I1', 'W0', 'F2', 'I2', 'W1', 'W2']
+    """
+    _check_enough("zb-h1", stages, microbatches, stages)
+    return [_stage(microbatches, stages - stage, late=stage) for stage in range(stages)]
+
+
+def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
+    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches.
+
+    >>> [str(one) for one in zero_bubble_h2(stages=2, microbatches=3)[1]]
+    ['F0', 'I0', 'F1', 'I1', 'F2', 'I2', 'W0', 'W1', 'W2']
+    """
+    _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)
+    return [
+        _stage(microbatches, 2 * (stages - stage) - 1, late=2 * stage) for stage in range(stages)
+    ]
+
+
+def _stage(microbatches: int, warm_up: int, late: int) -> list[Action]:
+    """`warm_up` forwards; then I, W (that of the micro-batch `late` before), F in turns, as long as
+    there are any."""
+    actions = [Action("forward", k) for k in range(warm_up)]
+    for k in range(microbatches + late):
+        if k < microbatches:
+            actions.append(Action("input", k))
+        if k >= late:
+            actions.append(Action("weight", k - late))
+        if warm_up + k < microbatches:
+            actions.append(Action("forward", warm_up + k))
+    return actions
+
+
+def _check_enough(name: str, stages: int, microbatches: int, needed: int) -> None:
+    check_sizes(stages, microbatches)
+    if microbatches < needed:
+        raise ValueError(
+            f"microbatches={microbatches} with {stages} stages: {name} needs {needed} or more, to "
+            "fill the pipeline; take more micro-batches, or 1f1b"
+        )

@@ -93,7 +93,9 @@ def pipeline(
         PipelineStage(stages[k], k, len(stages), torch.device("cpu"))
         for k in range(rank, len(stages), size)
     ]
-    schedule = kind(own if issubclass(kind, PipelineScheduleMulti) else own[0], microbatches, loss_fn)
+    schedule = kind(
+        own if issubclass(kind, PipelineScheduleMulti) else own[0], microbatches, loss_fn
+    )
 
     def step(x: Tensor, y: Tensor) -> Tensor | None:
         losses: list[Tensor] = []

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from labkit.schedules import Action, Schedule
+from labkit.schedules import Action, Schedule, parse
+from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Trace
 
 KIND = "microbatch"  # of a span that is an action
@@ -19,7 +20,6 @@ RECORDED_AS = {
     "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "update": "optimizer",
 }  # fmt: skip
-PREFIX = {"input": "I", "weight": "W"}  # of those that share a phase with "backward"
 
 
 class TimedAction(NamedTuple):
@@ -33,16 +33,14 @@ class TimedAction(NamedTuple):
 def span_name(action: Action) -> str:
     """What a span of this action is named: "3", or "3.1" in chunk 1; "I3" and "W3" where the
     gradients of input and weights are apart."""
-    chunk = f".{action.chunk}" if action.chunk else ""
-    return f"{PREFIX.get(action.phase, '')}{action.microbatch}{chunk}"
+    return str(action).lstrip("FBU")
 
 
 def action_of(span: Span) -> Action:
     """The other way round, of a span of kind "microbatch"."""
-    phase = {"optimizer": "update"}.get(span.phase, span.phase)
-    phase = next((name for name, x in PREFIX.items() if span.module.startswith(x)), phase)
-    microbatch, _, chunk = span.module.lstrip("IW").partition(".")
-    return Action(phase, int(microbatch), int(chunk or 0))
+    letter = LETTERS["update" if span.phase == "optimizer" else span.phase]
+    name = span.module if span.module[0] in "IW" else letter + span.module
+    return parse(name)[0]
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:

@@ -22,7 +22,7 @@ def broken_rules(schedule: Schedule, microbatches: int) -> Iterator[str]:
         going_on = False
         for stage, actions in enumerate(schedule):
             while places[stage] < len(actions):
-                phase, k = actions[places[stage]]
+                phase, k, _ = actions[places[stage]]
                 needs = [(stage - 1, Action("forward", k))] if stage else []
                 if phase == "backward":
                     needs = [(stage, Action("forward", k))]

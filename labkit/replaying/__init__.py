@@ -21,6 +21,7 @@ __all__, __getattr__, __dir__ = lazy(
         "fits": "labkit.replaying.memory",
         "largest_that_fits": "labkit.replaying.memory",
         "peak_of": "labkit.replaying.memory",
+        "pipeline_step_s": "labkit.replaying.pipeline",
         "pipeline_trace": "labkit.replaying.pipeline",
         "stage_seconds": "labkit.replaying.pipeline",
         "dry_run": "labkit.replaying.dry_runs",

@@ -1,95 +1,139 @@
 """A pipeline schedule as programs of ranks, one for each stage.
 
 One micro-batch of each distinct stage is enough of a record: `stage_seconds` has its forward and
-its backward on a cluster, and the schedule says how often and in which order they come.
+its backward on a cluster, and the schedule says how often and in which order they come. What
+travels follows from the schedule, too (`labkit.schedules.messages`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
-from labkit.replaying.engine import Compute, Issue, Program, Wait, run
+from labkit.replaying.engine import Compute, Issue, Program, Timed, Wait, run
 from labkit.replaying.replays import replay, set_times
-from labkit.schedules import Action, Schedule
+from labkit.schedules import Action, Message, Schedule, check, chunks_of, received, sent
 from labkit.trace import RankTrace, Span, Step, Trace
+
+Seconds = Callable[[int, Action], float] | Mapping[str, float]
+"""What an action takes: `seconds(stage, action)`, or by its phase alone, alike on all stages:
+{"forward": 1.0, "backward": 2.0}. An action on one of v chunks takes 1/v of a stage, if they are
+alike: whoever gives the seconds divides them."""
 
 
 def pipeline_programs(
-    schedule: Schedule, seconds: Callable[[int, Action], float], message_s: float = 0.0
+    schedule: Schedule, seconds: Seconds, message_s: float = 0.0
 ) -> dict[int, Program]:
-    """What each stage does: `seconds(stage, action)` for each of its actions; before it, it waits
-    for what that needs, and after it sends on what has come out, which is there `message_s` later.
-    (The message is all latency: several may be under way to the same stage.)
+    """What each stage does: its actions; before each, it waits for what that needs, and after it
+    sends on what has come out, which is there `message_s` later. (The message is all latency:
+    several may be under way to the same stage.)
 
-    Raises ValueError for a schedule that goes backward through what has not gone forward.
+    Raises ScheduleError, a ValueError, with the first rule that the schedule breaks, and ValueError
+    for a phase without seconds.
     """
-    last = len(schedule) - 1
+    check(schedule)
+    stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}
     for stage, actions in enumerate(schedule):
         program: list[Compute | Issue | Wait] = []
-        gone_forward = set()
         for action in actions:
-            if action.phase == "forward":
-                gone_forward.add(action.microbatch)
-            elif action.phase != "backward" or action.microbatch not in gone_forward:
-                raise ValueError(f"stage {stage}: {action} is no forward, nor a backward after it")
-            forward = action.phase == "forward"
-            before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            if 0 <= before <= last:
-                program.append(Wait((*action, before, stage)))
-            program.append(Compute(seconds(stage, action), action))
-            if 0 <= after <= last:
-                key = (*action, stage, after)
-                program.append(Issue(key, (stage,), 0.0, message_s, f"to {after}"))
+            needed = received(action, stage, stages, chunks)
+            made = sent(action, stage, stages, chunks)
+            # A single stage with several chunks has made itself what it needs.
+            if needed is not None and stages > 1:
+                program.append(Wait(needed))
+            program.append(Compute(_seconds_of(seconds, stage, action), action))
+            if made is not None and stages > 1:
+                to = f"to {made.target % stages}"
+                program.append(Issue(made, (stage,), 0.0, message_s, to))
         programs[stage] = program
     return programs
 
 
-def bubble(schedule: Schedule, step_s: float, seconds: Callable[[int, Action], float]) -> float:
-    """The part of the step, of all stages together, in which nothing is computed: 0 to 1."""
-    busy_s = sum(seconds(stage, one) for stage, actions in enumerate(schedule) for one in actions)
+def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
+    if callable(seconds):
+        return seconds(stage, action)
+    if action.phase not in seconds:
+        raise ValueError(
+            f"stage {stage} does {action}, and `seconds` has {', '.join(seconds) or 'nothing'}; "
+            f"give {action.phase!r} its seconds, too"
+        )
+    return seconds[action.phase]
+
+
+def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
+    """The part of the step, of all stages together, in which nothing is computed: 0 to 1.
+
+    `step_s`: of `pipeline_step_s`; or from the first action of any stage to the last of any.
+    """
+    busy_s = sum(
+        _seconds_of(seconds, stage, one)
+        for stage, actions in enumerate(schedule)
+        for one in actions
+    )
     return 1 - busy_s / (step_s * len(schedule))
+
+
+def pipeline_step_s(trace: Trace) -> float:
+    """What a step adds to those before: the longest that a stage is at it, from the begin of its
+    own first action to the end of its own last. If every stage goes on with the next step as soon
+    as it is through with this one, steps come so many seconds after each other.
+
+    In most schedules the first stage is the first and the last to act, and this is the whole step.
+    Zero-bubble schedules end as they begin, one stage after the other; the published bubbles of all
+    schedules are counted so (arXiv 2401.10241, section 5.3: the largest of all stages).
+
+    `trace`: of `pipeline_trace`. Raises ValueError for one without micro-batches.
+    """
+    spans = [
+        [span for span in one.spans if span.kind == "microbatch"] for one in trace.ranks.values()
+    ]
+    if not all(spans):
+        raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
+    return max(max(x.ended_s for x in one) - min(x.began_s for x in one) for one in spans)
 
 
 def pipeline_trace(
     schedule: Schedule,
-    seconds: Callable[[int, Action], float],
+    seconds: Seconds,
     message_s: float = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
     """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last
-    action; a span is named after its micro-batch. Raises as `pipeline_programs` and the clock."""
+    action; a span has the phase of its action and is named after its micro-batch, "3", with
+    several chunks "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
-    timed = run(programs)
-    sent = {
-        part.key: when
-        for stage, program in programs.items()
-        for part, when in zip(program, timed[stage], strict=True)
-        if isinstance(part, Issue)
-    }
+    timed, chunks = run(programs), chunks_of(schedule)
+    ways = Counter[str]()  # the messages on each way so far: as sent, which need not be as needed
+    numbers: dict[Message, int] = {}
+    when_sent: dict[Message, Timed] = {}
+    for stage, program in programs.items():
+        for part, when in zip(program, timed[stage], strict=True):
+            if isinstance(part, Issue):
+                ways[f"{stage} {part.port}"] += 1
+                numbers[part.key] = ways[f"{stage} {part.port}"]  # type: ignore[index]
+                when_sent[part.key] = when  # type: ignore[index]
     ranks = {}
     for stage, program in programs.items():
-        ended_s = timed[stage][-1].ended_s if program else 0.0
+        ended_s = timed[stage][-1].ended_s
         one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, ended_s)])
-        numbers: Counter[Hashable] = Counter()  # of the messages on each way, so far
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Compute):
-                name = str(part.what.microbatch)
+                name = f"{part.what.microbatch}" + (f".{part.what.chunk}" if chunks > 1 else "")
                 one.spans.append(Span(part.what.phase, name, 0, *when, kind="microbatch"))
                 continue
-            source, target = way = part.key[-2:]  # type: ignore[index]
-            numbers[way] += 1
+            message: Message = part.key  # type: ignore[assignment]
+            source, target = message.source % len(schedule), message.target % len(schedule)
             one.comms.append(
                 CommEvent(
                     "send" if source == stage else "recv", "pipeline", tuple(range(len(schedule))),
-                    stage, numbers[way], "", (), message_bytes,
+                    stage, numbers[message], "", (), message_bytes,
                     message_bytes if source == stage else 0, blocking=source != stage,
                     peer=target if source == stage else source,
                 )
             )  # fmt: skip
             wait = when if isinstance(part, Wait) else None
-            set_times(one.comms[-1], when.began_s, sent[part.key], wait)
+            set_times(one.comms[-1], when.began_s, when_sent[message], wait)
     return Trace(ranks, {"what": "pipeline", "world_size": len(schedule)})
 
 

@@ -6,7 +6,7 @@
 One drawing for what a schedule would take by given costs, and for what a recorded run of it took.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,19 +20,19 @@ from labkit.plot.choice import choose_step
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import (
-    ACTIONS,
     FAINT,
     INK,
     MUTED,
     PAPER,
+    PHASES,
     SMALL_PT,
     TITLE_PT,
     text_on,
     tint,
 )
 from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
-from labkit.replaying.pipeline import pipeline_trace
-from labkit.schedules import Action, Schedule
+from labkit.replaying.pipeline import Seconds, pipeline_trace
+from labkit.schedules import Action, Schedule, chunks_of
 from labkit.trace import Trace
 
 UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
@@ -43,8 +43,6 @@ LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # of a stage's height, the part that its boxes fill
 LIGHTEST = 0.62  # the part of white in the colour of the last chunk
 LINE_PX, EDGE_PX = 13, 5
-
-Costs = Mapping[str, float] | Callable[[int, Action], float] | None
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,22 @@ class Lanes:
         return max(x.ended_s for actions in self.of_stage for x in actions)
 
     @property
+    def step(self) -> float:
+        """The longest that a stage is at it (`pipeline_step_s`): the next step may begin on each
+        stage so much later."""
+        return max(done[-1].ended_s - done[0].began_s for done in self.of_stage if done)
+
+    @property
     def bubble(self) -> float:
-        """The part of it, of all stages together, in which nothing was computed: 0 to 1."""
+        """The part of a step, of all stages together, in which nothing was computed: 0 to 1."""
         busy = sum(x.ended_s - x.began_s for actions in self.of_stage for x in actions)
-        return 1 - busy / (self.length * len(self.of_stage)) if self.length else 0.0
+        return 1 - busy / (self.step * len(self.of_stage)) if self.step else 0.0
+
+    @property
+    def windows(self) -> list[tuple[float, float]]:
+        """Where the step lies on each stage: of what is in it and not computing, the bubble."""
+        ends = [done[-1].ended_s if done else self.step for done in self.of_stage]
+        return [(begin, begin + self.step) for end in ends for begin in [max(0.0, end - self.step)]]
 
     @property
     def chunks(self) -> int:
@@ -85,7 +95,7 @@ class Lanes:
         sizes = ", ".join(
             f"{n} {word}{plural.get(n, 'es' if word.endswith('ch') else 's')}" for n, word in counts
         )
-        length = f"{self.length:.4g} {self.unit or 'forwards long'}"
+        length = f"{self.step:.4g} {self.unit or 'forwards long'}"
         parts = [self.name, sizes, length, f"bubble {self.bubble:.1%} of the total", self.note]
         return "  ·  ".join(part for part in parts if part)
 
@@ -93,7 +103,7 @@ class Lanes:
 @styled
 def schedule(
     what: Schedule | Trace,
-    costs: Costs = None,
+    costs: Seconds | None = None,
     message_s: float = 0.0,
     *,
     recorded: Trace | None = None,
@@ -126,7 +136,7 @@ def schedule(
 @styled
 def schedules(
     many: Mapping[str, Schedule | Trace],
-    costs: Costs = None,
+    costs: Seconds | None = None,
     message_s: float = 0.0,
     *,
     figure: Figure | None = None,
@@ -148,7 +158,7 @@ def schedules(
 def _lanes(
     name: str,
     what: Schedule | Trace,
-    costs: Costs,
+    costs: Seconds | None,
     message_s: float,
     recorded: Trace | None = None,
     step: int | None = None,
@@ -162,8 +172,8 @@ def _lanes(
         raise ValueError("this schedule has no action; give each stage a list of them")
     if recorded is not None:
         return _of_trace(name, by_microbatch(recorded, what), step)
-    chunks = 1 + max(action.chunk for actions in what for action in actions)
-    found = timed_actions(pipeline_trace(what, _seconds(costs, chunks), message_s))
+    units = {phase: units / chunks_of(what) for phase, units in UNITS.items()}
+    found = timed_actions(pipeline_trace(what, units if costs is None else costs, message_s))
     return _from_zero(name, found, "" if costs is None else "ms")
 
 
@@ -192,23 +202,6 @@ def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str =
         unit,
         note,
     )
-
-
-def _seconds(costs: Costs, chunks: int) -> Callable[[int, Action], float]:
-    """As the clock wants them."""
-    if callable(costs):
-        return costs
-    table = {phase: units / chunks for phase, units in UNITS.items()} if costs is None else costs
-
-    def seconds(stage: int, action: Action) -> float:
-        if action.phase not in table:
-            raise ValueError(
-                f"costs has no {action.phase!r}, and stage {stage} does {action}; it has "
-                f"{', '.join(map(repr, table)) or 'nothing'}"
-            )
-        return table[action.phase]
-
-    return seconds
 
 
 # --- drawing ---
@@ -254,7 +247,7 @@ def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
     ]
     box = axes.get_window_extent()
     px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
-    idle = [(stage + edge, stage + 1 - edge, 0.0, one.length) for stage in range(stages)]
+    idle = [(stage + edge, stage + 1 - edge, *when) for stage, when in enumerate(one.windows)]
     colours = [_colour(x.action, one.chunks) for _, _, x in boxes]
     wide = [(x.ended_s - x.began_s) * px_per_unit > EDGE_PX for _, _, x in boxes]
     for rectangles, faces, edges in (
@@ -318,16 +311,16 @@ def _held(done: Sequence[TimedAction], chunks: int) -> float:
 
 def _colour(action: Action, chunks: int) -> str:
     """Of the phase, lighter from chunk to chunk."""
-    return tint(ACTIONS[action.phase], LIGHTEST * action.chunk / max(chunks - 1, 1))
+    return tint(PHASES[action.phase], LIGHTEST * action.chunk / max(chunks - 1, 1))
 
 
 def _legend(figure: Figure, panels: Sequence[Lanes]) -> None:
     phases = set().union(*(one.phases for one in panels))
-    entries = {WORDS.get(x, x): Patch(facecolor=ACTIONS[x]) for x in ACTIONS if x in phases}
+    entries = {WORDS.get(x, x): Patch(facecolor=PHASES[x]) for x in PHASES if x in phases}
     entries["idle"] = Patch(facecolor=FAINT)
     chunks = max(one.chunks for one in panels)
     if chunks > 1:
-        entries[f"chunk 0 ... {chunks - 1}: lighter"] = Patch(
+        entries["later chunks: lighter"] = Patch(
             facecolor=_colour(Action("forward", 0, chunks - 1), chunks)
         )
     figure.legend(

@@ -17,13 +17,14 @@ INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, l
 COLOURS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
 DASHES = ["-", "--", ":", "-."]
 
-PHASES = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "user": "#C9CED6"}
-ACTIONS = {  # of a pipeline's schedule; two of them are halves of a backward
-    "forward": PHASES["forward"],
-    "backward": PHASES["backward"],
-    "input": YELLOW,
+PHASES = {
+    "forward": SKY,
+    "backward": ORANGE,
+    "input": YELLOW,  # of a pipeline: the halves of a backward
     "weight": BROWN,
-    "update": PHASES["optimizer"],
+    "update": GREEN,
+    "optimizer": GREEN,
+    "user": "#C9CED6",
 }
 CATEGORIES = {
     "parameters": BLUE,

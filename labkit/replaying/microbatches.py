@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from labkit.schedules import Action, Schedule, parse
+from labkit.schedules import Action, Schedule, chunks_of, parse
 from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Trace
 
@@ -30,22 +30,15 @@ class TimedAction(NamedTuple):
     ended_s: float
 
 
-def span_name(action: Action) -> str:
-    """What a span of this action is named: "3", or "3.1" in chunk 1; "I3" and "W3" where the
-    gradients of input and weights are apart."""
-    return str(action).lstrip("FBU")
-
-
 def action_of(span: Span) -> Action:
-    """The other way round, of a span of kind "microbatch"."""
-    letter = LETTERS["update" if span.phase == "optimizer" else span.phase]
-    name = span.module if span.module[0] in "IW" else letter + span.module
-    return parse(name)[0]
+    """What a span of kind "microbatch" is."""
+    return parse(LETTERS[span.phase] + span.module)[0]
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
-    """The trace of a recorded pipeline with one span for each action of `schedule`, named after its
-    micro-batch; what was inside of these is left out. Rank k has done the list of stage k, once in
+    """The trace of a recorded pipeline with one span for each action of `schedule`, as
+    `pipeline_trace` has them: of its phase and named after its micro-batch, "3", with several
+    chunks "3.1". What was inside of these is left out. Rank k has done the list of stage k, once in
     every step.
 
     Raises ValueError where the ranks are not the stages, or where one has computed other things
@@ -60,14 +53,14 @@ def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     for rank, one in trace.ranks.items():
         spans = [span for span in one.spans if span.phase == "user"]
         if schedule[rank]:
-            spans += list(_named(one, schedule[rank]))
+            spans += list(_named(one, schedule[rank], chunks_of(schedule)))
         phases = {RECORDED_AS[action.phase] for action in schedule[rank]}
         spans += [x for x in _outermost(one) if x.phase not in phases]
         ranks[rank] = replace(one, spans=sorted(spans, key=lambda x: x.began_s))
     return replace(trace, ranks=ranks)
 
 
-def _named(one: RankTrace, actions: list[Action]) -> Iterator[Span]:
+def _named(one: RankTrace, actions: list[Action], chunks: int) -> Iterator[Span]:
     """Its spans, each a copy with the name of its action."""
     phases = {RECORDED_AS[action.phase] for action in actions}
     spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s]
@@ -88,7 +81,8 @@ def _named(one: RankTrace, actions: list[Action]) -> Iterator[Span]:
                 f"what was recorded is {f'{span.phase} of {span.kind}' if span else 'nothing more'}"
                 f"; this trace is not of steps by this schedule"
             )
-        yield replace(span, module=span_name(action), began_s=began_s, kind=KIND)
+        name = str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
+        yield replace(span, phase=action.phase, module=name, began_s=began_s, kind=KIND)
         place, number = place + 1, number + 1
 
 

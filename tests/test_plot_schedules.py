@@ -4,6 +4,8 @@ recorded run of it took, in one way.
 Tests look at the corners of the boxes in units of time, their colours, and the words.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
@@ -17,7 +19,7 @@ from labkit.plot.lettering import Lettering
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
 from labkit.replaying.microbatches import KIND, action_of, timed_actions
-from labkit.schedules import Schedule, one_f_one_b, parse, schedule
+from labkit.schedules import Schedule, chunks_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
@@ -214,17 +216,35 @@ def test_spans_are_named_after_their_actions() -> None:
     assert plot.timeline(trace).axes, "the usual timeline shows them too"
 
 
-def test_a_forward_that_is_computed_again_belongs_to_its_backward() -> None:
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), CHUNKS], ids=["1f1b", "v2"])
+def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule) -> None:
+    trace = recorded(schedule)
+    last = trace.ranks[1]
+    chunks = chunks_of(schedule)
+    forwards = [x for x in last.spans if (x.phase, x.depth, x.kind) == ("forward", 0, "Stage")]
+    order = [x for x in schedule[1] if x.phase == "forward"] * 2
+    for span, action in zip(forwards, order, strict=True):
+        if action.chunk == chunks - 1:
+            middle_s = (span.began_s + span.ended_s) / 2
+            last.spans.append(Span("forward", "", span.step, middle_s, span.ended_s, 0, "MSELoss"))
+            span.ended_s = middle_s
+    found = boxes(plot.schedule(schedule, recorded=trace))
+    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
+        assert one[1:3] == pytest.approx(other[1:3])
+
+
+def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
     schedule = one_f_one_b(2, 3)
     trace = recorded(schedule)
-    for one in trace.ranks.values():
-        again = []
-        for span in one.spans:
-            if (span.phase, span.depth) == ("backward", 0):
-                middle_s = (span.began_s + span.ended_s) / 2
-                again.append(Span("forward", "", span.step, span.began_s, middle_s, 0, "Stage"))
-                span.began_s = middle_s
-        one.spans += again
+    for one in trace.ranks.values():  # on stage 0 it is a wait
+        for span, following in pairwise(
+            [x for x in one.spans if x.depth == 0 and x.kind != "loss"]
+        ):
+            if (span.phase, following.phase) == ("forward", "backward"):
+                span.ended_s -= 1e-3 * one.rank
+                began_s = span.ended_s
+                loss = Span("forward", "loss", span.step, began_s, following.began_s, 0, "loss")
+                one.spans.append(loss)
     found = boxes(plot.schedule(schedule, recorded=trace))
     for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
         assert one[1:3] == pytest.approx(other[1:3])

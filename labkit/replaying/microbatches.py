@@ -7,7 +7,7 @@ A stage does its list in order, so the k-th outermost span of computing is the k
 recorded step can be told, and drawn, as the schedule was before it ran.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Trace
 
 KIND = "microbatch"  # of a span that is an action
+NEXT_S = 1e-4  # what follows at once begins so soon
 RECORDED_AS = {
     "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "update": "optimizer",
@@ -53,43 +54,65 @@ def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     for rank, one in trace.ranks.items():
         spans = [span for span in one.spans if span.phase == "user"]
         if schedule[rank]:
-            spans += list(_named(one, schedule[rank], chunks_of(schedule)))
+            spans += list(_named(one, schedule))
         phases = {RECORDED_AS[action.phase] for action in schedule[rank]}
-        spans += [x for x in _outermost(one) if x.phase not in phases]
+        spans += [x for x in _outermost(one) if x.phase not in phases and x.kind != "loss"]
         ranks[rank] = replace(one, spans=sorted(spans, key=lambda x: x.began_s))
     return replace(trace, ranks=ranks)
 
 
-def _named(one: RankTrace, actions: list[Action], chunks: int) -> Iterator[Span]:
+def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
     """Its spans, each a copy with the name of its action."""
+    actions, chunks = schedule[one.rank], chunks_of(schedule)
     phases = {RECORDED_AS[action.phase] for action in actions}
-    spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s]
+    spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s and x.kind != "loss"]
+    ends = [x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in the loss
+    if one.rank < len(schedule) - 1:
+        ends = [False] * len(ends)
+    loss_is_module = _forwards(spans) == _rounds(spans, actions) * (_forwards(actions) + sum(ends))
     place = number = 0
     while place < len(spans) or number % len(actions):
-        action = actions[number % len(actions)]
-        began_s = spans[place].began_s if place < len(spans) else 0.0
-        while (  # the forward that is computed again for this backward
-            RECORDED_AS[action.phase] == "backward"
-            and place + 1 < len(spans)
-            and [x.phase for x in spans[place : place + 2]] == ["forward", "backward"]
-        ):
-            place += 1
-        span = spans[place] if place < len(spans) else None
-        if span is None or span.phase != RECORDED_AS[action.phase]:
+        action, in_loss = actions[number % len(actions)], ends[number % len(actions)]
+        found = spans[place : place + 1 + (in_loss and loss_is_module)]
+        if [x.phase for x in found] != [RECORDED_AS[action.phase]] * max(len(found), 1):
+            what = f"{found[-1].phase} of {found[-1].kind or 'all'}" if found else "nothing more"
             raise ValueError(
                 f"rank {one.rank}: action {number % len(actions)} of its list is {action}, and "
-                f"what was recorded is {f'{span.phase} of {span.kind}' if span else 'nothing more'}"
-                f"; this trace is not of steps by this schedule"
+                f"what was recorded is {what}; this trace is not of steps by this schedule"
             )
+        place, number = place + len(found), number + 1
         name = str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
-        yield replace(span, phase=action.phase, module=name, began_s=began_s, kind=KIND)
-        place, number = place + 1, number + 1
+        ended_s = found[-1].ended_s
+        if in_loss and actions[number % len(actions)] == action._replace(phase="backward"):
+            ended_s = max([ended_s, *_loss_before(one, spans[place:])])
+        yield replace(
+            found[0], phase=action.phase, module=name, ended_s=ended_s, kind=KIND, depth=0
+        )
+
+
+def _forwards(things: Iterable[Span | Action]) -> int:
+    return sum(x.phase == "forward" for x in things)
+
+
+def _rounds(spans: Sequence[Span], actions: Sequence[Action]) -> float:
+    """How often the list was done, by what goes backward."""
+    wanted = sum(RECORDED_AS[x.phase] == "backward" for x in actions)
+    return sum(x.phase == "backward" for x in spans) / max(wanted, 1)
+
+
+def _loss_before(one: RankTrace, following: Sequence[Span]) -> list[float]:
+    """When the loss was there from which this backward begins."""
+    return [
+        x.ended_s
+        for x in one.spans
+        if x.kind == "loss" and following and 0 <= following[0].began_s - x.ended_s < NEXT_S
+    ]
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What it computed, in order. The loss is a span of its own until backward begins; on the
-    stages before the last that is a wait."""
-    spans = [x for x in one.spans if x.depth == 0 and x.phase != "user" and x.kind != "loss"]
+    """What it computed, in order. (A recorder calls "loss" what is between the last forward and
+    backward: on the stages before the last it is a wait.)"""
+    spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 

@@ -1,0 +1,110 @@
+"""The two halves of backward apart: the gradient of the input now, that of the weights later.
+
+    backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
+                                  weight   dW = dyᵀ x, db = Σ dy     nobody waits for it
+
+Inside `deferring`, each plain nn.Linear (and whoever else has a `later`) puts its second half on a
+list instead of computing it; it keeps x and dy for that. What else has parameters, a norm or an
+embedding, gets their gradients with the first half: they cost little. `run_later` then computes
+what is on the list as a backward of its own, so that gradients arrive as they always do, with
+every hook that waits for them.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Later = list[Callable[[], Tensor]]  # each gives a scalar, whose backward makes the gradients
+
+
+@contextmanager
+def deferring(module: nn.Module, later: Later) -> Iterator[None]:
+    """What `module` computes in this block has a backward that puts its gradients of weights on
+    the list `later`."""
+    linears: list[Any] = []
+    others: list[Any] = []
+    part: Any
+    for part in module.modules():
+        if _is_plain(part):
+            part.forward = partial(_deferred, part, later)
+            linears.append(part)
+        elif hasattr(part, "later"):
+            others.append(part)
+            part.later = later
+    try:
+        yield
+    finally:
+        for part in linears:
+            del part.forward
+        for part in others:
+            part.later = None
+
+
+def run_later(later: Later, also: Iterable[nn.Parameter] = ()) -> None:
+    """Compute what is on the list, and empty it. `also`: parameters that have their gradients
+    already, and whose hooks are called in this backward."""
+    roots = [make() for make in later]
+    roots += [p.reshape(-1)[:0].sum() for p in also]  # adds zeros
+    later.clear()
+    if roots:
+        torch.autograd.backward(roots)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """A linear layer as torch has it, whose weight is a parameter that is trained."""
+    if type(part).forward is not nn.Linear.forward or "forward" in part.__dict__:
+        return False
+    weight: Any = part.weight
+    return bool(weight.is_leaf and weight.requires_grad)
+
+
+def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
+    """Takes the place of the layer's `forward`."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, linear.weight, linear.bias)
+    return _InputHalf.apply(x, linear.weight, linear.bias, later)
+
+
+class _InputHalf(torch.autograd.Function):
+    """x [..., in] -> [..., out]; its backward computes dx, and keeps x and dy for dW."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias, ctx.later = weight, bias, later
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.later.append(partial(_WeightHalf.apply, ctx.weight, ctx.bias, x.detach(), dy))
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
+
+
+class _WeightHalf(torch.autograd.Function):
+    """Computes nothing; its backward makes dW and db."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -> Tensor:
+        ctx.save_for_backward(x, dy)
+        ctx.dtype = weight.dtype
+        return dy.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        x, dy = ctx.saved_tensors
+        dy = dy.reshape(-1, dy.shape[-1])
+        dw = dy.T @ x.reshape(-1, x.shape[-1]).to(dy.dtype)
+        db = dy.sum(0).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return dw.to(ctx.dtype), db, None, None

@@ -1,0 +1,157 @@
+"""What is said of a pipeline that cannot be: asked on all ranks before anything runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.comm import Comm
+from labkit.parallel.parts.agreement import check_same_on_all_ranks
+from labkit.schedules import schedule as schedule_of
+from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
+from labkit.schedules.rules import check
+
+MICROBATCHES = 8  # where nobody says how many
+
+
+def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) -> int:
+    """How many chunks each rank has. Raises ValueError where the stages do not go over the ranks,
+    or differ between them."""
+    size, count = comm.size, len(stages)
+    if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
+        raise ValueError(
+            f"stages is a {type(stages).__name__}; give a list of modules, one for each stage, as "
+            f"split(model, {size}) makes it"
+        )
+    if count < size or count % size:
+        raise ValueError(
+            f"{count} stages do not go over {size} ranks; give {size}, one for each rank, or a "
+            f"multiple of {size}, for as many chunks on each"
+        )
+    if chunks is not None and count != chunks * size:
+        raise ValueError(
+            f"{count} stages on {size} ranks are {count // size} chunks on each, not "
+            f"chunks={chunks}; give {chunks * size} stages, or leave chunks out"
+        )
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
+    named = [
+        (f"stage {index}: {name}", parameter)
+        for index, stage in enumerate(stages)
+        for name, parameter in stage.named_parameters()
+    ]
+    check_same_on_all_ranks(named, comm)
+    return count // size
+
+
+def agreed_schedule(
+    schedule: str | Schedule, comm: Comm, microbatches: int | None, chunks: int
+) -> tuple[Schedule, int]:
+    """The lists of actions, and the number of micro-batches. Raises ValueError where there is no
+    such schedule, it breaks a rule, it is of other stages, or the ranks have different ones."""
+    if isinstance(schedule, str):
+        microbatches = MICROBATCHES if microbatches is None else microbatches
+        found = schedule_of(schedule, comm.size, microbatches, chunks)
+    else:
+        found = [list(actions) for actions in schedule]
+        check(found, microbatches)
+        microbatches = microbatches_of(found)
+        if len(found) != comm.size:
+            raise ValueError(
+                f"the schedule is of {len(found)} stages, and there are {comm.size} ranks; give a "
+                "list of actions for each rank"
+            )
+        if chunks_of(found) != chunks:
+            raise ValueError(
+                f"the schedule is of {chunks_of(found)} chunks on each rank, and there are "
+                f"{chunks * comm.size} stages for {comm.size} ranks: give "
+                f"{chunks_of(found) * comm.size} stages"
+            )
+    every = comm.all_gather_object([[str(one) for one in actions] for actions in found])
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            raise ValueError(_difference(every[0], other, rank))
+    return found, microbatches
+
+
+def _difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
+    said = f"rank {rank} has another schedule than rank 0"
+    for stage, (here, there) in enumerate(zip(first, other, strict=True)):
+        for position in range(max(len(here), len(there))):
+            one, two = ((x[position : position + 1] or ["nothing"])[0] for x in (here, there))
+            if one != two:
+                said += f": on stage {stage}, position {position}, {two} and not {one}"
+                return f"{said}; give the same schedule and microbatches on every rank"
+    return said
+
+
+def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
+    """Raises ValueError, on all ranks, where the last stage's has no loss."""
+    has = comm.all_gather_object(loss_fn is not None)
+    last = (stages - 1) % comm.size
+    if not has[last]:
+        given = [f"rank {rank}" for rank in range(comm.size) if has[rank]]
+        where = f"it was given on {', '.join(given)}" if given else "it was given on no rank"
+        raise ValueError(
+            f"stage {stages - 1} is the last and computes the loss, on rank {last}, which has no "
+            f"loss_fn; {where}: give it on rank {last} (the others may have it, too)"
+        )
+
+
+def optimizer_of(
+    optimizer: Any, module: nn.Module, schedule: Schedule, tied: Mapping[nn.Parameter, Any]
+) -> torch.optim.Optimizer | None:
+    """That of a schedule that updates, None for others. Raises ValueError where one is missing or
+    too many."""
+    updates = any(one.phase == "update" for actions in schedule for one in actions)
+    if not updates and optimizer is not None:
+        raise ValueError(
+            "this schedule has no update, so optimizer= would never step; make the optimizer of "
+            "pipeline.parameters(), and call its step() after pipeline.step(x, y)"
+        )
+    if not updates:
+        return None
+    if optimizer is None:
+        raise ValueError(
+            "this schedule updates the weights after each micro-batch; give an optimizer, as "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    if tied:
+        raise ValueError(
+            "a parameter is tied over several ranks, and this schedule updates each stage at its "
+            "own time, so that its copies would part; give each stage its own (tied=False)"
+        )
+    for part in module.modules():
+        if hasattr(part, "no_sync"):
+            raise ValueError(
+                f"a stage is in {type(part).__name__}, which averages once in a step, and this "
+                "schedule updates after each micro-batch; give the module itself"
+            )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
+    return make([p for p in module.parameters() if p.requires_grad])
+
+
+def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:
+    """Raises ValueError for a batch that does not make so many micro-batches."""
+    if not isinstance(x, Tensor) or x.ndim < 1:
+        what = "a scalar" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"rank {comm.rank}: x is {what}; give the batch [rows, ...], the same on every rank: "
+            "those behind the first stage need its number of rows"
+        )
+    if len(x) < microbatches:
+        raise ValueError(
+            f"a batch of {len(x)} rows does not divide into {microbatches} micro-batches of at "
+            f"least 1 row; give at least {microbatches} rows, or microbatches={len(x)} or fewer"
+        )
+    if has_last and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
+        found = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"{type(y).__name__}"
+        raise ValueError(
+            f"rank {comm.rank} has the last stage and computes the loss: y is of {found}, x of "
+            f"{len(x)} rows; give the targets of the whole batch"
+        )
+    comm.compare("the batch of a pipeline", lambda: f"x {list(x.shape)} {x.dtype}")

@@ -1,0 +1,189 @@
+"""Pipeline parallelism: each rank has some layers, and micro-batches go from rank to rank.
+
+    a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
+
+        rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x goes in here
+        rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
+
+    each rank holds   its layers' parameters and gradients, 1/p of the model; the activations of
+                      the micro-batches in flight, which the schedule bounds: p - rank with 1F1B
+    travels           over each boundary, for each micro-batch: its activations forward, their
+                      gradient back, rows x rest elements each (b s h of a GPT)
+    idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
+
+Who computes what, and when, is data: a schedule (labkit.schedules), a list of actions for each
+rank. There is one runner for all of them, the loop in `step`. It waits for the one message that an
+action needs, computes, lets the result leave and goes on.
+
+With v chunks a rank has v pieces of the model, and the model goes round v times: chunk c of rank r
+is virtual stage c p + r of p v.
+
+    virtual_stage.py     one piece: forward, backward, and their halves
+    pipeline_mail.py     messages: receives posted ahead, sends that nobody waits for
+    pipeline_checks.py   what is said of bad input
+    deferred_weights.py  the gradient of weights apart: zero-bubble schedules
+    weight_versions.py   PipeDream: updates without a flush
+    tied.py              one embedding on two ranks
+    ../stages.py         a model cut into stages
+
+Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2;
+the runner over lists of actions: torch.distributed.pipelining.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit import events
+from labkit.comm import Comm
+from labkit.parallel.parts.pipeline_checks import (
+    agreed_schedule,
+    check_batch,
+    check_loss,
+    check_stages,
+    optimizer_of,
+)
+from labkit.parallel.parts.pipeline_mail import Mail
+from labkit.parallel.parts.tied import Tied, owners_of
+from labkit.parallel.parts.virtual_stage import VirtualStage
+from labkit.parallel.stages import Layers
+from labkit.schedules.actions import Action, Schedule, virtual_stage
+from labkit.schedules.messages import received, sent
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Pipeline(nn.Module):
+    """This rank's part of a pipeline of `stages`.
+
+    Args:
+        stages: the modules of all virtual stages in order, p v of them for p ranks, as `split`
+            makes them, or your own. Every rank gives all, built alike; it keeps its own, and
+            forgets the others. Each maps one tensor [rows, ...] to one tensor [rows, ...].
+        comm: the ranks, as `mesh.pp`; all by default.
+        schedule: a name ("gpipe", "1f1b", "interleaved", "zb-h1", ... of `labkit.schedules`), or
+            your own: a list of actions for each rank, which is held to the rules of a schedule.
+        microbatches: m; 8 by default, or as many as your own schedule has.
+        loss_fn: loss_fn(output, y) -> the mean over the rows, a scalar. Only the rank of the last
+            stage calls it.
+        chunks: v; it follows from the number of stages, and is checked against it if given.
+        recompute: keep only the inputs of each stage, and run its forward again for backward.
+        optimizer: of schedules that update weights on their way ("pipedream"): an optimizer, or
+            what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+
+    A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
+    several ranks (a tied embedding) has the sum of its gradients there.
+
+    Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
+    gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
+    breaks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        comm: Comm | None = None,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int | None = None,
+        loss_fn: Loss | None = None,
+        *,
+        chunks: int | None = None,
+        recompute: bool = False,
+        optimizer: Optimizer | None = None,
+    ):
+        super().__init__()
+        self.comm = comm = comm or Comm()
+        self.chunks = check_stages(stages, comm, chunks)
+        self.schedule, self.microbatches = agreed_schedule(
+            schedule, comm, microbatches, self.chunks
+        )
+        owners = owners_of(stages, comm.size)
+        check_loss(loss_fn, comm, len(stages))
+        self._tied = Tied(owners, comm)
+
+        own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
+        self.module = Layers.together({index: stages[index] for index in own})
+        place = comm.rank, comm.size, self.chunks
+        self._program = [  # what it does, waits for before and sends after
+            (action, received(action, *place), sent(action, *place))
+            for action in self.schedule[comm.rank]
+        ]
+        self._optimizer = optimizer_of(optimizer, self.module, self.schedule, owners)
+        self._stages = [
+            VirtualStage(
+                stages[index], index, comm.rank,
+                [one for one in self.schedule[comm.rank] if one.chunk == chunk],
+                recompute, self._optimizer,
+                self._loss_of if index == len(stages) - 1 else None,
+            )
+            for chunk, index in enumerate(own)
+        ]  # fmt: skip
+        self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
+        self._loss_fn, self._last_index = loss_fn, len(stages) - 1
+        self._mail = Mail(comm, self.schedule)
+        self._looked: Any = None  # the batch of the last step, what its rows look like
+
+    # --- the runner ---------------------------------------------------------------------------
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Forward and backward of one batch; afterwards the gradients are in `.grad`.
+
+        x, y: the same batch on all ranks, [rows, ...]; the first stage looks at x, the last at y.
+        It is cut into `microbatches` that differ by at most one row, and the loss of each counts
+        by its rows: gradients are those of the whole batch's mean.
+
+        Returns that mean, detached, on the rank of the last stage; None on the others.
+
+        Raises ValueError for a batch of fewer rows than micro-batches, or where x and y differ in
+        rows; StageError where a stage cannot take what the one before hands on; CommError, naming
+        stage, micro-batch and rank, where a message does not come.
+        """
+        self._begin(x, y)
+        for action, needed, leaving in self._program:
+            came = self._mail.receive(needed) if needed else self._of_batch(action)
+            result = self._stages[action.chunk].do(action, came)
+            if leaving:
+                self._mail.send(leaving, result)
+            del came, result  # their memory goes as soon as nobody needs it
+        self._mail.end()
+        self._tied.sum_gradients()
+        return self._loss if self._has_last else None
+
+    def _of_batch(self, action: Action) -> Tensor | None:
+        """What needs no message is the first stage's forward, which takes rows of the batch, and
+        the last one's backward, which begins at the loss."""
+        return self._xs[action.microbatch] if action.phase == "forward" else None
+
+    # --- around it ----------------------------------------------------------------------------
+
+    def _begin(self, x: Tensor, y: Tensor) -> None:
+        check_batch(x, y, self.microbatches, self.comm, self._has_last)
+        for stage in self._stages:
+            stage.unchanged.check()
+        rows = events.chunk_sizes(len(x), self.microbatches)
+        self._shares = [n / len(x) for n in rows]
+        self._xs = x.split(rows) if self._has_first else ()
+        self._ys = y.split(rows) if self._has_last else ()
+        self._loss = x.new_zeros((), dtype=torch.float64)
+        looks = x.shape[1:], x.dtype, self.training, torch.is_autocast_enabled(x.device.type)
+        self._mail.begin(rows, x.device, afresh=looks != self._looked)
+        self._looked = looks
+        self._tied.begin()
+
+    def _loss_of(self, output: Tensor, k: int) -> Tensor:
+        """The part of the batch's mean that micro-batch k has. (PipeDream updates by each alone,
+        as if it were a batch: there it counts whole.)"""
+        assert self._loss_fn is not None
+        loss = self._loss_fn(output, self._ys[k])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}: loss_fn gave "
+                f"{found}; it returns a scalar, the mean over the rows"
+            )
+        self._loss += loss.detach() * self._shares[k]
+        return loss if self._optimizer else loss * self._shares[k]

@@ -32,7 +32,7 @@ from labkit.plot.style import (
 )
 from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
 from labkit.replaying.pipeline import Seconds, pipeline_trace
-from labkit.schedules import Action, Schedule, chunks_of
+from labkit.schedules import Action, Schedule, chunks_of, peak_in_flight
 from labkit.trace import Trace
 
 UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
@@ -80,6 +80,13 @@ class Lanes:
     @property
     def chunks(self) -> int:
         return 1 + max(x.action.chunk for actions in self.of_stage for x in actions)
+
+    @property
+    def held(self) -> list[float]:
+        """Of how many micro-batches each stage has the activations at most: from a forward until
+        its backward or its weights' gradients; those of one chunk are a part of the stage's."""
+        order = [[x.action for x in done] for done in self.of_stage]
+        return [peak / self.chunks for peak in peak_in_flight(order)]
 
     @property
     def phases(self) -> set[str]:
@@ -131,7 +138,7 @@ def schedule(
     Raises ValueError for a schedule without an action, for one that cannot be run, for costs that
     do not know an action, and for a trace that is not one of this schedule.
     """
-    return _draw([_lanes(name, what, costs, message_s, recorded, step)], figure)
+    return _draw([lanes_of(what, name, costs, message_s, recorded, step)], figure)
 
 
 @styled
@@ -152,19 +159,20 @@ def schedules(
     """
     if not many:
         raise ValueError("there is nothing to draw: give a schedule with its name")
-    lanes = [_lanes(name, what, costs, message_s) for name, what in many.items()]
+    lanes = [lanes_of(what, name, costs, message_s) for name, what in many.items()]
     return _draw(lanes, figure)
 
 
-def _lanes(
-    name: str,
+def lanes_of(
     what: Schedule | Trace,
-    costs: Seconds | None,
-    message_s: float,
+    name: str = "",
+    costs: Seconds | None = None,
+    message_s: float = 0.0,
     recorded: Trace | None = None,
     step: int | None = None,
 ) -> Lanes:
-    """Of a schedule, by its costs, or of a trace."""
+    """What `schedule` draws: who does what when, the length of a step, its bubble, what is held.
+    Arguments and errors as there."""
     if isinstance(what, Trace):
         if recorded is not None:
             raise ValueError("give the schedule first, then recorded=trace: here are two traces")
@@ -289,23 +297,10 @@ def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
     beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
     left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
     right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
-    lanes = list(enumerate(one.of_stage))[::every]
-    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage, _ in lanes])
-    right.write(
-        [
-            Name(f"holds {_held(done, one.chunks):.3g}", 1.008, stage + 0.5, MUTED)
-            for stage, done in lanes
-        ]
-    )
-
-
-def _held(done: Sequence[TimedAction], chunks: int) -> float:
-    """Micro-batches whose activations a stage has at most; of one chunk, as a part of the stage."""
-    held = most = 0
-    for x in done:
-        held += {"forward": 1, "backward": -1, "weight": -1}.get(x.action.phase, 0)
-        most = max(most, held)
-    return most / chunks
+    held = one.held
+    lanes = list(range(len(held)))[::every]
+    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage in lanes])
+    right.write([Name(f"holds {held[stage]:.3g}", 1.008, stage + 0.5, MUTED) for stage in lanes])
 
 
 def _colour(action: Action, chunks: int) -> str:

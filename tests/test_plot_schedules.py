@@ -17,6 +17,7 @@ from test_plot import assert_readable as no_words_overlap
 
 from labkit import Comm, PacedStage, Pipeline, World, plot, record
 from labkit.plot.lettering import Lettering
+from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
 from labkit.replaying.microbatches import KIND, action_of, timed_actions
@@ -129,7 +130,7 @@ def test_phases_and_chunks_are_told_apart() -> None:
     assert len({x[3] for x in boxes(chunks)}) == 4
     assert "2 chunks" in chunks.axes[0].get_title(loc="left")
     assert "later chunks: lighter" in words(chunks)
-    for colour in [*PHASES.values(), *(tint(x, 0.62) for x in PHASES.values())]:
+    for colour in [*PHASES.values(), *(tint(x, LIGHTEST) for x in PHASES.values())]:
         assert contrast(colour, text_on(colour)) > 4.5
 
 

@@ -41,7 +41,7 @@ NAME_PT = 7.5
 LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # of a stage's height, the part that its boxes fill
-LIGHTEST = 0.62  # the part of white in the colour of the last chunk
+LIGHTEST = 0.45  # the part of white in the colour of the last chunk
 LINE_PX, EDGE_PX = 13, 5
 
 

@@ -162,6 +162,14 @@ def test_replicas_synchronise_once_in_a_step(four: World, name: str) -> None:
     four.run(cases.replicas_synchronise_once, name)
 
 
+def test_stages_may_be_cut_by_tensor_parallelism(four: World) -> None:
+    def several() -> None:
+        for name in ("1f1b", "interleaved", "zb-h1"):
+            cases.stages_cut_by_tensor_parallelism(name)
+
+    four.run(several)
+
+
 def test_pipedream_is_as_one_process_with_stale_weights(three: World) -> None:
     def several() -> None:
         for m in (1, 3, 7):

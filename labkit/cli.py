@@ -302,7 +302,7 @@ def schedule(
 ) -> None:
     """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
     from labkit import schedules
-    from labkit.plot.pipelines import lanes_of
+    from labkit.plot.pipeline_lanes import lanes_of
 
     with _told():
         found = schedules.schedule(

@@ -10,7 +10,7 @@ from labkit.recipes import RECIPES
 def unfit(name: str, length: int, ranks: int, heads: int = 4, kv_heads: int = 2) -> str:
     with torch.device("meta"):
         model = GPT(31, 24, 1, heads, 64, kv_heads=kv_heads)
-    return RECIPES[name].unfit(model, length, ranks)
+    return RECIPES[name].unfit(model, 8, length, ranks)
 
 
 @pytest.mark.parametrize("name", ["tensor", "sequence", "context"])

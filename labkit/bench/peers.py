@@ -3,12 +3,12 @@ torch.distributed outside of the door and of what starts ranks: its peers come f
 are used, for that takes its time and warns of torch's own past).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -65,3 +65,45 @@ def loss_parallel() -> AbstractContextManager[Any]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     return loss_parallel()
+
+
+PIPELINES = {  # labkit's names, and torch's for the same schedule
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-h1": "InterleavedZeroBubble",  # with one chunk
+}
+
+
+def pipeline(
+    name: str,
+    stages: Sequence[nn.Module],
+    microbatches: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor | None]:
+    """A step by torch's schedule of that name: `step(x, y)` leaves `.grad` in this rank's part of
+    `stages` (all of the model, in order) and gives the mean loss, on the last stage."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    kind: Any = get_schedule_class(PIPELINES[name])
+    own = [
+        PipelineStage(stages[k], k, len(stages), torch.device("cpu"))
+        for k in range(rank, len(stages), size)
+    ]
+    schedule = kind(
+        own if issubclass(kind, PipelineScheduleMulti) else own[0], microbatches, loss_fn
+    )
+
+    def step(x: Tensor, y: Tensor) -> Tensor | None:
+        losses: list[Tensor] = []
+        inputs = (x,) if rank == 0 else ()
+        if rank != size - 1:
+            schedule.step(*inputs, return_outputs=False)
+            return None
+        schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        return torch.stack(losses).detach().mean()
+
+    return step

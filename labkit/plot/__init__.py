@@ -16,6 +16,8 @@
     plot.nccl(log)  # rings and trees of what NCCL printed
     plot.transfers(measured)  # ways to move a tensor, measured beside predicted
     plot.loading({"pipelined": run})  # what the bus carried while blocks computed
+    plot.schedule(gpipe(4, 8))  # a pipeline from its costs, or a recorded one
+    plot.schedules({"GPipe": one, "1F1B": other})  # several, on one axis of time
     plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
     plot.flip_bits(0.1, "fp16")  # the same, with bits to flip
     plot.number_line()  # what each number format can hold
@@ -41,6 +43,8 @@ __all__, __getattr__, __dir__ = lazy(
         "movement": "labkit.plot.movements",
         "nccl": "labkit.plot.nccl_logs",
         "number_line": "labkit.plot.format_ranges",
+        "schedule": "labkit.plot.pipelines",
+        "schedules": "labkit.plot.pipelines",
         "step_memory": "labkit.plot.activations",
         "steps": "labkit.plot.stepper",
         "timeline": "labkit.plot.timelines",

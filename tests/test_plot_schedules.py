@@ -254,7 +254,7 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
     swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
     with pytest.raises(
-        ValueError, match="rank 0: action 3 of its list is F2, and what was recorded is backward"
+        ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
     ):
         by_microbatch(trace, swapped)
     with pytest.raises(ValueError, match="is not of steps by this schedule"):

@@ -187,3 +187,9 @@ class Pipeline(nn.Module):
             )
         self._loss += loss.detach() * self._shares[k]
         return loss if self._optimizer else loss * self._shares[k]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the whole model, on every rank, on the CPU; all ranks call it together."""
+        mine = {name: x.detach().cpu() for name, x in self.module.state_dict().items()}
+        every = self.comm.all_gather_object(mine)
+        return {name: x for state in every for name, x in state.items()}

@@ -122,7 +122,8 @@ def schedule(
             where backward is apart), or a function of stage and action. If None, a stage's forward
             takes 1 and its backward 2, all chunks together; input and weight 1 each.
         message_s: what a message takes, in the same unit.
-        recorded: a recorded run of that schedule: its times are drawn instead.
+        recorded: a recorded run of that schedule: its times are drawn instead. Of stages that
+            sleep (`PacedStage`), `record(paced=True)` has the title say so.
         step: of the recorded run; as `plot.timeline` chooses if None.
         name: stands first in the title.
         figure: draw into this one instead of a new one.
@@ -182,9 +183,7 @@ def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]
-    paced = trace.about.get("paced")
-    note = trace.about.get("note", "paced" if paced else "")
-    return _from_zero(name, timed_actions(trace), "ms", note)
+    return _from_zero(name, timed_actions(trace), "ms", "paced" * bool(trace.about.get("paced")))
 
 
 def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:

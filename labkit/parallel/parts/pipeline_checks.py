@@ -1,13 +1,13 @@
 """What is said of a pipeline that cannot be: asked on all ranks before anything runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -37,13 +37,34 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
-    named = [
-        (f"stage {index}: {name}", parameter)
-        for index, stage in enumerate(stages)
-        for name, parameter in stage.named_parameters()
-    ]
-    check_same_on_all_ranks(named, comm)
+    _check_built_alike(stages, comm)
     return count // size
+
+
+def _check_built_alike(stages: Sequence[nn.Module], comm: Comm) -> None:
+    """Raises ValueError where a stage is another on another rank. (One that its rank has wrapped,
+    in DDP say, is not compared: on the others it is not.)"""
+    mine = [None if hasattr(one, "no_sync") else _looks(one) for one in stages]
+    every = comm.all_gather_object(mine)
+    for index in range(len(stages)):
+        known = [(rank, one[index]) for rank, one in enumerate(every) if one[index : index + 1]]
+        known = [(rank, looks) for rank, looks in known if looks is not None]
+        for rank, looks in known[1:]:
+            if looks != known[0][1]:
+                pairs = zip_longest(known[0][1], looks, fillvalue="nothing")
+                here, there = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"stage {index} is another on rank {rank} than on rank {known[0][0]}: it has "
+                    f"{there}, and not {here}; build the same stages on every rank"
+                )
+
+
+def _looks(stage: nn.Module) -> list[str]:
+    return [
+        f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        + ("" if p.requires_grad else ", frozen")
+        for name, p in stage.named_parameters()
+    ]
 
 
 def agreed_schedule(

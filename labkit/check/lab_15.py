@@ -45,6 +45,7 @@ BOUNDARY_BYTES = ROWS * WIDTH * ONE_BYTES  # all micro-batches over one boundary
 
 COSTS = (
     ([1, 1, 1, 1, 1, 1], 3),
+    ([1, 1, 1, 1, 1, 1], 4),  # several cuts are best
     ([5, 1, 1, 1, 4], 3),
     ([0.2, 1, 1, 1, 1, 1, 1, 1, 1, 2.9], 4),
     ([9, 1, 1, 1], 4),

@@ -38,7 +38,9 @@ class Plan(NamedTuple):
     recompute: bool
 
 
-def _same(n: int, ms: float, weights_mb: float, kept_mb: float) -> tuple[list[float], ...]:
+def _same(
+    n: int, ms: float, weights_mb: float, kept_mb: float
+) -> tuple[list[float], list[float], list[float]]:
     return [ms] * n, [weights_mb] * n, [kept_mb] * n
 
 

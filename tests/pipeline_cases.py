@@ -9,14 +9,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from labkit import DDP, GPT, Comm, Mesh, listen
+from labkit import DDP, GPT, Comm, Mesh, full_state_dict, listen, tensor_parallel
 from labkit.events import CommEvent
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.stages import split
@@ -49,27 +49,33 @@ def batch(rows: int = 9, width: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 2, width).double(), torch.randn(rows, 2, width).double()
 
 
+@torch.no_grad()
+def descend(module: nn.Module) -> None:
+    """A step of plain gradient descent, which forgives no factor, as Adam does."""
+    for p in module.parameters():
+        if p.grad is not None:
+            p -= 0.3 * p.grad
+
+
 def trained(module: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, steps: int) -> list[float]:
     """By one process; its losses."""
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 0.01)
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
+        module.zero_grad()
         loss = loss_fn(module(x), y)
         loss.backward()
-        optimizer.step()
+        descend(module)
         losses.append(loss.item())
     return losses
 
 
 def piped(pipe: Pipeline, x: Tensor, y: Tensor, steps: int) -> list[float]:
     """By the pipeline; its losses on the last rank."""
-    optimizer = torch.optim.Adam([p for p in pipe.parameters() if p.requires_grad], 0.01)
     losses = []
     for _ in range(steps):
-        optimizer.zero_grad()
+        pipe.zero_grad()
         loss = pipe.step(x, y)
-        optimizer.step()
+        descend(pipe)
         losses += [] if loss is None else [loss.item()]
     return losses
 
@@ -94,7 +100,7 @@ def admissible(name: str, size: int) -> list[int]:
 def equals_one_process(
     sizes: Sequence[int], names: Sequence[str], fault: Fault = nullcontext, ms: Any = None
 ) -> int:
-    """Every admissible number of micro-batches, 9 rows: weights and losses of two Adam steps to
+    """Every admissible number of micro-batches, 9 rows: weights and losses of two steps to
     1e-10. Returns how many pipelines were compared."""
     compared = 0
     x, y = batch()
@@ -181,14 +187,14 @@ def sends_exactly_its_bytes(name: str, fault: Fault = nullcontext) -> None:
             assert found == wanted, f"{name}: {found - wanted} too many, {wanted - found} missing"
             looks = sum(e.tag == 103 and e.op == "send" for e in events)
             boundaries = chunks - (comm.rank == size - 1)
-            assert looks == (boundaries if step == 0 else 0)
+            assert looks == (boundaries if step == 0 else 0), f"{looks} looks in step {step}"
             assert {e.op for e in events} <= {"send", "recv"}
 
 
 class Counted(nn.Module):
     """Its activation is a tensor whose life can be watched: [rows, width] -> the same."""
 
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
     peak = 0
 
     def __init__(self, width: int = 3) -> None:
@@ -197,6 +203,19 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(_Watched.apply(self.linear(x)))
+
+
+def note_in_flight(stage: Any, stages: Any, held: list[int]) -> None:
+    """How many micro-batches are kept after each action: input, graph, and what a second half of
+    backward needs."""
+    do = stage.do
+
+    def noting(action: Any, came: Any) -> Any:
+        result = do(action, came)
+        held.append(sum(len(one.in_flight) for one in stages))
+        return result
+
+    stage.do = noting
 
 
 class _Token:
@@ -229,6 +248,9 @@ def frees_activations(name: str, m: int, fault: Fault = nullcontext) -> None:
     Counted.peak = 0
     with fault():
         pipe = Pipeline(stages, comm, name, m, F.mse_loss)
+        held: list[int] = []
+        for stage in pipe._stages:
+            note_in_flight(stage, pipe._stages, held)
         gc.collect()
         gc.disable()
         try:
@@ -240,6 +262,7 @@ def frees_activations(name: str, m: int, fault: Fault = nullcontext) -> None:
     in_halves = any(one.phase == "input" for one in lists[comm.rank])
     promised = peak_in_flight(lists)[comm.rank]
     assert left == 0, f"{name}: {left} graphs outlive the step"
+    assert max(held) == promised and held[-1] == 0, f"{name}: {held} kept, not {promised}"
     if in_halves:
         assert Counted.peak <= promised, f"{name}: {Counted.peak} in flight, not {promised}"
     else:
@@ -405,19 +428,40 @@ def does_not_wait_for_sends(fault: Fault = nullcontext) -> None:
 
 
 def recompute_is_equal_to_the_bit(name: str, fault: Fault = nullcontext) -> None:
-    """With dropout: the same masks again; and fewer tensors are saved."""
+    """With dropout: the same masks again; and less is saved between forward and backward."""
     comm = Comm()
     x, y = batch(rows=5)
-    found = []
+    found, saved_bytes = [], []
     for again in (False, True):
+        kept: weakref.WeakSet[Any] = weakref.WeakSet()
+        peak = 0
+
+        class Box:
+            def __init__(self, x: Tensor) -> None:
+                self.x = x
+
+        def save(x: Tensor, kept: Any = kept, box_of: Any = Box) -> Any:
+            nonlocal peak
+            box = box_of(x)
+            kept.add(box)
+            peak = max(peak, sum(one.x.nbytes for one in kept))
+            return box
+
         stages = [nn.Sequential(one, nn.Dropout(0.3)) for one in layers(comm.size)]
         with fault():
             pipe = Pipeline(stages, comm, name, 5, F.mse_loss, recompute=again)
             torch.manual_seed(7 + comm.rank)
             losses = piped(pipe, x, y, 3)
+            if comm.rank == 0:  # (the last one's backward follows at once)
+                with saved_tensors_hooks(save, lambda box: box.x):
+                    pipe.step(x, y)
+            else:
+                pipe.step(x, y)
+            saved_bytes.append(peak)
         found.append((losses, [p.detach().clone() for p in pipe.parameters()]))
     (losses, weights), (others, again_weights) = found
-    assert losses == others
+    assert losses == others, "the losses are others"
+    assert comm.rank or saved_bytes[1] < saved_bytes[0] / 2, f"{saved_bytes} bytes are saved"
     assert all(torch.equal(a, b) for a, b in zip(weights, again_weights, strict=True))
 
 
@@ -428,7 +472,7 @@ def replicas_synchronise_once(name: str, fault: Fault = nullcontext) -> None:
     chunks, m = SYNCHRONOUS[name], 4
     x, y = batch(rows=8)
     whole = nn.Sequential(*layers(2 * chunks))
-    losses = trained(whole, x, y, F.mse_loss, 3)
+    trained(whole, x, y, F.mse_loss, 3)
     mine_x, mine_y = (one.split(4)[mesh.dp.rank] for one in (x, y))
     with fault():
         stages = [
@@ -436,16 +480,35 @@ def replicas_synchronise_once(name: str, fault: Fault = nullcontext) -> None:
             for index, one in enumerate(layers(2 * chunks))
         ]
         pipe = Pipeline(stages, mesh.pp, name, m, F.mse_loss)
-        optimizer = torch.optim.Adam(pipe.parameters(), 0.01)
         for step in range(3):
-            optimizer.zero_grad()
+            pipe.zero_grad()
             with listen() as events:
                 pipe.step(mine_x, mine_y)
             reduced = sum(e.op == "all_reduce" for e in events)
             assert reduced == chunks or step == 0, f"{reduced} all-reduces in a step, not {chunks}"
-            optimizer.step()
-    del losses
+            descend(pipe)
     assert_same(pipe, whole, [], [], f"{name} in DDP")
+
+
+def stages_cut_by_tensor_parallelism(name: str, fault: Fault = nullcontext) -> None:
+    """2 stages x 2 ranks that share each layer, with a tied embedding cut over them."""
+    mesh = Mesh(pp=2, tp=2)
+    tokens = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(1))
+
+    def model() -> GPT:
+        torch.manual_seed(3)
+        return GPT(12, 8, 4, 2, 5).double()
+
+    whole = model()
+    losses = trained(whole, tokens, tokens, tokens_loss, 2)
+    with fault():
+        cut = split(tensor_parallel(model(), mesh.tp), 2 * SYNCHRONOUS[name])
+        pipe = Pipeline(cut, mesh.pp, name, 2, tokens_loss)
+        mine = piped(pipe, tokens, tokens, 2)
+    named = dict(whole.named_parameters(remove_duplicate=False))
+    for key, x in full_state_dict(pipe.module).items():
+        assert (x - named[key]).abs().max() <= 1e-10, f"{name}: {key}"
+    assert all(abs(one - other) <= 1e-10 for one, other in zip(mine, losses))
 
 
 def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
@@ -463,6 +526,15 @@ def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
         )  # fmt: skip
         versions = pipe._stages[0].versions
         assert versions is not None
+        kept: list[int] = []
+        do = pipe._stages[0].do
+
+        def noting(action: Any, came: Any) -> Any:
+            result = do(action, came)
+            kept.append(versions.in_use)
+            return result
+
+        pipe._stages[0].do = noting  # type: ignore[method-assign]
         pipe.step(x, y)
         loss = pipe.step(x, y)
 
@@ -472,8 +544,10 @@ def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
         assert off <= 1e-10, f"{name} is off by {off:.2g}"
     if loss is not None:
         assert abs(loss.item() - sum(losses[-m:]) / m) <= 1e-10
-    assert versions.in_use == 0
-    if size > 1 and comm.rank == 0:
+    most = size - comm.rank  # a version for each micro-batch in flight
+    assert max(kept) == most or m <= 2 * size, f"{max(kept)} versions are kept, not {most}"
+    assert max(kept) <= most and kept[-1] == 0, f"{kept} versions are kept, for {most} in flight"
+    if m > 1 and comm.rank == 0:
         fresh, _ = oracle_of_pipedream(layers(size), one_at_a_time(size, m), x, y, rounds=2)
         pairs = zip(fresh[0].parameters(), stale[0].parameters(), strict=True)
         assert any((a - b).abs().max() > 1e-6 for a, b in pairs), "nothing was stale"

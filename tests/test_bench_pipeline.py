@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from labkit import World, bench
 from labkit.bench import pipeline
-from labkit.bench.pipeline import SCHEDULES, Floor, Found, contest, floor_s, ours, stages_of, theirs
+from labkit.bench.pipeline import SCHEDULES, Found, contest, ours, theirs
+from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
 from labkit.cli import app
 from labkit.comm import Comm
 from labkit.schedules import schedule

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import Comm, World
+from labkit import Comm, Link, World
 from labkit.parallel.parts.deferred_weights import deferring, run_later
 from labkit.parallel.parts.paced_stage import PacedStage
 from labkit.parallel.pipeline import Pipeline
@@ -87,6 +87,30 @@ def test_gradients_add_up_over_steps(three: World) -> None:
     assert max(max(one) for one in three.run(ratio)) < 1e-14
 
 
+def test_without_gradients_a_step_evaluates(three: World) -> None:
+    """The loss, and nothing that goes back; the gradients stay as they were."""
+
+    def run() -> tuple[Any, Any, bool]:
+        from labkit import listen
+
+        torch.manual_seed(4)
+        x, y = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (4, 5))
+        pipe = Pipeline(split(cases.gpt(), 3), Comm(), "zb-h1", 3, cases.tokens_loss)
+        trained = pipe.step(x, y)
+        before = [p.grad.clone() for p in pipe.parameters()]  # type: ignore[union-attr]
+        with torch.no_grad(), listen() as events:
+            loss = pipe.step(x, y)
+        assert not any(e.tag == 102 or e.op == "all_reduce" for e in events)
+        same = all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), before, strict=True))  # type: ignore[arg-type]
+        state = pipe.full_state_dict()
+        whole = cases.gpt().state_dict()
+        same &= state.keys() == whole.keys()
+        return trained, loss, same and all(torch.equal(whole[k], x) for k, x in state.items())
+
+    first, _, (trained, loss, same) = three.run(run)
+    assert trained == loss and same and first == (None, None, True)
+
+
 @pytest.mark.parametrize("own", ["gpipe of one's own", "halves and wholes", "chunks"])
 def test_a_schedule_of_ones_own(three: World, own: str) -> None:
     text = {
@@ -138,6 +162,14 @@ def test_replicas_synchronise_once_in_a_step(four: World, name: str) -> None:
     four.run(cases.replicas_synchronise_once, name)
 
 
+def test_stages_may_be_cut_by_tensor_parallelism(four: World) -> None:
+    def several() -> None:
+        for name in ("1f1b", "interleaved", "zb-h1"):
+            cases.stages_cut_by_tensor_parallelism(name)
+
+    four.run(several)
+
+
 def test_pipedream_is_as_one_process_with_stale_weights(three: World) -> None:
     def several() -> None:
         for m in (1, 3, 7):
@@ -174,6 +206,13 @@ def test_sends_overlap_compute_and_nobody_waits_to_send(three: World) -> None:
         cases.does_not_wait_for_sends()
 
     three.run(both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"backend": "gloo"}, {"link": Link(gbps=1.0, latency_us=300)}])
+def test_other_transports_carry_it_too(how: dict[str, Any]) -> None:
+    with World(3, timeout_s=20, **how) as world:
+        world.run(cases.equals_one_process, [3], ["1f1b", "interleaved", "zb-h1"], ms=[3])
 
 
 def test_looks_are_told_again_when_they_change(three: World) -> None:
@@ -214,7 +253,7 @@ def test_split_cuts_a_gpt_under_its_own_names() -> None:
 
 def test_split_by_cost_makes_the_dearest_stage_cheap() -> None:
     model = cases.gpt(4)
-    costs = [0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]  # a dear head
+    costs = [0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 3.0]  # a dear head
     parts = split(model, 2, costs)
     assert [len(part.layers) for part in parts] == [5, 2]  # type: ignore[arg-type,operator]
     even = split(nn.Sequential(*cases.layers(7)), 3)
@@ -235,7 +274,9 @@ def test_measured_costs_see_a_dear_layer() -> None:
 # ---- the halves of backward
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen weight", "frozen bias", "shared", "no input"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen weight", "frozen bias", "shared", "no input", "autocast"]
+)
 def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
     """Weights have no gradient after the first half, and all of it after the second."""
 
@@ -243,6 +284,8 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
         torch.manual_seed(0)
         linear = nn.Linear(4, 4)
         made = nn.Sequential(linear, nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        if kind == "autocast":
+            made = made.float()
         if kind == "shared":
             made = nn.Sequential(linear, nn.GELU(), linear, nn.Linear(4, 3)).double()
         if kind.startswith("frozen"):
@@ -251,12 +294,16 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
 
     def run(halves: bool) -> tuple[Any, Any, Any]:
         one, later = module(), []
-        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1)).double()
+        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1))
+        x = x if kind == "autocast" else x.double()
         x.requires_grad_(kind != "no input")
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
         if not halves:
-            one(x).pow(2).sum().backward()
+            with cast:
+                y = one(x)
+            y.pow(2).sum().backward()
             return x.grad, [p.grad for p in one.parameters()], None
-        with deferring(one, later):
+        with deferring(one, later), cast:
             y = one(x)
         y.pow(2).sum().backward()
         between = [p.grad for p in one.parameters()]

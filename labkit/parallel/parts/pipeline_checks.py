@@ -18,12 +18,13 @@ MICROBATCHES = 8  # where nobody says how many
 def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) -> int:
     """How many chunks each rank has. Raises ValueError where the stages do not go over the ranks,
     or differ between them."""
-    size, count = comm.size, len(stages)
+    size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
             f"stages is a {type(stages).__name__}; give a list of modules, one for each stage, as "
             f"split(model, {size}) makes it"
         )
+    count = len(stages)
     if count < size or count % size:
         raise ValueError(
             f"{count} stages do not go over {size} ranks; give {size}, one for each rank, or a "
@@ -122,7 +123,10 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
 
 
 def optimizer_of(
-    optimizer: Any, module: nn.Module, schedule: Schedule, tied: Mapping[nn.Parameter, Any]
+    optimizer: Any,
+    own: Sequence[nn.Module],
+    schedule: Schedule,
+    tied: Mapping[nn.Parameter, Any],
 ) -> torch.optim.Optimizer | None:
     """That of a schedule that updates, None for others. Raises ValueError where one is missing or
     too many."""
@@ -144,16 +148,16 @@ def optimizer_of(
             "a parameter is tied over several ranks, and this schedule updates each stage at its "
             "own time, so that its copies would part; give each stage its own (tied=False)"
         )
-    for part in module.modules():
-        if hasattr(part, "no_sync"):
+    for stage in own:
+        if hasattr(stage, "no_sync"):
             raise ValueError(
-                f"a stage is in {type(part).__name__}, which averages once in a step, and this "
+                f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
             )
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
-    return make([p for p in module.parameters() if p.requires_grad])
+    return make([p for stage in own for p in stage.parameters() if p.requires_grad])
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

@@ -47,13 +47,12 @@ class Tied:
     def sum_gradients(self) -> None:
         """After the last backward: every owner gets the sum of all owners' gradients."""
         for (parameter, group), before in zip(self._copies, self._before, strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            group.all_reduce(parameter.grad)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                group.all_reduce(parameter.grad)
             if before is not None:
-                parameter.grad += before
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
 
 
 def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":

@@ -15,23 +15,24 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from labkit import GPT, Text, World, attach, cluster, listen, plot, record, schedules
+from labkit import GPT, PacedStage, Text, World, attach, cluster, listen, plot, record, split
 from labkit.check import lab_15 as check
 from labkit.check import predict, report
 from labkit.check.lab_15_jobs import Plan, divisors, held_mb, step_ms
 from labkit.course import show
-from labkit.parallel.parts.paced_stage import PacedStage
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import layers_of, measure_costs, split
+from labkit.parallel import Pipeline
+from labkit.parallel.stages import layers_of, measure_costs
+from labkit.parallel.tensor import tensor_parallel
 from labkit.replaying import bubble, pipeline_step_s, pipeline_trace
 from labkit.replaying.microbatches import by_microbatch
-from labkit.schedules import gpipe, naive, parse, received, sent
+from labkit.schedules import balance, gpipe, naive, parse, received, sent
+from labkit.schedules import check as check_rules
 from labkit.trace import CATEGORIES
 
 # %% [markdown]
 # ## 1. The question
 #
-# GPT-3 has 96 layers of width 12288. With Adam in mixed precision a parameter is 16 bytes (lab 10).
+# GPT-3 has 96 layers of width 12288. With Adam in mixed precision a parameter is 16 bytes (lab 07).
 
 # %% tags=["nbval-check-output"]
 states_gb = 16 * 96 * 12 * 12288**2 / 1e9
@@ -133,7 +134,7 @@ def by_layers(sizes):
     return lambda stage, action: forward_s[stage] * (1 if action.phase == "forward" else 2)
 
 
-CUTS = {"by number": [3, 2, 2, 3], "by cost": schedules.balance(COSTS, 4)}
+CUTS = {"by number": [3, 2, 2, 3], "by cost": balance(COSTS, 4)}
 plot.schedules(
     {name: pipeline_trace(gpipe(4, 6), by_layers(sizes)) for name, sizes in CUTS.items()}
 )
@@ -281,7 +282,7 @@ def train(microbatches=MICROBATCHES, schedule="gpipe", steps=3):
         adam.zero_grad()
         losses.append(pipe.step(batch.x, batch.y))
         adam.step()
-    return losses, sorted({name.split(".weight")[0] for name, _ in pipe.named_parameters()})
+    return losses
 
 
 # %%
@@ -303,7 +304,7 @@ alone, two = train_alone(), World(2, backend="gloo")
 # %% tags=["nbval-check-output"]
 print("one process:", ", ".join(f"{loss:.6f}" for loss in alone.tolist()))
 for world, schedule, m in ((two, "naive", 1), (two, "gpipe", 3), (four, "gpipe", 4)):
-    losses = torch.stack(world.run(train, m, schedule)[-1][0])  # of the last rank
+    losses = torch.stack(world.run(train, m, schedule)[-1])  # of the last rank
     same = torch.allclose(losses, alone, rtol=1e-10)
     print(f"{world.size} ranks, {schedule}, m = {m}: equal: {same}")
 
@@ -312,11 +313,11 @@ for world, schedule, m in ((two, "naive", 1), (two, "gpipe", 3), (four, "gpipe",
 
 
 # %%
-def traffic(how):
+def traffic(m):
     """What a rank sends in a second step: [operation, shape, to whom, bytes]."""
     me = attach()
     torch.manual_seed(0)
-    pipe = Pipeline(split(GPT(**SIZES).double(), me.size), me.comm, "gpipe", how, token_loss)
+    pipe = Pipeline(split(GPT(**SIZES).double(), me.size), me.comm, "gpipe", m, token_loss)
     batch = Text().batch(0, rows=ROWS, length=32)
     pipe.step(batch.x, batch.y)
     with listen() as events:
@@ -334,10 +335,8 @@ for rank in (0, 1):
             f"  {op:<11}{'' if peer is None else f'to {peer}':<5} {shape!s:<12} {sent_bytes:>8,.0f} bytes"
         )
 
+
 # %% tags=["nbval-check-output"]
-from labkit.parallel.tensor import tensor_parallel
-
-
 def tensor_traffic():
     model = tensor_parallel(GPT(**SIZES).double(), attach().comm)
     x = torch.randn(ROWS, 32, 48, dtype=torch.float64, requires_grad=True)
@@ -378,12 +377,19 @@ def measured(m):
 steps = {m: measured(m) for m in (1, 2, 4, 8)}
 plot.schedules({"predicted": pipeline_trace(gpipe(4, 8), SECONDS), "measured, paced": steps[8]})
 
+
 # %%
+def idle_in(trace):
+    """The part of a recorded step, of all ranks, in which nothing was computed."""
+    spans = [x for one in trace.ranks.values() for x in one.spans if x.kind == "microbatch"]
+    busy_s = sum(x.ended_s - x.began_s for x in spans)
+    return 1 - busy_s / (len(trace.ranks) * pipeline_step_s(trace))
+
+
 print("micro-batches   predicted: ms, bubble     measured: ms, bubble")
 for m, trace in steps.items():
-    right_s, found_s = 0.06 * (m + 3), pipeline_step_s(trace)
-    idle = bubble(gpipe(4, m), found_s, SECONDS)
-    print(f"{m:>8} {1e3 * right_s:>18.0f} {3 / (m + 3):>7.1%} {1e3 * found_s:>18.0f} {idle:>7.1%}")
+    right_ms, found_ms = 60 * (m + 3), 1e3 * pipeline_step_s(trace)
+    print(f"{m:>8}{right_ms:>19.0f} {3 / (m + 3):>7.1%}{found_ms:>19.0f} {idle_in(trace):>7.1%}")
 
 # %% [markdown]
 # (What a message takes, and when a rank wakes up, is measured with it: nobody predicts this to a
@@ -453,7 +459,7 @@ DGX = cluster("dgx-h100")
 flops = 96 * 2048 * (24 * 12288**2 + 4 * 2048 * 12288)  # forward, one row, all layers
 forward_s = flops / 8 / (0.5 * DGX.device.peak_flops["bfloat16"])
 message_s = 2048 * 12288 * 2 / DGX.between.bytes_per_s
-counts = (4, 8, 16, 32, 64, 128)
+counts = (4, 8, 16, 32, 64)
 
 
 def idle_part(p, m):
@@ -497,7 +503,7 @@ def lopsided():
 
 
 model = lopsided()
-costs = measure_costs(model, Text().batch(0, rows=4, length=32).x, repeats=10)
+costs = measure_costs(model, Text().batch(0, rows=4, length=32).x, repeats=5)
 for name, cost in zip(layers_of(model), costs):
     print(f"{name:<9} {1e3 * cost:6.2f} ms")
 for what, cut in {"by number": split(model, 3), "by cost": split(model, 3, costs)}.items():
@@ -564,13 +570,12 @@ for name, (make, pad) in CASES.items():
 
 # %% [markdown] tags=["answer"]
 # - **a** divides what is divided already: **averaged twice**. Gradients are m times too small. Adam
-#   divides that out again, so its loss curve is fine; with clipping, weight decay by SGD, or another m it
-#   is not.
+#   divides that out again, so its curve is fine; with SGD, or where gradients are clipped, it is not.
 # - **b** sums and divides by the whole batch, which is right where nobody else divides. Here it counts
 #   each micro-batch twice by its rows. With one micro-batch all is right: tests with m = 1 find nothing.
 # - **c** is right, and its data is not: each micro-batch's mean is over its own tokens, and counts by
-#   its *rows*. A token in a short row counts more, another one for each m. This is the mistake that all
-#   large libraries had in gradient accumulation until 2024.
+#   its *rows*. A token in a short row counts more, and how much more changes with m. Transformers, and
+#   others, had this mistake in gradient accumulation until October 2024.
 
 # %% [markdown] tags=["answer"]
 # The way out for c: every token counts the same, so divide by the tokens of the **whole batch**, and
@@ -653,12 +658,12 @@ lines = messages["eager", True].splitlines()
 print("\n".join(line.split(", at ")[0] for line in lines[:4]))
 
 # %% [markdown]
-# Before anything runs, the rules of a schedule say some of it:
+# Both stand in a send. And before anything runs, the rules of a schedule say some of it:
 
 # %% tags=["nbval-check-output"]
 for name, lists in LISTS.items():
     try:
-        schedules.check(lists)
+        check_rules(lists)
         print(f"{name:<11} keeps all rules")
     except ValueError as error:
         print(f"{name:<11} {error}")
@@ -666,9 +671,9 @@ for name, lists in LISTS.items():
 # %% [markdown] tags=["answer"]
 # - **eager** is a good schedule: the last stage goes back as soon as it can. But with sends that wait,
 #   stage 0 wants to be rid of an activation while stage 1 wants to be rid of a gradient: **both send,
-#   and none receives**. On a wire with buffers this runs with small tensors, and hangs with large ones.
+#   and none receives**. On a wire with buffers small tensors pass, and large ones hang.
 # - **mixed** is none: stage 0 waits for a gradient that stage 1 makes only after an activation that stage 0
-#   has not made yet. No way to send helps; `check` names the circle.
+#   has not made yet. No way to send helps; the rules name the circle.
 # - **last first** is GPipe's own order on one stage and ours on the other. Each is fine alone. Together
 #   every message has the right shape, and the gradient of micro-batch 2 goes backward through
 #   micro-batch 0.
@@ -763,8 +768,13 @@ def backward(comm, kept, losses, rows):
 check.backward(backward)
 
 # %% [markdown]
-# These sends wait. Why does nothing hang here?
-#
+# These sends wait. Why does nothing hang here, as it did with **eager**?
+
+# %% [markdown] tags=["answer"]
+# On every stage all forwards come before all backwards. So at any time all messages between two
+# neighbours go the same way, and one of them receives.
+
+# %% [markdown]
 # ### Exercise 4: The step of unequal stages
 #
 # Stage k takes `forward_ms[k]` and `backward_ms[k]` for one micro-batch; messages take nothing. How long
@@ -857,8 +867,8 @@ report("15")
 # | tied parameters | `TiedLayerSpec`; `ReduceTiedGrads` |
 # | recompute | `activation_checkpoint_interval` of `PipelineModule` |
 #
-# Its sends wait. So stages with even numbers send first and receive then, those with odd numbers
-# receive first: no two neighbours both send.
+# Its sends wait. So neighbours always do the opposite: where an even stage sends an activation and
+# then receives a gradient, the odd one behind it receives first, and then sends.
 
 # %% [markdown]
 # torch's own, on the same batch with the same weights. (It counts all micro-batches alike, so we give it
@@ -894,7 +904,7 @@ print("losses: {:.10f} and {:.10f}".format(*ranks[-1][1]))
 # What they add: Megatron cuts what travels over the nodes' wires into t parts, since all t
 # tensor-parallel ranks of a stage have the same; DeepSpeed and Megatron run replicas of the pipeline
 # beside each other and average after the last backward (what happens if they do so after each is a hunt
-# of lab 16). None of them takes GPipe's order today, for it holds m micro-batches: that is lab 16.
+# of lab 16). Neither takes GPipe's order, for it holds m micro-batches: lab 16 has theirs.
 #
 # Sources: Huang et al., *GPipe*, 2018 (arXiv 1811.06965); Narayanan et al., 2021 (arXiv 2104.04473),
 # section 2.2; Harlap et al., *PipeDream*, 2018 (arXiv 1806.03377), for cutting by measured cost; Brown et

@@ -204,7 +204,8 @@ times.beside(
 
 # %%
 SIZES = dict(vocab=256, width=48, depth=4, heads=4, context=32)
-ROWS, MICROBATCHES = 10, 4
+ROWS = 10
+MICROBATCHES = 4
 
 # %% stub="sends = predict(rank_1_bytes=..., rank_0_bytes=..., tensor_parallel_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -242,7 +243,7 @@ show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y)")
 # %% [markdown]
 # Backward begins at the loss, or at the stage's output with the gradient that came. The gradient of the
 # stage's input is what the stage before waits for. (`end` is where y stands in the graph: y itself has
-# been sent, and its memory is free.)
+# been sent, and its memory is free. `versions` are for lab 16.)
 
 # %%
 show("parallel/parts/virtual_stage.py:VirtualStage._backward")
@@ -542,11 +543,11 @@ def padded(y):
 
 
 # %%
-def gradients(make, m, pad):
+def gradients(make, m, pad=False, schedule="gpipe"):
     me = attach()
     torch.manual_seed(0)
     stages = split(GPT(**SIZES, tied=False).double(), me.size)
-    pipe = Pipeline(stages, me.comm, "gpipe", m, make(m))
+    pipe = Pipeline(stages, me.comm, schedule, m, make(m))
     batch = Text().batch(0, rows=ROWS, length=32)
     pipe.step(batch.x, padded(batch.y) if pad else batch.y)
     return torch.cat([p.grad.flatten() for p in pipe.parameters()])
@@ -680,7 +681,13 @@ for name, lists in LISTS.items():
 
 # %% [markdown] tags=["answer"]
 # What `Pipeline` does about it: it sends and goes on; it knows the lists of all ranks, holds them to the
-# rules, and posts its receives **in the order in which they are sent**; so "last first" is right, too.
+# rules, and posts its receives **in the order in which they are sent**. So it runs both others right:
+
+# %% tags=["answer", "nbval-check-output"]
+right = one.run(gradients, c, 1)[0]
+for name in ("eager", "last first"):
+    found = torch.cat(two.run(gradients, c, 3, schedule=LISTS[name]))
+    print(f"{name:<11} {compared(found, right)}, equal: {torch.allclose(found, right)}")
 
 # %% [markdown]
 # ## 7. Build it

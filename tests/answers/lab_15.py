@@ -149,6 +149,11 @@ def sends_around(comm, stage, xs):
     return kept
 
 
+@wrong("15.forward", "y is stage(x)")
+def adds_its_input(comm, stage, xs):
+    return [(x, y + x) for x, y in forward_right(comm, stage, xs)]
+
+
 @wrong("15.forward", "the ranks hang")
 def sends_before_it_receives(comm, stage, xs):
     kept = []

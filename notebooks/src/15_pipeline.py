@@ -243,7 +243,8 @@ show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y)")
 # %% [markdown]
 # Backward begins at the loss, or at the stage's output with the gradient that came. The gradient of the
 # stage's input is what the stage before waits for. (`end` is where y stands in the graph: y itself has
-# been sent, and its memory is free. `versions` are for lab 16.)
+# been sent, and its memory is free. `NOTHING` is for
+# recordings of stages that train nothing, `versions` for lab 16.)
 
 # %%
 show("parallel/parts/virtual_stage.py:VirtualStage._backward")

@@ -505,7 +505,7 @@ def lopsided():
 
 
 model = lopsided()
-costs = measure_costs(model, Text().batch(0, rows=4, length=32).x, repeats=5)
+costs = measure_costs(model, Text().batch(0, rows=4, length=32).x, repeats=20)
 for name, cost in zip(layers_of(model), costs):
     print(f"{name:<9} {1e3 * cost:6.2f} ms")
 for what, cut in {"by number": split(model, 3), "by cost": split(model, 3, costs)}.items():

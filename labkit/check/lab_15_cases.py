@@ -1,0 +1,150 @@
+"""What the checks of lab 15 run on the ranks, and what a single process gets."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from labkit.comm import listen
+from labkit.replaying.pipeline import bubble, pipeline_step_s, pipeline_trace
+from labkit.schedules import gpipe
+
+Student = Callable[..., Any]
+ROWS, MICROBATCHES, WIDTH = 10, 4, 6  # 3, 3, 2 and 2 rows
+ONE_BYTES = 8  # float64
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Random numbers, the same on every rank that asks with the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def stage_of(rank: int) -> nn.Sequential:
+    """The layers of this stage, the same whoever asks."""
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    with torch.no_grad():
+        for i, parameter in enumerate(stage.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=100 + 10 * rank + i))
+    return stage
+
+
+def batch() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The micro-batches of x and of the targets, each [rows, WIDTH]."""
+    x, y = drawn(ROWS, WIDTH, seed=1), drawn(ROWS, WIDTH, seed=2)
+    return x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES)
+
+
+def rows_of() -> list[int]:
+    """Rows of each micro-batch."""
+    return [len(x) for x in batch()[0]]
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    """The mean over the rows."""
+    return (y - target).square().sum(1).mean()
+
+
+class Ran(NamedTuple):
+    """What a rank did with the student's function. `sent_before[i]`: how many messages it had
+    started to send when it began to compute for the i-th time."""
+
+    values: Any
+    sent_before: list[int]
+    sent_bytes: float
+
+
+# ---- forward(comm, stage, xs)
+
+
+def through_forward(comm: Any, student: Student) -> Ran:
+    """Values: for each micro-batch x, y, whether x wants a gradient, and whether y has a graph."""
+    stage, before = stage_of(comm.rank), list[int]()
+    xs = list(batch()[0]) if comm.rank == 0 else [torch.full_like(x, 7.0) for x in batch()[0]]
+    with listen() as events:
+        stage.register_forward_pre_hook(lambda *_: before.append(_sends(events)))
+        pairs = student(comm, stage, xs)
+    sent = float(sum(event.bus_bytes for event in events if event.op == "send"))
+    return Ran([_pair(pair) for pair in pairs] if _pairs(pairs) else plain(pairs), before, sent)
+
+
+def right_forward(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """x and y of each micro-batch on this stage."""
+    xs = list(batch()[0])
+    for stage in range(rank):
+        xs = [stage_of(stage)(x).detach() for x in xs]
+    return [(x, stage_of(rank)(x).detach()) for x in xs]
+
+
+def _pairs(found: Any) -> bool:
+    if not isinstance(found, (list, tuple)):
+        return False
+    return all(
+        isinstance(one, (list, tuple)) and len(one) == 2 and all(isinstance(x, Tensor) for x in one)
+        for one in found
+    )
+
+
+def _pair(pair: Any) -> tuple[Tensor, Tensor, bool, bool]:
+    x, y = pair
+    return x.detach(), y.detach(), x.requires_grad, y.grad_fn is not None
+
+
+# ---- backward(comm, kept, losses, rows)
+
+
+def through_backward(comm: Any, student: Student) -> Ran:
+    """Values: the gradients of this stage. What forward leaves is made without the student's."""
+    stage, before = stage_of(comm.rank), list[int]()
+    kept, losses = [], []
+    for k, (x, _) in enumerate(right_forward(comm.rank)):
+        x.requires_grad_(comm.rank > 0)
+        y = stage(x)
+        kept.append((x, y))
+        if comm.rank == comm.size - 1:
+            losses.append(loss_of(y, batch()[1][k]))
+    with listen() as events:
+        for _, y in kept:
+            y.register_hook(lambda _: before.append(_sends(events)))
+        student(comm, kept, losses, rows_of())
+    sent = float(sum(event.bus_bytes for event in events if event.op == "send"))
+    return Ran([p.grad for p in stage.parameters()], before, sent)
+
+
+def right_backward(size: int, rank: int, weights: Sequence[float]) -> list[Tensor]:
+    """The gradients of a stage in one process, where micro-batch k counts weights[k]."""
+    stages = [stage_of(r) for r in range(size)]
+    model = nn.Sequential(*stages)
+    for weight, x, y in zip(weights, *batch(), strict=True):
+        (weight * loss_of(model(x), y)).backward()
+    gradients = [p.grad for p in stages[rank].parameters()]
+    return [g for g in gradients if g is not None]
+
+
+def right_weights() -> list[float]:
+    """By rows."""
+    return [rows / ROWS for rows in rows_of()]
+
+
+def _sends(events: list[Any]) -> int:
+    return sum(event.op == "send" for event in events)
+
+
+# ---- step(forward_ms, backward_ms, microbatches)
+
+
+def right_step(
+    forward_ms: Sequence[float], backward_ms: Sequence[float], microbatches: int
+) -> tuple[float, float]:
+    """The step and its bubble, replayed."""
+    schedule = gpipe(len(forward_ms), microbatches)
+    of_phase = {"forward": forward_ms, "backward": backward_ms}
+    trace = pipeline_trace(schedule, lambda stage, action: of_phase[action.phase][stage])
+    step = pipeline_step_s(trace)
+    return step, bubble(schedule, step, lambda stage, action: of_phase[action.phase][stage])
+
+
+def plain(x: Any) -> Any:
+    """Without its graph: a result that can travel."""
+    return x.detach() if isinstance(x, Tensor) else x

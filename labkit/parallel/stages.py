@@ -151,19 +151,19 @@ def measure_costs(
     """
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
-    costs = []
+    costs = [float("inf")] * len(layers)
     try:
-        for layer in layers.values():
-            best_s = float("inf")
-            for _ in range(repeats):
-                given = x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+        for _ in range(repeats):  # all layers in each turn: one stall hits one of a layer's turns
+            given = x
+            for index, layer in enumerate(layers.values()):
+                given = given.detach()
+                given.requires_grad_(given.is_floating_point() or given.is_complex())
                 began_s = time.perf_counter()
                 y = layer(given)
                 if y.requires_grad:
                     torch.autograd.backward(y, torch.ones_like(y))
-                best_s = min(best_s, time.perf_counter() - began_s)
-            costs.append(best_s)
-            x = y.detach()
+                costs[index] = min(costs[index], time.perf_counter() - began_s)
+                given = y
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient

@@ -4,22 +4,29 @@
     micro-batch on one stage, all its chunks together
 
                          bubble                        micro-batches held at most (first stage)
+    naive                m (p-1)(F+B)                  1
     GPipe                (p-1)(F+B)                    m
     1F1B                 (p-1)(F+B)                    min(p, m)
     interleaved 1F1B     (p-1)(F+B) / v                p (1 + (p-1)/(p v)),  v > 1
     ZB-H1                (p-1)(F+I-W)                  p
     ZB-H2                (p-1)(F+I-2W)                 2p - 1
+    PipeDream            (p-1)(F+B), not in each step  min(p, m)
 
-In the last two, backward is two parts: I seconds for the gradient of the input, which the stage
-before waits for, and W for that of the weights, which nobody does.
+In ZB, backward is two parts: I seconds for the gradient of the input, which the stage before waits
+for, and W for that of the weights, which nobody does. One bubble no W can fill: the first stage
+does as many forwards as it may hold, then waits for the first I, which is (p-1) I with p held, and
+(p-1)(I-F) with 2p - 1. The functions give the larger; it is the published formula wherever W <= F,
+and never below 0. All bubbles are of the stage that takes longest from its own first action to its
+last, which in ZB is not the whole time: stages end as they began, one after the other, and the next
+step follows on each at once.
 
 The bubble is told as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
 as a part of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with
 each other. All stages take equally long, and messages no time; a replay needs neither.
 
-Sources: GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv 2104.04473,
-section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
-2401.10241, section 2 (its T_B is the input gradient alone).
+Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
+2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
+2401.10241, section 2 (its T_B is the input gradient alone); PipeDream, arXiv 1806.03377.
 """
 
 from dataclasses import dataclass
@@ -49,6 +56,18 @@ class PipelineStep:
     def of_total(self) -> float:
         """The bubble as a part of the whole step, (p-1)/(m+p-1) for 1F1B."""
         return self.bubble_s / self.step_s if self.step_s else 0.0
+
+
+def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
+    """One stage at a time: each micro-batch through all of them and back before the next.
+
+    Source: arXiv 1811.06965, figure 2b.
+
+    >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
+    0.75
+    """
+    step = gpipe(stages, microbatches, forward_s, backward_s)
+    return PipelineStep(step.ideal_s, microbatches * step.bubble_s, 1)
 
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
@@ -89,13 +108,28 @@ def interleaved(
     return PipelineStep(plain.ideal_s, plain.bubble_s / chunks, peak)
 
 
+def pipedream(
+    stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
+) -> PipelineStep:
+    """PipeDream: the bubble of 1F1B, once for all `microbatches` from the first to the last of a
+    training, for it never waits until the pipeline is empty. `update_s`: of the optimizer, after
+    each micro-batch. What it holds at most is as many versions of the weights, too.
+
+    Source: arXiv 1806.03377, section 3.2."""
+    check_not_negative(update_s=update_s)
+    plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
+    ideal_s = plain.ideal_s + microbatches * update_s
+    return PipelineStep(ideal_s, plain.bubble_s, plain.peak_microbatches)
+
+
 def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
 
     Source: arXiv 2401.10241, section 2.3. Raises ValueError for fewer micro-batches than stages."""
-    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, 1, stages)
+    each_s = max(forward_s + input_s - weight_s, input_s)
+    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, stages)
 
 
 def zero_bubble_h2(
@@ -105,7 +139,8 @@ def zero_bubble_h2(
 
     Source: arXiv 2401.10241, section 2.3. Raises ValueError for less than 2 stages - 1
     micro-batches."""
-    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, 2, 2 * stages - 1)
+    each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
+    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, 2 * stages - 1)
 
 
 def _zero_bubble(
@@ -114,16 +149,15 @@ def _zero_bubble(
     forward_s: float,
     input_s: float,
     weight_s: float,
-    weights_moved: int,
+    each_s: float,
     peak: int,
 ) -> PipelineStep:
-    """`weights_moved` of W fill the bubble of each stage after another; no bubble is below 0."""
+    """`each_s` is what each stage after the first adds to the bubble."""
     _check(stages, microbatches, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     if microbatches < peak:
         raise ValueError(
             f"microbatches={microbatches}: with {stages} stages, this schedule needs {peak} or more"
         )
-    each_s = max(0.0, forward_s + input_s - weights_moved * weight_s)
     ideal_s = microbatches * (forward_s + input_s + weight_s)
     return PipelineStep(ideal_s, (stages - 1) * each_s, peak)
 

@@ -80,15 +80,15 @@ def pipeline_step_s(trace: Trace) -> float:
     as it is through with this one, steps come so many seconds after each other.
 
     In most schedules the first stage is the first and the last to act, and this is the whole step.
-    Zero-bubble schedules end as they begin, one stage after the other; the published bubbles of all
-    schedules are counted so (arXiv 2401.10241, section 5.3: the largest of all stages).
+    Zero-bubble schedules end as they begin, one stage after the other, and their bubbles are
+    counted so (arXiv 2401.10241).
 
     `trace`: of `pipeline_trace`. Raises ValueError for one without micro-batches.
     """
     spans = [
         [span for span in one.spans if span.kind == "microbatch"] for one in trace.ranks.values()
     ]
-    if not all(spans):
+    if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
     return max(max(x.ended_s for x in one) - min(x.began_s for x in one) for one in spans)
 

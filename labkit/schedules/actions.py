@@ -72,5 +72,5 @@ def microbatches_of(schedule: Schedule) -> int:
 def check_sizes(stages: int, microbatches: int) -> None:
     """Raise ValueError for numbers that make no pipeline."""
     for what, number in (("stages", stages), ("microbatches", microbatches)):
-        if number < 1:
-            raise ValueError(f"{what}={number}: a pipeline has at least 1")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{what}={number}: a pipeline has a whole number of them, at least 1")

@@ -11,7 +11,7 @@ holds one of them, and works 1/p of the time: the bubble is m (p - 1)(F + B) for
 p stages, (p - 1)/p of the total, whatever m is. It is what a model moved over several devices layer
 by layer (`.to("cuda:1")`) does.
 
-Source: as the baseline of GPipe, arXiv 1811.06965, section 1 and figure 2b.
+Source: as the baseline of GPipe, arXiv 1811.06965, figure 2b.
 """
 
 from labkit.schedules.actions import Action, Schedule, check_sizes

@@ -41,8 +41,11 @@ class ScheduleError(ValueError):
         position: int | None = None,
         action: Action | None = None,
     ):
-        super().__init__(f"{rule}: {message}")
+        super().__init__(rule, message, stage, position, action)  # all, to be sent between ranks
         self.rule, self.stage, self.position, self.action = rule, stage, position, action
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.args[1]}"
 
 
 def check(schedule: Schedule, microbatches: int | None = None) -> None:

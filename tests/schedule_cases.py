@@ -1,0 +1,86 @@
+"""Schedules for the tests: all there are, at every admissible size up to 8 stages, 32 micro-batches
+and 4 chunks, what each promises to hold, and an oracle that shares nothing with `check`."""
+
+from graphlib import CycleError, TopologicalSorter
+
+from hypothesis import strategies as st
+
+from labkit.schedules import SCHEDULES, Action, Schedule, schedule
+
+Case = tuple[str, int, int, int]  # name, stages p, micro-batches m, chunks v
+
+
+@st.composite
+def cases(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES), largest: int = 32) -> Case:
+    """One that the schedule admits."""
+    name = draw(st.sampled_from(names))
+    p = draw(st.integers(1, 8 if name != "zb-h2" else min(8, (largest + 1) // 2)))
+    if name == "interleaved":
+        return name, p, p * draw(st.integers(1, max(1, largest // p))), draw(st.integers(2, 4))
+    least = {"zb-h1": p, "zb-h2": 2 * p - 1}.get(name, 1)
+    return name, p, draw(st.integers(least, max(least, largest))), 1
+
+
+def made(case: Case) -> Schedule:
+    return schedule(*case)
+
+
+def promised_peaks(case: Case) -> list[int]:
+    """Of each stage, in micro-batches on a chunk: what the papers and the files promise."""
+    name, p, m, v = case
+    return [
+        {
+            "naive": 1,
+            "gpipe": m,
+            "1f1b": min(p - r, m),
+            "pipedream": min(p - r, m),
+            "interleaved": min(v * p + p - 1 - 2 * r, v * m),
+            "zb-h1": p,
+            "zb-h2": 2 * p - 1,
+        }[name]
+        for r in range(p)
+    ]
+
+
+BACK = {"backward", "input"}  # what sends a gradient on
+
+
+def own_order(actions: list[Action]) -> set[str]:
+    """Rules that one stage breaks by its own order. Nothing may be missing."""
+    broken = set()
+    for i, late in enumerate(actions):
+        for early in actions[i + 1 :]:  # stands behind `late`: may it?
+            if late[1:] == early[1:]:
+                match (early.phase, late.phase):
+                    case ("forward", "backward" | "input"):
+                        broken.add("backward after forward")
+                    case ("forward" | "input", "weight"):
+                        broken.add("weight after input")
+                    case ("backward" | "input" | "weight", "update"):
+                        broken.add("update after backward")
+    return broken
+
+
+def can_end(schedule: Schedule) -> bool:
+    """Whether there is an order of all things that every stage's own order and all messages fit
+    into: a graph without a circle. Its nodes are (virtual stage, "forward" or gradient, k)."""
+    p = len(schedule)
+    last = max(one.chunk for actions in schedule for one in actions) * p + p - 1
+    graph: TopologicalSorter[object] = TopologicalSorter()
+    for rank, actions in enumerate(schedule):
+        before = None
+        for action in actions:
+            virtual = action.chunk * p + rank
+            kind = "gradient" if action.phase in BACK else action.phase
+            node = (virtual, kind, action.microbatch)
+            graph.add(node, *([before] if before else []))
+            if kind == "forward" and virtual > 0:
+                graph.add(node, (virtual - 1, kind, action.microbatch))
+            if kind == "gradient" and virtual < last:
+                graph.add(node, (virtual + 1, kind, action.microbatch))
+            before = node
+    try:
+        graph.prepare()
+    except CycleError:
+        return False
+    return True

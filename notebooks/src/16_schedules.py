@@ -21,6 +21,7 @@ from labkit import predict as formulas
 from labkit.check import lab_16 as check
 from labkit.check import predict, report
 from labkit.course import show
+from labkit.memory.peak import PeakMemory
 from labkit.parallel import Pipeline, split
 from labkit.parallel.parts import virtual_stage
 from labkit.parallel.parts.paced_stage import PacedStage
@@ -29,7 +30,6 @@ from labkit.schedules import Action, ScheduleError, chunks_of, parse, parse_sche
 from labkit.schedules import check as check_rules
 from labkit.schedules import schedule as make_schedule
 from labkit.schedules import show as table
-from labkit.trace.measures import peak_memory
 
 # %% [markdown]
 # ## 1. The question
@@ -43,7 +43,8 @@ LAYER = dict(sequence=2048, rows=1, width=12288, heads=96, recompute="selective"
 layer = formulas.activation_bytes(**LAYER, tensor_parallel=8, sequence_parallel=True)
 print(f"an H100 has {cluster('dgx-h100').device.memory_bytes / 1e9:.0f} GB")
 for m in (8, 16, 32, 64):
-    print(f"m = {m:>2}: bubble {7 / (m + 7):4.0%}, activations {m * 12 * layer / 1e9:5.1f} GB a GPU")
+    gb = m * 12 * layer / 1e9
+    print(f"m = {m:>2}: bubble {7 / (m + 7):4.0%}, activations {gb:5.1f} GB on each GPU")
 
 # %% [markdown]
 # A small bubble or room in memory. **Must we choose?** Nobody says that all forwards come first.
@@ -266,7 +267,7 @@ def curve(axes, option, values, label):
 _, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
 curve(left, "weight", [k / 10 for k in range(21)], "W, in forwards")
 curve(right, "message", [k / 50 for k in range(21)], "a message, in forwards")
-left.legend(frameon=False)
+_ = left.legend(frameon=False)
 
 # %% [markdown]
 # Without W there is nothing to fill gaps with; where W is long, H1 idles for another reason: at the
@@ -281,7 +282,7 @@ left.legend(frameon=False)
 
 
 # %%
-def paced_step(name, chunks=1, unit_s=0.01):
+def paced_step(name, chunks=1, unit_s=0.015):
     me = attach()
     each = dict(input_s=unit_s / chunks, weight_s=unit_s / chunks)
     stages = [PacedStage(unit_s / chunks, **each) for _ in range(me.size * chunks)]
@@ -290,7 +291,7 @@ def paced_step(name, chunks=1, unit_s=0.01):
 
 
 four = World(4, backend="gloo")
-four.run(paced_step, "1f1b", 1, 0.0)  # what is slow only once
+_ = four.run(paced_step, "1f1b", 1, 0.0)  # what is slow only once
 
 # %%
 runs = {}
@@ -304,7 +305,7 @@ plot.schedules({name: runs[name] for name in ("1f1b", "interleaved", "zb-h1", "z
 print("bubble        formula   run")
 for name, trace in runs.items():
     step_s = pipeline_step_s(trace)
-    print(f"{name:<12} {score(ALL[name])[1]:>8.1%} {1 - 8 * 0.03 / step_s:>6.1%}")
+    print(f"{name:<12} {score(ALL[name])[1]:>8.1%} {1 - 8 * 3 * 0.015 / step_s:>6.1%}")
 
 # %% [markdown]
 # A busy machine adds to the run, never takes away. The order and the shape are those of the plan.
@@ -322,41 +323,38 @@ def loss(out, y):
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
-def train(schedule, chunks=1, steps=3, lr=0.5, microbatches=8, **options):
+def train(schedule, chunks=1, steps=3, microbatches=8):
     me = attach()
     torch.manual_seed(0)
     stages = split(GPT(**SIZES).double(), me.size * chunks)
-    pipeline = Pipeline(stages, me.comm, schedule, microbatches, loss, **options)
-    losses = []
+    pipeline = Pipeline(stages, me.comm, schedule, microbatches, loss)
+    sgd, losses = torch.optim.SGD(pipeline.parameters(), lr=0.5), []
     for step in range(steps):
         batch = Text().batch(step, rows=microbatches, length=32)
+        sgd.zero_grad()
         value = pipeline.step(batch.x, batch.y)
-        losses += [value.item()] if value is not None else []
-        with torch.no_grad():
-            for p in pipeline.parameters():
-                p -= lr * (0 if p.grad is None else p.grad)
-                p.grad = None
+        sgd.step()
+        losses += [] if value is None else [value.item()]  # the last stage has it
     return losses
 
 
 # %%
-def train_alone(steps=3, lr=0.5, rows=8, each=8):
-    """A single process; `each`: rows of one update."""
+def train_alone(steps=3):
     torch.manual_seed(0)
     model, losses = GPT(**SIZES).double(), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(steps):
-        batch = Text().batch(step, rows=rows, length=32)
-        parts = []
-        for x, y in zip(batch.x.split(each), batch.y.split(each)):
-            model.zero_grad()
-            value = loss(model(x), y)
-            value.backward()
-            parts.append(value.item())
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= lr * p.grad
-        losses.append(sum(parts) / len(parts))
+        batch = Text().batch(step, rows=8, length=32)
+        losses.append(update(model, sgd, batch.x, batch.y, loss))
     return losses
+
+
+def update(model, sgd, x, y, loss):
+    sgd.zero_grad()
+    value = loss(model(x), y)
+    value.backward()
+    sgd.step()
+    return value.item()
 
 
 # %%
@@ -390,42 +388,90 @@ sends.beside(
 )
 
 # %% [markdown]
-# And what stage 0 held, in real bytes:
+# And what the ranks held in real bytes, at the moment when it was most:
 
-# %% tags=["nbval-check-output"]
+
+# %%
+def held_bytes(schedule):
+    me = attach()
+    stages = split(GPT(**SIZES).double(), me.size)
+    pipeline = Pipeline(stages, me.comm, schedule, 8, loss)
+    batch = Text().batch(0, rows=8, length=32)
+    pipeline.step(batch.x, batch.y)  # gradients have their place now
+    with PeakMemory() as memory:
+        pipeline.step(batch.x, batch.y)
+    return memory.peak_bytes
+
+
+print("kB          " + "".join(f"  stage {stage}" for stage in range(4)))
 for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-    kilobytes = peak_memory(traces[name].ranks[0])["activations"] / 1e3
-    print(f"{name:<6} {kilobytes:7,.0f} kB of activations, {score(ALL[name])[2]:g} micro-batches")
+    print(f"{name:<12}" + "".join(f"{nbytes / 1e3:9,.0f}" for nbytes in four.run(held_bytes, name)))
+
+# %% [markdown]
+# That is activations, and what one backward needs beside them; the last stage has the logits, too.
+# GPipe holds 8 micro-batches, 1F1B holds 4, 3, 2 and 1, H1 holds 4 everywhere, H2 holds 7.
 
 # %% [markdown]
 # ### PipeDream: another training
 #
 # Its stages update after each micro-batch, each by itself. Beside it one process that does the same
-# updates one after the other, none of them stale. Same start, same data, same learning rate; each
-# point is the mean over a batch of 8 micro-batches:
+# updates one after the other, none of them stale. Four layers learn to turn eight numbers round; same
+# start, same data, same learning rate. Each point is the mean over a batch of 8 micro-batches:
 
 
 # %%
-def pipedream(lr, steps=10):
-    sgd = dict(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr))
-    return four.run(train, "pipedream", 1, steps, **sgd)[-1]
+def four_layers():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double()
+    for layer in net:
+        nn.init.orthogonal_(layer.weight)
+    return net
 
 
-curves = {lr: (train_alone(10, lr, each=1), pipedream(lr)) for lr in (0.3, 1.2)}
+def numbers(step, rows=64):
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step)).double()
+    return x, x.flip(1)
+
+
+def pipedream(lr, steps):
+    me = attach()
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=lr)
+
+    stages = split(four_layers(), me.size)
+    pipeline = Pipeline(stages, me.comm, "pipedream", 8, F.mse_loss, optimizer=sgd)
+    return [pipeline.step(*numbers(step)) for step in range(steps)]
+
+
+# %%
+def one_after_the_other(lr, steps):
+    net = four_layers()
+    sgd, losses = torch.optim.SGD(net.parameters(), lr=lr), []
+    for step in range(steps):
+        pairs = zip(*(part.chunk(8) for part in numbers(step)))
+        losses.append(sum(update(net, sgd, x, y, F.mse_loss) for x, y in pairs) / 8)
+    return losses
+
+
+STEPS = 20
+fresh = {lr: one_after_the_other(lr, STEPS) for lr in (0.1, 0.8)}
+stale = {lr: [float(value) for value in four.run(pipedream, lr, STEPS)[-1]] for lr in fresh}
 
 # %%
 _, both = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained", sharey=True)
-for axes, (lr, (fresh, stale)) in zip(both, curves.items()):
-    axes.plot(fresh, "k-", label="one after the other")
-    axes.plot(stale, "C3-", label="PipeDream, 4 stages")
-    axes.set(title=f"learning rate {lr}", xlabel="batch of 8 updates")
+for axes, lr in zip(both, fresh):
+    axes.plot(fresh[lr], "k-", label="one after the other")
+    axes.plot(stale[lr], "C3-", label="PipeDream, 4 stages")
+    axes.set(title=f"learning rate {lr}", xlabel="batch of 8 updates", xticks=range(0, STEPS, 5))
     axes.spines[["top", "right"]].set_visible(False)
 both[0].set_ylabel("loss")
-both[0].legend(frameon=False)
+_ = both[0].legend(frameon=False)
 
 # %% tags=["nbval-check-output"]
-for lr, (fresh, stale) in curves.items():
-    print(f"learning rate {lr}: after 10 batches {fresh[-1]:.3f}, and with stale weights {stale[-1]:.3f}")
+for lr in fresh:
+    means = [sum(losses[lr][-5:]) / 5 for losses in (fresh, stale)]
+    print("learning rate {}: {:.3f} in order, {:.3f} with stale weights".format(lr, *means))
 
 # %% [markdown]
 # Stage r of p is p-1-r updates behind. With small steps the weights of three updates ago are nearly
@@ -463,8 +509,8 @@ for name, text in EDITED.items():
 #   you would see nothing, then a time-out. The rules name the circle, before anything runs.
 # - **b** would run to its end, and train. A weight gradient is missing on one stage: the error is in
 #   the gradients alone.
-# - **c** is fine: micro-batches may come in any order, if all stages agree. But here stage 1 has F1
-#   **and** F0 before its first backward; 1F1B idles less memory, and as long.
+# - **c** runs: it is GPipe, with its micro-batches in another order on all stages. It idles as long as
+#   1F1B. A swap need not be a fault.
 # - **d** has a gradient of weights twice.
 
 # %% [markdown]
@@ -493,7 +539,7 @@ except Exception as error:
 
 # %%
 def replicated(wrap, microbatches=8):
-    me = attach()
+    attach()
     torch.manual_seed(0)
     mesh = Mesh(dp=2, pp=2)
     stages = [wrap(stage, mesh.dp) for stage in split(GPT(**SIZES).double(), 2)]
@@ -547,17 +593,16 @@ def forgetful(*args, **options):
         return train(*args, **options)
 
 
-STEPS = 12
-right_curve = four.run(train, "zb-h1", 1, STEPS)[-1]
-wrong_curve = four.run(forgetful, "zb-h1", 1, STEPS)[-1]
+right_curve = four.run(train, "zb-h1", 1, 12)[-1]
+wrong_curve = four.run(forgetful, "zb-h1", 1, 12)[-1]
 
 # %%
 _, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
 axes.plot(right_curve, "k-", label="right")
 axes.plot(wrong_curve, "C3--", label="without W")
 axes.set(xlabel="step", ylabel="loss")
-axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
+_ = axes.legend(frameon=False)
 
 # %% [markdown] tags=["answer"]
 # The loss falls, since only linear layers have their gradients put off: embedding, norms and whatever

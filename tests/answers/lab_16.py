@@ -5,7 +5,6 @@ from labkit.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    parse,
     pipedream,
     zero_bubble_h1,
     zero_bubble_h2,
@@ -106,8 +105,11 @@ def as_in_the_library(stage, stages, microbatches):
 
 def halves(actions):
     """Each backward as I and, at once, W."""
-    return parse(" ".join(str(one).replace("B", "I") + f" W{one.microbatch}" * (one.phase == "backward")
-                          for one in actions))  # fmt: skip
+    found = []
+    for one in actions:
+        phases = ("input", "weight") if one.phase == "backward" else (one.phase,)
+        found += [one._replace(phase=phase) for phase in phases]
+    return found
 
 
 @wrong("16.zb_h1", "How late may W be")

@@ -152,8 +152,8 @@ def _warm_up(where: str, found: list[int], p: int, m: int, chunks: int) -> None:
             fail(
                 f"{where}, warm-ups of {found}: it idles {its:g} {when}.",
                 expected=f"{least:g}",
-                hint="Between a pair's forward and the next of the same micro-batch, there and "
-                "back, a message needs time. Each stage that follows costs two forwards more."
+                hint="While a message travels, a stage should have a forward in hand: one more for "
+                "each stage that follows."
                 if message_s
                 else "How many forwards does a stage do before its first backward can come?",
             )

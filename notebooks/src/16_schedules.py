@@ -9,7 +9,6 @@
 
 # %%
 import re
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,7 +22,6 @@ from labkit.check import predict, report
 from labkit.course import show
 from labkit.memory.peak import PeakMemory
 from labkit.parallel import Pipeline, split
-from labkit.parallel.parts import virtual_stage
 from labkit.parallel.parts.paced_stage import PacedStage
 from labkit.replaying import bubble, by_microbatch, pipeline_step_s, pipeline_trace
 from labkit.schedules import Action, ScheduleError, chunks_of, parse, parse_schedule, peak_in_flight
@@ -266,13 +264,13 @@ def curve(axes, option, values, label):
 
 _, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
 curve(left, "weight", [k / 10 for k in range(21)], "W, in forwards")
-curve(right, "message", [k / 50 for k in range(21)], "a message, in forwards")
+curve(right, "message", [k / 10 for k in range(21)], "a message, in forwards")
 _ = left.legend(frameon=False)
 
 # %% [markdown]
-# Without W there is nothing to fill gaps with; where W is long, H1 idles for another reason: at the
-# end W is all that is left. Interleaving has v times as many messages to wait for, and loses its
-# lead when they are slow.
+# Without W there is nothing to fill gaps with. Beyond W = F, H1 does not get better: its first stage
+# holds all that it may, and waits for the first I. Interleaving has v times as many messages to wait
+# for: where one takes much longer than a forward, its lead over 1F1B is gone.
 
 # %% [markdown]
 # ## 5. Run it
@@ -299,7 +297,7 @@ for name, schedule in ALL.items():
     with record() as trace:
         four.run(paced_step, name, chunks_of(schedule))
     runs[name] = by_microbatch(trace, schedule)
-plot.schedules({name: runs[name] for name in ("1f1b", "interleaved", "zb-h1", "zb-h2")})
+plot.schedules({f"{name}, paced": trace for name, trace in runs.items() if name != "gpipe"})
 
 # %%
 print("bubble        formula   run")
@@ -313,7 +311,7 @@ for name, trace in runs.items():
 # %% [markdown]
 # ### Is it the same training?
 #
-# A GPT of 8 layers, in float64, three steps, by each schedule:
+# A GPT of 8 layers, in float64, two steps, by each schedule:
 
 # %%
 SIZES = dict(vocab=256, width=32, depth=8, heads=4, context=32, tied=False)
@@ -323,11 +321,13 @@ def loss(out, y):
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
-def train(schedule, chunks=1, steps=3, microbatches=8):
+def train(schedule, chunks=1, steps=2, microbatches=8, edit=None):
     me = attach()
     torch.manual_seed(0)
     stages = split(GPT(**SIZES).double(), me.size * chunks)
     pipeline = Pipeline(stages, me.comm, schedule, microbatches, loss)
+    if edit:
+        edit(pipeline)
     sgd, losses = torch.optim.SGD(pipeline.parameters(), lr=0.5), []
     for step in range(steps):
         batch = Text().batch(step, rows=microbatches, length=32)
@@ -339,7 +339,7 @@ def train(schedule, chunks=1, steps=3, microbatches=8):
 
 
 # %%
-def train_alone(steps=3):
+def train_alone(steps=2):
     torch.manual_seed(0)
     model, losses = GPT(**SIZES).double(), []
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -377,7 +377,7 @@ for name, losses in trained.items():
 def sent_bytes(trace):
     events = trace.ranks[0].comms
     sends = [e for e in events if e.op == "send" and e.dtype == "float64"]
-    return sum(e.bus_bytes for e in sends) // 3  # 3 steps
+    return sum(e.bus_bytes for e in sends) // 2  # 2 steps
 
 
 # %% tags=["nbval-check-output"]
@@ -511,7 +511,7 @@ for name, text in EDITED.items():
 #   the gradients alone.
 # - **c** runs: it is GPipe, with its micro-batches in another order on all stages. It idles as long as
 #   1F1B. A swap need not be a fault.
-# - **d** has a gradient of weights twice.
+# - **d** has W1 twice: B1 is both halves.
 
 # %% [markdown]
 # A `Pipeline` is held to the same rules, on every rank, before it sends anything:
@@ -578,36 +578,57 @@ for name, trace in synced.items():
 # the bill tells.)
 
 # %% [markdown]
-# ### Where are the gradients?
+# ### The step is over
 #
-# A colleague's zero-bubble runner loses the halves W. Below is the loss of 12 steps with ZB-H1, right
-# and with that fault. Is it a fault that training would show?
+# A colleague's zero-bubble program calls the optimizer when the last I is done: all stages have sent what
+# others wait for. Below are 8 steps with ZB-H1, right and so. Would you see it in the loss?
 
 
 # %%
-def forgetful(*args, **options):
-    def forget(later, also=()):
-        later.clear()
-
-    with patch.object(virtual_stage, "run_later", forget):
-        return train(*args, **options)
+def ends_with_the_last_input(pipeline):
+    program = pipeline._program
+    last = max(i for i, (action, _, _) in enumerate(program) if action.phase == "input")
+    del program[last + 1 :]
 
 
-right_curve = four.run(train, "zb-h1", 1, 12)[-1]
-wrong_curve = four.run(forgetful, "zb-h1", 1, 12)[-1]
+losses = {"right": four.run(train, "zb-h1", 1, 8)[-1]}
+losses["early"] = four.run(train, "zb-h1", 1, 8, edit=ends_with_the_last_input)[-1]
 
 # %%
 _, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
-axes.plot(right_curve, "k-", label="right")
-axes.plot(wrong_curve, "C3--", label="without W")
+for (name, its), style in zip(losses.items(), ("k-", "C3--")):
+    axes.plot(its, style, label=name)
 axes.set(xlabel="step", ylabel="loss")
 axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False)
 
+# %% [markdown]
+# And the gradient of one step, of all linear layers of a stage: how much of the right one is there?
+
+
+# %%
+def linear_gradients(edit=None):
+    found = []
+
+    def keep(pipeline):
+        (edit or (lambda pipeline: None))(pipeline)
+        found.append(pipeline)
+
+    train("zb-h1", steps=1, edit=keep)
+    return torch.cat([p.grad.flatten() for p in found[0].parameters() if p.ndim == 2])
+
+
+both = four.run(linear_gradients), four.run(linear_gradients, ends_with_the_last_input)
+
+# %% tags=["nbval-check-output"]
+for stage, (whole, early) in enumerate(zip(*both)):
+    print(f"stage {stage}: {float((whole * early).sum() / whole.square().sum()):.2f}")
+
 # %% [markdown] tags=["answer"]
-# The loss falls, since only linear layers have their gradients put off: embedding, norms and whatever
-# else has parameters get theirs with I, and learn. It falls less. Ask which parameters have a gradient
-# at all (`p.grad is None`), and compare one step with a single process in float64, as above.
+# W of ZB-H1 is r micro-batches late on stage r. Who stops after the last I loses those: 3 of 8 on the
+# last stage, none on the first. The loss falls nearly as well, by gradients that are too small on some
+# stages. The rules know it as *exactly once*, if they see what runs; else compare one step's gradients
+# with a single process, in float64.
 
 # %% [markdown]
 # ## 7. Build it
@@ -644,10 +665,9 @@ check.my_1f1b(my_1f1b)
 # ...; then the next group comes. Return how many forwards a stage does **before its first pair** of
 # one forward and one backward.
 #
-# Think of the last stage: which forward comes before its first backward, F of which micro-batch on
-# which chunk? Then of the stages before it. Messages take time: between a forward here and the next
-# one that depends on it, there are two messages for each stage that follows, not one. A stage has
-# only m v forwards.
+# Think of the last stage first: its first backward is that of micro-batch 0 on its last chunk. Then go
+# back: each stage needs a forward more than the one that follows, or it stands still. And one more **in
+# hand**, to be computed while messages travel. A stage has only m v forwards.
 
 
 # %%
@@ -662,8 +682,8 @@ def warm_up(stage, stages, microbatches, chunks):
 check.warm_up(warm_up)
 
 # %% [markdown]
-# With one forward for each stage that follows, and not two, the bubble is the same **if messages cost
-# nothing**, and less is held.
+# Without the one in hand the bubble is the same **if messages cost nothing**, and less is held: try it
+# in `interleaved_after` of `labkit/check/lab_16_cases.py`.
 
 # %% [markdown]
 # ### Exercise 3: ZB-H1
@@ -733,7 +753,8 @@ def invent(job):
 check.invent(invent)
 
 # %%
-plot.schedule(invent(JOBS["one micro-batch more"]), name="between H1 and H2")
+gallery = {name: invent(job) for name, job in JOBS.items() if job.forward == 1}
+plot.schedules({"1F1B": ALL["1f1b"], **gallery})
 
 # %% [markdown]
 # Ideas for more: chunks and halves together. A V of two chunks, in which the last stage's second chunk

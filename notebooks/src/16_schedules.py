@@ -603,32 +603,40 @@ axes.spines[["top", "right"]].set_visible(False)
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# And the gradient of one step, of all linear layers of a stage: how much of the right one is there?
+# And the gradient of one step, of all weights in the blocks of a stage: how much of the right one is there?
 
 
 # %%
-def linear_gradients(edit=None):
+def unchanged(pipeline):
+    pass
+
+
+def gradients_of(edit):
     found = []
 
     def keep(pipeline):
-        (edit or (lambda pipeline: None))(pipeline)
+        edit(pipeline)
         found.append(pipeline)
 
     train("zb-h1", steps=1, edit=keep)
-    return torch.cat([p.grad.flatten() for p in found[0].parameters() if p.ndim == 2])
+    named = found[0].named_parameters()
+    weights = [p for name, p in named if "blocks" in name and p.ndim == 2]
+    halves = sum(action.phase == "weight" for action, _, _ in found[0]._program)
+    return halves, torch.cat([p.grad.flatten() for p in weights])
 
 
-both = four.run(linear_gradients), four.run(linear_gradients, ends_with_the_last_input)
+runs_of = [four.run(gradients_of, edit) for edit in (unchanged, ends_with_the_last_input)]
 
 # %% tags=["nbval-check-output"]
-for stage, (whole, early) in enumerate(zip(*both)):
-    print(f"stage {stage}: {float((whole * early).sum() / whole.square().sum()):.2f}")
+for stage, ((_, whole), (halves, early)) in enumerate(zip(*runs_of)):
+    part = float((whole * early).sum() / whole.square().sum())
+    print(f"stage {stage}: {halves} of 8 halves W, {part:.2f} of the gradient")
 
 # %% [markdown] tags=["answer"]
-# W of ZB-H1 is r micro-batches late on stage r. Who stops after the last I loses those: 3 of 8 on the
-# last stage, none on the first. The loss falls nearly as well, by gradients that are too small on some
-# stages. The rules know it as *exactly once*, if they see what runs; else compare one step's gradients
-# with a single process, in float64.
+# W is r micro-batches late on stage r, and behind its I. Who stops after the last I loses r + 1 of
+# them: 1 of 8 on the first stage, 4 on the last. The loss falls nearly as well, by gradients that are
+# too small, most of all on the last stages. The rules know it as *exactly once*, if they see what runs;
+# else compare one step's gradients with a single process, in float64.
 
 # %% [markdown]
 # ## 7. Build it

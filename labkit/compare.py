@@ -81,10 +81,10 @@ def _fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[
         model = GPT.preset(task.model)
     fitting = []
     for one in chosen:
-        if not (why := one.unfit(model, task.length, ranks)):
+        if not (why := one.unfit(model, task.rows, task.length, ranks)):
             fitting.append(one)
         elif asked:
-            raise ValueError(f"{one.name}: {why}; choose other --ranks, or another --model")
+            raise ValueError(f"{one.name}: {why}; choose other --ranks, --rows or another --model")
         else:
             print(f"{one.name} is left out: {why}")
     return fitting

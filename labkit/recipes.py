@@ -6,18 +6,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.data import Batch
+from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
 from labkit.parallel.context import context_parallel
-from labkit.parallel.footprint import Footprint
+from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
 from labkit.parallel.parts import tensor_footprint
 from labkit.parallel.parts.zigzag import sequence_shard
+from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.stages import split
 from labkit.parallel.tensor import tensor_parallel
 from labkit.predict.context import ring_attention_bytes
 
@@ -30,7 +33,7 @@ def rows(batch: Batch, comm: Comm) -> Batch:
 
 
 def everything(batch: Batch, comm: Comm) -> Batch:
-    """What tensor parallelism gives a rank: all that the others have, too."""
+    """What tensor parallelism and a pipeline give a rank: all that the others have, too."""
     return batch
 
 
@@ -40,13 +43,21 @@ def positions(batch: Batch, comm: Comm) -> Batch:
     return replace(batch, x=x, y=y, ranks=batch.ranks * comm.size)
 
 
+def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
+    """What leaves the gradients, in most strategies. Returns the loss of this rank's share."""
+    value = loss(wrapped(batch.x), batch)
+    value.backward()
+    return value.detach()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """`build(module, comm, lr)` gives the wrapped model and its optimizer, `share(batch, comm)`
     what this rank gets of a global batch; `predict(module, size)` its bytes, with the tokens of the
     batch as a third argument where not all of them are rows of its own. `shown`: stands for its
-    family where one is enough; `unfit(model, length, ranks)` says why it cannot train this
-    model on so many ranks, or nothing."""
+    family where one is enough; `unfit(model, rows, length, ranks)` says why it cannot train this
+    model on such a batch and so many ranks, or nothing. `step(wrapped, batch, comm)` leaves the
+    gradients, and gives a loss whose mean over the ranks is that of the batch."""
 
     name: str
     family: str
@@ -55,7 +66,8 @@ class Recipe:
     share: Callable[[Batch, Comm], Batch] = rows
     shown: bool = True
     one_rank: bool = False
-    unfit: Callable[[GPT, int, int], str] = lambda model, length, ranks: ""
+    unfit: Callable[[GPT, int, int, int], str] = lambda model, rows, length, ranks: ""
+    step: Callable[[Any, Batch, Comm], Tensor] = forward_backward
 
     def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
         """Predicted bytes of a rank, in a step on a global batch of so many tokens."""
@@ -94,17 +106,17 @@ def _tensor(sequence: bool) -> Build:
     return build
 
 
-def _heads(model: GPT, length: int, ranks: int) -> str:
+def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
     return f"{model.heads} heads do not divide over {ranks} ranks" if model.heads % ranks else ""
 
 
-def _chunks(model: GPT, length: int, ranks: int) -> str:
+def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
     return f"{length} tokens are not {2 * ranks} equal chunks" if length % (2 * ranks) else ""
 
 
-def _both(model: GPT, length: int, ranks: int) -> str:
+def _both(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
-    return _heads(model, length, ranks) or uneven
+    return _heads(model, rows, length, ranks) or uneven
 
 
 def _of_tensor(sequence: bool) -> Callable[..., Footprint]:
@@ -124,6 +136,43 @@ def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
     return replace(weights, bus_bytes=weights.bus_bytes + module.depth * ring_bytes)
 
 
+def _pipeline(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Pipeline(split(module, comm.size), comm, "1f1b", MICROBATCHES, _mean_loss)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return loss(logits, Batch(y, y, y.numel()))
+
+
+def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
+    """The last stage alone has the loss, so it counts for all ranks."""
+    value = wrapped.step(batch.x, batch.y)
+    return torch.zeros(()) if value is None else value * comm.size
+
+
+def _of_pipeline(module: GPT, size: int, tokens: int) -> Footprint:
+    """The mean of the ranks. Over each boundary, activations and their gradients, b s h elements
+    each; and the gradient of the embedding, if it is tied to the head, to the other end and back.
+    """
+    stages = split(module, size)
+    boundary_bytes = 2 * tokens * module.width * module.head.weight.element_size()
+    tied_bytes = 2 * module.head.weight.nbytes * (module.tied and size > 1)
+    return Footprint(
+        sum(map(parameter_bytes, stages)) / size,
+        sum(parameter_bytes(stage, trainable_only=True) for stage in stages) / size,
+        sum(map(adam_bytes, stages)) / size,
+        ((size - 1) * boundary_bytes + tied_bytes) / size,
+    )
+
+
+def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
+    if rows < MICROBATCHES:
+        return f"{rows} rows are not {MICROBATCHES} micro-batches"
+    return f"{model.depth} blocks are not {ranks} stages" if model.depth < ranks else ""
+
+
+MICROBATCHES = 4  # of a pipeline
 TENSOR = "tensor parallel"
 RECIPES = {
     recipe.name: recipe
@@ -138,8 +187,12 @@ RECIPES = {
         Recipe("tensor", TENSOR, _tensor(False), _of_tensor(False), everything, unfit=_heads),
         Recipe("sequence", TENSOR, _tensor(True), _of_tensor(True), everything, unfit=_both),
         Recipe("context", "context parallel", _context, _of_context, positions, unfit=_chunks),
+        Recipe(
+            "pipeline", "pipeline", _pipeline, _of_pipeline, everything,
+            unfit=_stages, step=_pipeline_step,
+        ),
     ]
-}
+}  # fmt: skip
 
 
 def recipe(name: str) -> Recipe:

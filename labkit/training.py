@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from labkit.comm import listen
-from labkit.data import Text, loss
+from labkit.data import Text
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.footprint import Footprint, held
+from labkit.parallel.parts.pipeline_mail import TAGS
 from labkit.parallel.parts.whole import full_state_dict
 from labkit.recipes import recipe
 from labkit.recording import metric
@@ -59,7 +60,7 @@ class Report:
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median
     predicted: Footprint
-    measured: Footprint  # bus_bytes: mean over the steps
+    measured: Footprint  # bus_bytes: mean over the steps; without shapes, which are told once
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 
@@ -84,8 +85,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
         batch = text.batch(step, task.rows, task.length, task.seed)
         batch = chosen.share(batch, comm).to(me.device)
         optimizer.zero_grad()
-        value = loss(wrapped(batch.x), batch)
-        value.backward()
+        value = chosen.step(wrapped, batch, comm)
         optimizer.step()
         return value.item()
 
@@ -96,7 +96,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
             losses.append(one_step(step))
             metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
-        sent_bytes += sum(event.bus_bytes for event in events)
+        sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["look"])
     weights: dict[str, Any] = {}
     if keep_weights:
         whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))

@@ -65,12 +65,65 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Path) -> None:
-    """Weights, bytes held and bytes sent of tensor, sequence and context parallelism."""
-    names = ["tensor", "sequence", "context"]
+    """Weights, bytes held and bytes sent of tensor, sequence and context parallelism, and of a
+    pipeline."""
+    names = ["tensor", "sequence", "context", "pipeline"]
     args = ["compare", *names, *TINY, "--ranks", "2", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     assert "All equal" in done.output and all(f" {name} " in done.output for name in names)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "words"),
+    [("3", "5", "2 blocks are not 3 stages"), ("2", "3", "3 rows are not 4 micro-batches")],
+)
+def test_a_pipeline_that_cannot_be_is_told_before_it_trains(
+    ranks: str, rows: str, words: str, tmp_path: Path
+) -> None:
+    args = ["compare", "pipeline", "--model", "tiny", "--ranks", ranks, "--rows", rows]
+    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "none")])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_pipeline_is_predicted_stage_by_stage() -> None:
+    """Parameters once, and the tied embedding twice; b s h there and back over each boundary."""
+    model = GPT.preset("tiny", vocab=64, context=16).double()
+    embed_bytes, nbytes = 64 * 12 * 8, parameter_bytes(model)
+    found = recipes.RECIPES["pipeline"].footprint(model, 2, 5 * 16)
+    assert found.parameter_bytes == found.gradient_bytes == (nbytes + embed_bytes) / 2
+    assert found.bus_bytes == (2 * 5 * 16 * 12 * 8 + 2 * embed_bytes) / 2
+    untied = GPT.preset("tiny", vocab=64, context=16, tied=False).double()
+    assert recipes.RECIPES["pipeline"].footprint(untied, 2, 80).bus_bytes == 80 * 12 * 8
+    assert recipes.RECIPES["pipeline"].footprint(model, 1, 80).bus_bytes == 0
+
+
+def test_schedule_prints_and_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "one.png"
+    args = ["1f1b", "--stages", "2", "--microbatches", "2", "--plot", str(picture)]
+    done = CliRunner().invoke(app, ["schedule", *args])
+    assert done.exit_code == 0, done.output
+    assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
+    assert "9 forwards of a stage long, 33.3% of it idle" in done.output
+    assert "at most: 2, 1." in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = CliRunner().invoke(app, ["schedule", "interleaved"]).output
+    assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["zb-h9"], "schedule 'zb-h9': there are naive, gpipe"),
+        (["interleaved", "--microbatches", "5"], "take a multiple of 4"),
+        (["1f1b", "--chunks", "2"], "for several, take interleaved"),
+        (["1f1b", "--stages", "0"], "stages"),
+    ],
+)
+def test_schedule_refuses_what_cannot_be(args: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["schedule", *args])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from labkit.plot.comparison import draw_comparison
 from labkit.plot.lettering import Lettering
 from labkit.plot.memories import peak_bytes
 from labkit.plot.picture import Picture, png
+from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.strategies import sent_bytes, step_times
 from labkit.plot.timelines import LINE_PX, TimelineView
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
@@ -755,7 +756,9 @@ def seen_without(cone: str, colour: str) -> np.ndarray:
     "together",
     [
         list(style.CATEGORIES.values()),
-        [*style.PHASES.values(), style.WAITING],
+        [*dict.fromkeys(style.PHASES.values()), style.WAITING],  # an update is an optimizer's
+        [style.PHASES["forward"], style.PHASES["backward"], style.FAINT]
+        + [style.tint(style.PHASES[x], LIGHTEST) for x in ("forward", "backward")],  # two chunks
         [pair[0] for op, pair in style.OPERATIONS.items() if op != "recv"],
         *style.OPERATIONS.values(),
         style.OTHER_OPERATIONS,
@@ -863,6 +866,8 @@ def test_plot_names_what_it_has():
         "movement",
         "nccl",
         "number_line",
+        "schedule",
+        "schedules",
         "step_memory",
         "steps",
         "timeline",

@@ -8,19 +8,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from test_plot import assert_readable as no_words_overlap
 
-from labkit import plot
+from labkit import Comm, PacedStage, Pipeline, World, plot, record
 from labkit.plot.lettering import Lettering
+from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
 from labkit.replaying.microbatches import KIND, action_of, timed_actions
-from labkit.schedules import Schedule, chunks_of, one_f_one_b, parse, schedule
+from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
+from labkit.trace.laws import broken_laws
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
@@ -127,7 +130,7 @@ def test_phases_and_chunks_are_told_apart() -> None:
     assert len({x[3] for x in boxes(chunks)}) == 4
     assert "2 chunks" in chunks.axes[0].get_title(loc="left")
     assert "later chunks: lighter" in words(chunks)
-    for colour in [*PHASES.values(), *(tint(x, 0.62) for x in PHASES.values())]:
+    for colour in [*PHASES.values(), *(tint(x, LIGHTEST) for x in PHASES.values())]:
         assert contrast(colour, text_on(colour)) > 4.5
 
 
@@ -254,7 +257,7 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
     swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
     with pytest.raises(
-        ValueError, match="rank 0: action 3 of its list is F2, and what was recorded is backward"
+        ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
     ):
         by_microbatch(trace, swapped)
     with pytest.raises(ValueError, match="is not of steps by this schedule"):
@@ -278,3 +281,34 @@ def test_a_run_by_another_schedule_is_refused() -> None:
 def test_what_cannot_be_drawn_is_told(draw, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         draw()
+
+
+# ---- a pipeline on ranks
+
+
+def run_paced(given: Schedule) -> None:
+    """Two steps of stages that sleep; the loss is a module, too."""
+    comm, chunks = Comm(), chunks_of(given)
+    stages = [PacedStage(1e-3, 2e-3) for _ in range(comm.size * chunks)]
+    pipe = Pipeline(stages, comm, given, loss_fn=torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x = torch.ones(microbatches_of(given), 8)
+    for _ in range(2):
+        pipe.step(x, x)
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_paced_pipeline_is_recorded_and_drawn_as_its_schedule(world2: World) -> None:
+    for name, chunks in (("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)):
+        given = schedule(name, 2, 4, chunks)
+        with record(paced=True) as trace:
+            world2.run(run_paced, given)
+        named = by_microbatch(trace, given)
+        assert broken_laws(named) == []
+        assert [len(done) for done in timed_actions(named)] == [2 * len(own) for own in given]
+        before, after = plot.schedule(given), plot.schedule(given, recorded=trace)
+        assert [(x[0], x[3]) for x in boxes(before)] == [(x[0], x[3]) for x in boxes(after)]
+        title = after.axes[0].get_title(loc="left")
+        assert title.startswith("2 stages, 4 micro-batches") and title.endswith("  ·  paced")
+        assert_readable(after)

@@ -17,7 +17,7 @@ from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel import NaiveDDP
 from labkit.replaying import Compute, Issue, Wait, bubble, pipeline_programs, run
-from labkit.schedules import Action, Schedule, one_f_one_b
+from labkit.schedules import Action, Schedule, gpipe, one_f_one_b
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "published"
 
@@ -380,15 +380,10 @@ def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int
         assert step.of_total == pytest.approx(value("(p-1)/(m+p-1)", **sizes))
 
 
-def gpipe_schedule(stages: int, microbatches: int) -> Schedule:
-    one = [Action(phase, k) for phase in ("forward", "backward") for k in range(microbatches)]
-    return [one] * stages
-
-
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
 @pytest.mark.parametrize(
     ("schedule_of", "formula"),
-    [(one_f_one_b, predict.one_f_one_b), (gpipe_schedule, predict.gpipe)],
+    [(one_f_one_b, predict.one_f_one_b), (gpipe, predict.gpipe)],
 )
 def test_a_replay_finds_the_same(
     schedule_of: Callable[[int, int], Schedule],

@@ -34,7 +34,7 @@ from labkit.schedules import (
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_schedule_keeps_the_rules(case: Case) -> None:
     """By `check`, and by an oracle that knows nothing of it."""
     name, p, m, v = case
@@ -51,7 +51,7 @@ def test_a_schedule_keeps_the_rules(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_schedule_holds_what_it_promises(case: Case) -> None:
     assert peak_in_flight(made(case)) == promised_peaks(case)
 

@@ -62,7 +62,7 @@ def test_with_unit_costs_the_bubble_is_the_closed_form(name: str, p: int, m: int
 
 
 @given(cases(), times, times, times)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_with_any_costs_the_bubble_is_the_closed_form(
     case: Case, forward: float, inputs: float, weight: float
 ) -> None:
@@ -71,7 +71,7 @@ def test_with_any_costs_the_bubble_is_the_closed_form(
 
 
 @given(st.integers(1, 8), st.integers(0, 17), times, times, times)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_bubble_of_zero_bubble_is_the_published_one_where_the_file_says(
     p: int, more: int, forward: float, inputs: float, weight: float
 ) -> None:
@@ -185,7 +185,7 @@ def sums(costs: list[int], counts: list[int]) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
 

@@ -35,7 +35,7 @@ def fault(schedule: Schedule, microbatches: int | None = None) -> ScheduleError 
 
 
 @given(cases(largest=12), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_two_actions_swapped_are_found_unless_it_does_no_harm(case: Case, data: st.DataObject):
     schedule = made(case)
     stage = data.draw(st.integers(0, len(schedule) - 1))
@@ -69,7 +69,7 @@ def test_swaps_of_each_kind_occur() -> None:
 
 
 @given(cases(largest=12), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_an_action_that_is_dropped_is_found(case: Case, data: st.DataObject):
     schedule = made(case)
     stage = data.draw(st.integers(0, len(schedule) - 1))
@@ -86,7 +86,7 @@ def test_an_action_that_is_dropped_is_found(case: Case, data: st.DataObject):
 
 
 @given(cases(largest=12), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_an_action_that_is_doubled_is_found(case: Case, data: st.DataObject):
     schedule = made(case)
     stage = data.draw(st.integers(0, len(schedule) - 1))
@@ -101,7 +101,7 @@ def test_an_action_that_is_doubled_is_found(case: Case, data: st.DataObject):
 
 
 @given(cases(largest=12), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_an_action_that_became_another_is_found(case: Case, data: st.DataObject):
     """Another micro-batch, another chunk, a half of backward for the whole."""
     schedule = made(case)

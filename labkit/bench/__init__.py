@@ -8,6 +8,7 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_collectives": "labkit.bench.collectives",
         "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_door": "labkit.bench.door",
+        "bench_pipeline": "labkit.bench.pipeline",
         "bench_plot": "labkit.bench.plot",
         "bench_precision": "labkit.bench.precision",
         "bench_tensor_parallel": "labkit.bench.tensor_parallel",

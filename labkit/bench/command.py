@@ -95,6 +95,36 @@ def tensor_parallel(
 
 
 @bench.command(
+    epilog="Examples:  labkit bench pipeline  ·  labkit bench pipeline --only 1f1b --ranks 4  ·  "
+    "labkit bench pipeline --microbatches 16 --save pipeline.json",
+)
+def pipeline(
+    turns: Turns = 20,
+    only: Annotated[
+        str | None,
+        typer.Option(help="gpipe, 1f1b, interleaved, zb-h1: some of these, with commas."),
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
+    microbatches: Annotated[int, typer.Option(help="So many of the 16 rows.", min=1)] = 8,
+    transport: Carrier = None,
+    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+) -> None:
+    """A step of a pipeline against torch's by the same schedule, and the floor of both."""
+    from labkit.bench import pipeline as module
+
+    if save is not None and save.is_dir():
+        raise ValueError(f"{save} is a folder; give the name of a file")
+    with console.status("measuring pipeline ..."):
+        found = module.bench_pipeline(
+            _words(only or ""), _numbers(ranks), _words(models), microbatches, turns, transport
+        )
+    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    if save is not None:
+        console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
+
+
+@bench.command(
     epilog="Examples:  labkit bench precision  ·  labkit bench precision --only recompute  ·  "
     "labkit bench precision --save precision.json"
 )

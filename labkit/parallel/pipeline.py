@@ -112,7 +112,9 @@ class Pipeline(nn.Module):
             (action, received(action, *place), sent(action, *place))
             for action in self.schedule[comm.rank]
         ]
-        self._optimizer = optimizer_of(optimizer, self.module, self.schedule, owners)
+        self._optimizer = optimizer_of(
+            optimizer, [stages[index] for index in own], self.schedule, owners
+        )
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank,
@@ -125,6 +127,8 @@ class Pipeline(nn.Module):
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         self._mail = Mail(comm, self.schedule)
+        self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
+        self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
 
     # --- the runner ---------------------------------------------------------------------------
@@ -136,7 +140,8 @@ class Pipeline(nn.Module):
         It is cut into `microbatches` that differ by at most one row, and the loss of each counts
         by its rows: gradients are those of the whole batch's mean.
 
-        Returns that mean, detached, on the rank of the last stage; None on the others.
+        Returns that mean, detached, on the rank of the last stage; None on the others. Inside
+        `torch.no_grad()` only forwards run: that is how to evaluate.
 
         Raises ValueError for a batch of fewer rows than micro-batches, or where x and y differ in
         rows; StageError where a stage cannot take what the one before hands on; CommError, naming
@@ -151,11 +156,12 @@ class Pipeline(nn.Module):
             del came, result  # their memory goes as soon as nobody needs it
         self._mail.end()
         self._tied.sum_gradients()
+        self._xs = self._ys = ()
         return self._loss if self._has_last else None
 
     def _of_batch(self, action: Action) -> Tensor | None:
-        """What needs no message is the first stage's forward, which takes rows of the batch, and
-        the last one's backward, which begins at the loss."""
+        """Rows of it, for a forward of the first stage. What else needs no message begins at the
+        loss, or has all that it needs."""
         return self._xs[action.microbatch] if action.phase == "forward" else None
 
     # --- around it ----------------------------------------------------------------------------
@@ -169,7 +175,8 @@ class Pipeline(nn.Module):
         self._xs = x.split(rows) if self._has_first else ()
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        looks = x.shape[1:], x.dtype, self.training, torch.is_autocast_enabled(x.device.type)
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+        looks = x.shape[1:], x.dtype, self.training, *modes
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
         self._tied.begin()
@@ -187,3 +194,9 @@ class Pipeline(nn.Module):
             )
         self._loss += loss.detach() * self._shares[k]
         return loss if self._optimizer else loss * self._shares[k]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the whole model, on every rank, on the CPU; all ranks call it together."""
+        mine = {name: x.detach().cpu() for name, x in self.module.state_dict().items()}
+        every = self.comm.all_gather_object(mine)
+        return {name: x for state in every for name, x in state.items()}

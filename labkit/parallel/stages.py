@@ -61,8 +61,7 @@ class Layers(nn.Module):
         over."""
         found: dict[str, nn.Module] = {}
         for index, stage in stages.items():
-            inner = getattr(stage, "module", stage)
-            inner = inner if isinstance(inner, nn.Module) else stage
+            inner: Any = stage.module if hasattr(stage, "no_sync") else stage
             found |= inner.layers if isinstance(inner, Layers) else {str(index): inner}
         return Layers(found)
 

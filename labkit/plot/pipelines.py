@@ -7,7 +7,6 @@ One drawing for what a schedule would take by given costs, and for what a record
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -16,9 +15,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.choice import choose_step
 from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
+from labkit.plot.pipeline_lanes import Lanes, lanes_of
 from labkit.plot.style import (
     FAINT,
     INK,
@@ -30,74 +29,18 @@ from labkit.plot.style import (
     text_on,
     tint,
 )
-from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
-from labkit.replaying.pipeline import Seconds, pipeline_trace
-from labkit.schedules import Action, Schedule, chunks_of
+from labkit.plot.timelines import LETTER_EM
+from labkit.replaying.pipeline import Seconds
+from labkit.schedules import Action, Schedule
 from labkit.trace import Trace
 
-UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
 NAME_PT = 7.5
 LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # of a stage's height, the part that its boxes fill
-LIGHTEST = 0.62  # the part of white in the colour of the last chunk
+LIGHTEST = 0.45  # the part of white in the colour of the last chunk
 LINE_PX, EDGE_PX = 13, 5
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """What one panel shows: `of_stage` is what each stage did when, in `unit` ("ms" or "")."""
-
-    name: str
-    of_stage: list[list[TimedAction]]
-    unit: str
-    note: str = ""
-
-    @property
-    def length(self) -> float:
-        """From the first action to the end of the last one."""
-        return max(x.ended_s for actions in self.of_stage for x in actions)
-
-    @property
-    def step(self) -> float:
-        """The longest that a stage is at it (`pipeline_step_s`): the next step may begin on each
-        stage so much later."""
-        return max(done[-1].ended_s - done[0].began_s for done in self.of_stage if done)
-
-    @property
-    def bubble(self) -> float:
-        """The part of a step, of all stages together, in which nothing was computed: 0 to 1."""
-        busy = sum(x.ended_s - x.began_s for actions in self.of_stage for x in actions)
-        return 1 - busy / (self.step * len(self.of_stage)) if self.step else 0.0
-
-    @property
-    def windows(self) -> list[tuple[float, float]]:
-        """Where the step lies on each stage: of what is in it and not computing, the bubble."""
-        ends = [done[-1].ended_s if done else self.step for done in self.of_stage]
-        return [(begin, begin + self.step) for end in ends for begin in [max(0.0, end - self.step)]]
-
-    @property
-    def chunks(self) -> int:
-        return 1 + max(x.action.chunk for actions in self.of_stage for x in actions)
-
-    @property
-    def phases(self) -> set[str]:
-        return {x.action.phase for actions in self.of_stage for x in actions}
-
-    @property
-    def title(self) -> str:
-        microbatches = len({x.action.microbatch for actions in self.of_stage for x in actions})
-        counts = [(len(self.of_stage), "stage"), (microbatches, "micro-batch")]
-        if self.chunks > 1:
-            counts.append((self.chunks, "chunk"))
-        plural = {1: ""}
-        sizes = ", ".join(
-            f"{n} {word}{plural.get(n, 'es' if word.endswith('ch') else 's')}" for n, word in counts
-        )
-        length = f"{self.step:.4g} {self.unit or 'forwards long'}"
-        parts = [self.name, sizes, length, f"bubble {self.bubble:.1%} of the total", self.note]
-        return "  ·  ".join(part for part in parts if part)
 
 
 @styled
@@ -122,7 +65,8 @@ def schedule(
             where backward is apart), or a function of stage and action. If None, a stage's forward
             takes 1 and its backward 2, all chunks together; input and weight 1 each.
         message_s: what a message takes, in the same unit.
-        recorded: a recorded run of that schedule: its times are drawn instead.
+        recorded: a recorded run of that schedule: its times are drawn instead. Of stages that
+            sleep (`PacedStage`), `record(paced=True)` has the title say so.
         step: of the recorded run; as `plot.timeline` chooses if None.
         name: stands first in the title.
         figure: draw into this one instead of a new one.
@@ -130,7 +74,7 @@ def schedule(
     Raises ValueError for a schedule without an action, for one that cannot be run, for costs that
     do not know an action, and for a trace that is not one of this schedule.
     """
-    return _draw([_lanes(name, what, costs, message_s, recorded, step)], figure)
+    return _draw([lanes_of(what, name, costs, message_s, recorded, step)], figure)
 
 
 @styled
@@ -151,57 +95,8 @@ def schedules(
     """
     if not many:
         raise ValueError("there is nothing to draw: give a schedule with its name")
-    lanes = [_lanes(name, what, costs, message_s) for name, what in many.items()]
+    lanes = [lanes_of(what, name, costs, message_s) for name, what in many.items()]
     return _draw(lanes, figure)
-
-
-def _lanes(
-    name: str,
-    what: Schedule | Trace,
-    costs: Seconds | None,
-    message_s: float,
-    recorded: Trace | None = None,
-    step: int | None = None,
-) -> Lanes:
-    """Of a schedule, by its costs, or of a trace."""
-    if isinstance(what, Trace):
-        if recorded is not None:
-            raise ValueError("give the schedule first, then recorded=trace: here are two traces")
-        return _of_trace(name, what, step)
-    if not any(what):
-        raise ValueError("this schedule has no action; give each stage a list of them")
-    if recorded is not None:
-        return _of_trace(name, by_microbatch(recorded, what), step)
-    units = {phase: units / chunks_of(what) for phase, units in UNITS.items()}
-    found = timed_actions(pipeline_trace(what, units if costs is None else costs, message_s))
-    return _from_zero(name, found, "" if costs is None else "ms")
-
-
-def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of it; all where a stage's own update ends its step."""
-    updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
-    if trace.steps() and not updates:
-        trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]
-    paced = trace.about.get("paced")
-    note = trace.about.get("note", "paced" if paced else "")
-    return _from_zero(name, timed_actions(trace), "ms", note)
-
-
-def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
-    zero_s = min(x.began_s for actions in found for x in actions)
-    scale = 1e3 if unit == "ms" else 1.0
-    return Lanes(
-        name,
-        [
-            [
-                TimedAction(x.action, (x.began_s - zero_s) * scale, (x.ended_s - zero_s) * scale)
-                for x in actions
-            ]
-            for actions in found
-        ],
-        unit,
-        note,
-    )
 
 
 # --- drawing ---
@@ -240,7 +135,10 @@ def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
     axes.set(xlim=(0, longest * 1.005), ylim=(stages, 0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
-    axes.set_title(one.title, loc="left", fontsize=TITLE_PT)
+    figure, title = cast(Figure, axes.figure), one.title
+    room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
+    size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
+    axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
     edge = (1 - LANE) / 2
     boxes = [
         (stage + edge, stage + 1 - edge, x) for stage, done in enumerate(one.of_stage) for x in done
@@ -268,7 +166,7 @@ def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
         )  # fmt: skip
         axes.add_collection(polygons, autolim=False)
     numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
-    px_per_pt = cast(Figure, axes.figure).dpi / 72
+    px_per_pt = figure.dpi / 72
     numbers.write(
         [
             Name(text, (x.began_s + x.ended_s) / 2, (top + bottom) / 2, text_on(colour))
@@ -290,23 +188,10 @@ def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
     beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
     left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
     right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
-    lanes = list(enumerate(one.of_stage))[::every]
-    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage, _ in lanes])
-    right.write(
-        [
-            Name(f"holds {_held(done, one.chunks):.3g}", 1.008, stage + 0.5, MUTED)
-            for stage, done in lanes
-        ]
-    )
-
-
-def _held(done: Sequence[TimedAction], chunks: int) -> float:
-    """Micro-batches whose activations a stage has at most; of one chunk, as a part of the stage."""
-    held = most = 0
-    for x in done:
-        held += {"forward": 1, "backward": -1, "weight": -1}.get(x.action.phase, 0)
-        most = max(most, held)
-    return most / chunks
+    held = one.held
+    lanes = list(range(len(held)))[::every]
+    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage in lanes])
+    right.write([Name(f"holds {held[stage]:.3g}", 1.008, stage + 0.5, MUTED) for stage in lanes])
 
 
 def _colour(action: Action, chunks: int) -> str:

@@ -1,13 +1,13 @@
 """What is said of a pipeline that cannot be: asked on all ranks before anything runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -18,12 +18,13 @@ MICROBATCHES = 8  # where nobody says how many
 def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) -> int:
     """How many chunks each rank has. Raises ValueError where the stages do not go over the ranks,
     or differ between them."""
-    size, count = comm.size, len(stages)
+    size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
             f"stages is a {type(stages).__name__}; give a list of modules, one for each stage, as "
             f"split(model, {size}) makes it"
         )
+    count = len(stages)
     if count < size or count % size:
         raise ValueError(
             f"{count} stages do not go over {size} ranks; give {size}, one for each rank, or a "
@@ -37,13 +38,34 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
-    named = [
-        (f"stage {index}: {name}", parameter)
-        for index, stage in enumerate(stages)
-        for name, parameter in stage.named_parameters()
-    ]
-    check_same_on_all_ranks(named, comm)
+    _check_built_alike(stages, comm)
     return count // size
+
+
+def _check_built_alike(stages: Sequence[nn.Module], comm: Comm) -> None:
+    """Raises ValueError where a stage is another on another rank. (One that its rank has wrapped,
+    in DDP say, is not compared: on the others it is not.)"""
+    mine = [None if hasattr(one, "no_sync") else _looks(one) for one in stages]
+    every = comm.all_gather_object(mine)
+    for index in range(len(stages)):
+        known = [(rank, one[index]) for rank, one in enumerate(every) if one[index : index + 1]]
+        known = [(rank, looks) for rank, looks in known if looks is not None]
+        for rank, looks in known[1:]:
+            if looks != known[0][1]:
+                pairs = zip_longest(known[0][1], looks, fillvalue="nothing")
+                here, there = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"stage {index} is another on rank {rank} than on rank {known[0][0]}: it has "
+                    f"{there}, and not {here}; build the same stages on every rank"
+                )
+
+
+def _looks(stage: nn.Module) -> list[str]:
+    return [
+        f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+        + ("" if p.requires_grad else ", frozen")
+        for name, p in stage.named_parameters()
+    ]
 
 
 def agreed_schedule(
@@ -101,7 +123,10 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
 
 
 def optimizer_of(
-    optimizer: Any, module: nn.Module, schedule: Schedule, tied: Mapping[nn.Parameter, Any]
+    optimizer: Any,
+    own: Sequence[nn.Module],
+    schedule: Schedule,
+    tied: Mapping[nn.Parameter, Any],
 ) -> torch.optim.Optimizer | None:
     """That of a schedule that updates, None for others. Raises ValueError where one is missing or
     too many."""
@@ -123,16 +148,16 @@ def optimizer_of(
             "a parameter is tied over several ranks, and this schedule updates each stage at its "
             "own time, so that its copies would part; give each stage its own (tied=False)"
         )
-    for part in module.modules():
-        if hasattr(part, "no_sync"):
+    for stage in own:
+        if hasattr(stage, "no_sync"):
             raise ValueError(
-                f"a stage is in {type(part).__name__}, which averages once in a step, and this "
+                f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
             )
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
-    return make([p for p in module.parameters() if p.requires_grad])
+    return make([p for stage in own for p in stage.parameters() if p.requires_grad])
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

@@ -12,9 +12,11 @@ Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2); its embed
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
+
+TAG = 104
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -31,10 +33,7 @@ class Tied:
     """The tied parameters of this rank. All ranks of `comm` make it at once."""
 
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
-        groups: dict[tuple[int, ...], Comm | None] = {}
-        for ranks in owners.values():
-            if ranks not in groups:
-                groups[ranks] = comm if len(ranks) == comm.size else comm.subgroup(ranks)
+        groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
         self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
         for parameter, group in self._copies:
             group.broadcast(parameter.detach(), 0)
@@ -48,10 +47,45 @@ class Tied:
     def sum_gradients(self) -> None:
         """After the last backward: every owner gets the sum of all owners' gradients."""
         for (parameter, group), before in zip(self._copies, self._before, strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            group.all_reduce(parameter.grad)
+            if parameter.requires_grad and torch.is_grad_enabled():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                group.all_reduce(parameter.grad)
             if before is not None:
-                parameter.grad += before
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+
+def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
+    """The owners as a group of their own; None on the others."""
+    if len(ranks) == comm.size:
+        return comm
+    if comm.size == Comm().size:
+        return comm.subgroup(ranks)
+    return Owners(ranks, comm) if comm.rank in ranks else None
+
+
+class Owners:
+    """Some ranks of a group that is a part of the world, as one line of a mesh: the others are not
+    here to help make a group, so each of these sends to each. (Two send what an all-reduce does.)
+    """
+
+    def __init__(self, ranks: tuple[int, ...], comm: Comm):
+        self.ranks, self.comm = ranks, comm
+
+    def broadcast(self, x: Tensor, src: int) -> None:
+        """Replace `x` on all owners by that of owner `src`."""
+        x.copy_(self._of_all(x)[src])
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace `x` by the sum of all owners' `x`, added up in the same order everywhere."""
+        x.copy_(torch.stack(self._of_all(x)).sum(0))
+
+    def _of_all(self, x: Tensor) -> list[Tensor]:
+        rank = self.comm.rank
+        room = {one: x if one == rank else torch.empty_like(x) for one in self.ranks}
+        others = [one for one in self.ranks if one != rank]
+        handles = [self.comm.irecv(room[one], one, TAG) for one in others]
+        handles += [self.comm.isend(x, one, TAG) for one in others]
+        for handle in handles:
+            handle.wait()
+        return list(room.values())

@@ -1,16 +1,20 @@
 """One piece of the model on its rank: what it does for a micro-batch, and keeps for the way back.
 
-forward    x ─▶ module ─▶ y      kept: x, and the end of autograd's graph, which holds the
-                                 activations; not y itself, whose memory goes when it is sent
-backward   dx ◀─────────── dy    and the graph is gone
-input      dx ◀─────────── dy    the gradients of weights are put off (deferred_weights.py)
-weight     dW                    ... until here
-update                           PipeDream: one step by this micro-batch (weight_versions.py)
+    forward    x ─▶ module ─▶ y      kept: x, and the end of autograd's graph, which has the
+                                     activations
+    backward   dx ◀─────────── dy    and the graph is gone
+    input      dx ◀─────────── dy    the gradients of weights are put off (deferred_weights.py)
+    weight     dW                    ... until here
+    update                           PipeDream: one step by this micro-batch (weight_versions.py)
+
+Of y only its place in the graph is kept (torch's GradientEdge), from which backward begins: its
+memory goes when it is sent, if no operation has saved it.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +27,10 @@ from labkit.parallel.parts.agreement import Unchanged
 from labkit.parallel.parts.deferred_weights import Later, deferring, run_later
 from labkit.parallel.parts.weight_versions import WeightVersions
 from labkit.schedules.actions import Action
+
+# What has nothing to compute is a backward all the same: whoever records a step finds one for each
+# action.
+NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 
 class StageError(RuntimeError):
@@ -129,6 +137,8 @@ class VirtualStage:
         if flight.end is not None:
             torch.autograd.backward(flight.end, dy)
             flight.end = None
+        else:
+            torch.autograd.backward(NOTHING())
         if self.versions:
             self.versions.backward_done(k)
         x = flight.x
@@ -138,6 +148,8 @@ class VirtualStage:
 
     def _weight(self, flight: InFlight, action: Action, k: int) -> None:
         synchronised = action in self._synchronised and hasattr(self.module, "no_sync")
+        if not flight.later:
+            flight.later.append(NOTHING)
         run_later(flight.later, self._with_gradient() if synchronised else ())
         if self.versions:
             self.versions.backward_done(k)

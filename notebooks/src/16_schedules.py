@@ -15,18 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit import DDP, GPT, Mesh, Text, World, attach, cluster, plot, record
+from labkit import (
+    DDP,
+    GPT,
+    Mesh,
+    PacedStage,
+    Pipeline,
+    Text,
+    World,
+    attach,
+    cluster,
+    plot,
+    record,
+    split,
+)
 from labkit import predict as formulas
+from labkit import schedule as make_schedule
 from labkit.check import lab_16 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.memory.peak import PeakMemory
-from labkit.parallel import Pipeline, split
-from labkit.parallel.parts.paced_stage import PacedStage
 from labkit.replaying import bubble, by_microbatch, pipeline_step_s, pipeline_trace
 from labkit.schedules import Action, ScheduleError, chunks_of, parse, parse_schedule, peak_in_flight
 from labkit.schedules import check as check_rules
-from labkit.schedules import schedule as make_schedule
 from labkit.schedules import show as table
 
 # %% [markdown]
@@ -306,7 +317,8 @@ for name, trace in runs.items():
     print(f"{name:<12} {score(ALL[name])[1]:>8.1%} {1 - 8 * 3 * 0.015 / step_s:>6.1%}")
 
 # %% [markdown]
-# A busy machine adds to the run, never takes away. The order and the shape are those of the plan.
+# A run adds what messages and the runner take, and a busy machine more. The order and the shape are
+# those of the plan.
 
 # %% [markdown]
 # ### Is it the same training?

@@ -15,30 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit import (
-    DDP,
-    GPT,
-    Mesh,
-    PacedStage,
-    Pipeline,
-    Text,
-    World,
-    attach,
-    cluster,
-    plot,
-    record,
-    split,
-)
+from labkit import DDP, GPT, Mesh, PacedStage, Text, World, attach, cluster, plot, record
 from labkit import predict as formulas
-from labkit import schedule as make_schedule
 from labkit.check import lab_16 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.memory.peak import PeakMemory
+from labkit.parallel import Pipeline, split
 from labkit.replaying import bubble, by_microbatch, pipeline_step_s, pipeline_trace
-from labkit.schedules import Action, ScheduleError, chunks_of, parse, parse_schedule, peak_in_flight
-from labkit.schedules import check as check_rules
-from labkit.schedules import show as table
 
 # %% [markdown]
 # ## 1. The question
@@ -64,6 +48,11 @@ for m in (8, 16, 32, 64):
 # A schedule is a list of actions for each stage: F0 is the forward of micro-batch 0, B0 its backward.
 # What travels follows from it. `labkit.schedules` has no torch in it, no ranks and no times:
 
+# %%
+from labkit.schedules import Action, ScheduleError, chunks_of, parse, parse_schedule, peak_in_flight
+from labkit.schedules import check as check_rules
+from labkit.schedules import schedule as make_schedule
+from labkit.schedules import show as table
 
 # %% tags=["nbval-check-output"]
 print(table(make_schedule("1f1b", stages=3, microbatches=4)))

@@ -1,0 +1,75 @@
+"""Lab 16's checks: what its replays say, and what a wrong run would be told."""
+
+import pytest
+import torch
+
+from labkit.check import CheckFailed
+from labkit.check import lab_16 as check
+from labkit.check.lab_16_cases import (
+    JOBS,
+    SHORT_W,
+    furthest,
+    held,
+    idle,
+    interleaved_after,
+    replayed_bubble,
+    right_warm_up,
+    trained_alone,
+)
+from labkit.schedules import interleaved, one_f_one_b, peak_in_flight, zero_bubble_h1
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 4), (4, 8)])
+def test_the_right_warm_up_is_the_librarys(p: int, m: int, chunks: int) -> None:
+    counts = [right_warm_up(stage, p, m, chunks) for stage in range(p)]
+    assert interleaved_after(counts, m, chunks) == interleaved(p, m, chunks)
+
+
+def test_idle_is_the_closed_form() -> None:
+    assert idle(one_f_one_b(4, 8)) == 9
+    assert idle(interleaved(4, 8, 2)) == 4.5
+    assert idle(zero_bubble_h1(4, 8), SHORT_W) == 4.5
+    assert held(interleaved(4, 8, 2)) == [5.5, 4.5, 3.5, 2.5]
+    assert replayed_bubble(one_f_one_b(4, 8), JOBS["the memory of 1F1B"].costs) == 9 / 33
+
+
+def test_half_a_warm_up_is_as_good_until_messages_cost() -> None:
+    """What exercise 2 says: the bubble is the same, and less is held, if messages are free."""
+    p, m, v = 4, 8, 2
+    right = interleaved_after([right_warm_up(r, p, m, v) for r in range(p)], m, v)
+    half = interleaved_after([(v - 1) * p + p - 1 - r for r in range(p)], m, v)
+    assert idle(half) == idle(right)
+    assert max(peak_in_flight(half)) < max(peak_in_flight(right))
+    assert idle(half, message_s=0.1) > idle(right, message_s=0.1)
+
+
+def test_weights_that_are_off_lost_or_twice_are_told() -> None:
+    right = trained_alone()
+    names = list(right)
+    halves = [{name: right[name] for name in part} for part in (names[:8], names[8:])]
+    assert furthest(halves, right) == ""
+    off = [halves[0], halves[1] | {names[9]: right[names[9]] + 1e-3}]
+    assert furthest(off, right) == f"{names[9]} on rank 1 is off by 0.001"
+    assert furthest(halves[:1], right) == "8 weights on all ranks, and the model has 16"
+    assert furthest([*halves, halves[0]], right).startswith("24 weights")
+    with pytest.raises(CheckFailed, match="for this job, run on 4 ranks: "):
+        check._weights("this job", off)
+
+
+def test_a_step_changes_what_is_compared() -> None:
+    assert any(not torch.equal(p, q) for p, q in zip(trained_alone().values(), _before()))
+
+
+def _before() -> list[torch.Tensor]:
+    from labkit.check.lab_16_cases import layers
+
+    return list(layers().parameters())
+
+
+@pytest.mark.slow
+def test_the_best_known_score_can_be_reached() -> None:
+    from answers.lab_16 import chunks_and_halves
+
+    score = check.invent(chunks_and_halves).score
+    assert score is not None and score.value == score.best == 37

@@ -11,8 +11,8 @@ Of y only its place in the graph is kept (torch's GradientEdge), from which back
 memory goes when it is sent, if no operation has saved it.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import _get_current_function_mode_stack
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
@@ -27,6 +28,7 @@ from labkit.parallel.parts.agreement import Unchanged
 from labkit.parallel.parts.deferred_weights import Later, deferring, run_later
 from labkit.parallel.parts.weight_versions import WeightVersions
 from labkit.parallel.parts.zero3_passes import running_backward
+from labkit.precision.autocasting import autocast
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each
@@ -176,9 +178,14 @@ class VirtualStage:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Backward's casts are those of forward, whatever the step runs in: torch wants autocast around
-    forward alone. (What is computed again does its casts again, see memory/conditions.py.)"""
+@contextmanager
+def _without_autocast(x: Tensor) -> Iterator[None]:
+    """Backward runs in the types that forward took: autocast, torch's and labkit's, is around
+    forward alone. (What is computed again is cast again, see memory/conditions.py.)"""
     kind = x.device.type
-    on = torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if _get_current_function_mode_stack():
+            stack.enter_context(autocast(enabled=False))
+        yield

@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         self.schedule, self.microbatches = agreed_schedule(
             schedule, comm, microbatches, self.chunks
         )
-        self._updates = check_phases(stages, self.schedule, comm)
+        check_phases(stages, self.schedule, comm)
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
         self._tied = Tied(owners, comm)
@@ -199,7 +199,7 @@ class Pipeline(nn.Module):
                 f"{found}; it returns a scalar, the mean over the rows"
             )
         self._loss += loss.detach() * self._shares[k]
-        return loss if self._updates else loss * self._shares[k]
+        return loss if self._optimizer else loss * self._shares[k]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank, on the CPU; all ranks call it together."""

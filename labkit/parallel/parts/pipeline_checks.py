@@ -123,9 +123,8 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
         )
 
 
-def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> bool:
-    """Does the schedule update weights? Raises ValueError, on all ranks, where the stages cannot do
-    what it asks."""
+def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> None:
+    """Raises ValueError, on all ranks, where the stages cannot do what the schedule asks."""
     phases = {one.phase for actions in schedule for one in actions}
     halves, updates = "weight" in phases, "update" in phases
     if halves and updates:
@@ -152,7 +151,6 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
                         f"{name} of stage {index} is a parameter of stage {other}, too, and this "
                         "schedule updates each stage at its own time; give each its own"
                     )
-    return updates
 
 
 def optimizer_of(
@@ -161,8 +159,8 @@ def optimizer_of(
     schedule: Schedule,
     tied: Mapping[nn.Parameter, Any],
 ) -> torch.optim.Optimizer | None:
-    """That of a schedule that updates; None for others, and where all is frozen. Raises ValueError
-    where one is missing or too many."""
+    """That of a schedule that updates; None for others. Raises ValueError where one is missing or
+    too many."""
     updates = any(one.phase == "update" for actions in schedule for one in actions)
     if not updates and optimizer is not None:
         raise ValueError(
@@ -191,7 +189,8 @@ def optimizer_of(
         return optimizer
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
     trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-    return make(trained) if trained else None
+    nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates are steps all the same
+    return make(trained or [nothing])
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

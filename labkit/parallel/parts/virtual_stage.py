@@ -99,8 +99,8 @@ class VirtualStage:
                     with _without_autocast(flight.x):
                         self._weight(flight, action, k)
                 case "update":
-                    if self.versions:  # none where all is frozen
-                        self.versions.update(k)
+                    assert self.versions is not None
+                    self.versions.update(k)
         return None
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:

@@ -32,7 +32,9 @@ the runner over lists of actions: torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ from labkit.parallel.parts.pipeline_checks import (
     agreed_schedule,
     check_batch,
     check_loss,
+    check_phases,
     check_stages,
     optimizer_of,
 )
@@ -101,12 +104,13 @@ class Pipeline(nn.Module):
         self.schedule, self.microbatches = agreed_schedule(
             schedule, comm, microbatches, self.chunks
         )
+        check_phases(stages, self.schedule, comm)
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
         self._tied = Tied(owners, comm)
 
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
-        self.module = Layers.together({index: stages[index] for index in own})
+        self.module = Layers.together(stages, own)
         place = comm.rank, comm.size, self.chunks
         self._program = [  # what it does, waits for before and sends after
             (action, received(action, *place), sent(action, *place))
@@ -115,12 +119,14 @@ class Pipeline(nn.Module):
         self._optimizer = optimizer_of(
             optimizer, [stages[index] for index in own], self.schedule, owners
         )
+        me = cast(Pipeline, proxy(self))  # weakly: the stages do not keep it
+        loss_of = partial(Pipeline._loss_of, me)
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank,
                 [one for one in self.schedule[comm.rank] if one.chunk == chunk],
                 recompute, self._optimizer,
-                self._loss_of if index == len(stages) - 1 else None,
+                loss_of if index == len(stages) - 1 else None,
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip

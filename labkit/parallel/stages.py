@@ -15,9 +15,9 @@ Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpi
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,33 +37,57 @@ class Layers(nn.Module):
         self._paths = list(layers)
         for path, layer in layers.items():
             *parents, name = path.split(".")
-            place: nn.Module = self
+            place: Any = self
             for parent in parents:
-                if parent not in place._modules:
-                    place.add_module(parent, nn.Module())
-                place = place.get_submodule(parent)
-            place.add_module(name, layer)
+                place = place._modules.setdefault(parent, nn.Module())
+            place._modules[name] = layer  # whatever its name: a model may have a part `layers`
 
     def forward(self, x: Any) -> Any:
-        for path in self._paths:
-            x = self.get_submodule(path)(x)
+        for layer in self.layers.values():
+            x = layer(x)
         return x
 
     @property
     def layers(self) -> dict[str, nn.Module]:
         """Each with its path."""
-        return {path: self.get_submodule(path) for path in self._paths}
+        return {path: self._at(path) for path in self._paths}
+
+    def _at(self, path: str) -> nn.Module:
+        place: Any = self
+        for name in path.split("."):
+            place = place._modules[name]
+        return cast(nn.Module, place)
 
     @staticmethod
-    def together(stages: Mapping[int, nn.Module]) -> nn.Module:
-        """What one rank has of a model, under the names of the whole: of stages of `split` those
-        of the model, of others those of nn.Sequential(*stages). A wrapper, as DDP, is passed
-        over."""
-        found: dict[str, nn.Module] = {}
-        for index, stage in stages.items():
-            inner: Any = stage.module if hasattr(stage, "no_sync") else stage
-            found |= inner.layers if isinstance(inner, Layers) else {str(index): inner}
-        return Layers(found)
+    def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
+        """What one rank, which has the stages `own`, has of a model, under the names of the whole:
+        of stages of `split` those of the model, of others those of nn.Sequential(*stages). A
+        wrapper, as DDP, is passed over.
+
+        Raises ValueError where a name stands for two layers, in any stages."""
+        layers = [_named_layers(index, stage) for index, stage in enumerate(stages)]
+        _check_names(layers)
+        return Layers({path: layer for index in own for path, layer in layers[index].items()})
+
+
+def _named_layers(index: int, stage: nn.Module) -> dict[str, nn.Module]:
+    inner: Any = stage.module if hasattr(stage, "no_sync") else stage
+    return inner.layers if isinstance(inner, Layers) else {str(index): inner}
+
+
+def _check_names(stages: Sequence[Mapping[str, nn.Module]]) -> None:
+    """Raises ValueError where two stages have a layer of one name, unless it is the same one."""
+    first: dict[str, int] = {}
+    for index, layers in enumerate(stages):
+        for path, layer in layers.items():
+            other = first.setdefault(path, index)
+            if layer is not stages[other][path]:
+                raise ValueError(
+                    f"stages {other} and {index} have a layer called {path} each, and they are not "
+                    "the same: one would take the other's place in parameters(), train() and "
+                    "full_state_dict(); cut one model, as split(nn.Sequential(*first, *second), "
+                    f"{len(stages)}) does"
+                )
 
 
 def split(
@@ -100,10 +124,10 @@ def split(
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The layers that `split` cuts between, in order, by their names in the model."""
     if isinstance(model, nn.Sequential):
-        return dict(model.named_children())
+        return dict(_parts(model))  # one that stands twice is two layers
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
-    have = dict(model.named_children())
+    have = dict(_parts(model))
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(have):
         raise ValueError(
@@ -121,6 +145,11 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     layers = {"embed": have["embed"]}
     layers |= {f"blocks.{index}": block for index, block in enumerate(blocks)}
     return layers | {name: have[name] for name in ("norm", "head") if name in have}
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(named_children leaves out a module that it has seen before.)"""
+    return ((name, part) for name, part in model._modules.items() if part is not None)
 
 
 def _even(paths: list[str], stages: int) -> list[int]:
@@ -144,13 +173,14 @@ def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
     """Seconds of forward and backward of each layer, of `layers_of(model)`: the least of several
-    turns on x [rows, ...], best one micro-batch. Gradients are left as they were.
+    turns on x [rows, ...], best one micro-batch. Gradients and buffers are left as they were.
 
     What it says holds for this machine and this moment; on ranks, measure on one and broadcast:
     all must cut alike.
     """
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
+    buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
         for _ in range(repeats):  # all layers in each turn: one stall hits one of a layer's turns
@@ -158,6 +188,7 @@ def measure_costs(
             for index, layer in enumerate(layers.values()):
                 given = given.detach()
                 given.requires_grad_(given.is_floating_point() or given.is_complex())
+                given = given.clone()  # a layer may change what it is given in place
                 began_s = time.perf_counter()
                 y = layer(given)
                 if y.requires_grad:
@@ -167,4 +198,6 @@ def measure_costs(
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return costs

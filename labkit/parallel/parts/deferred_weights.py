@@ -3,11 +3,13 @@
     backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
                                   weight   dW = dyᵀ x, db = Σ dy     nobody waits for it
 
-Inside `deferring`, each plain nn.Linear (and whoever else has a `later`) puts its second half on a
-list instead of computing it; it keeps x and dy for that. What else has parameters, a norm or an
-embedding, gets their gradients with the first half: they cost little. `run_later` then computes
-what is on the list as a backward of its own, so that gradients arrive as they always do, with
-every hook that waits for them.
+Inside `deferring`, each plain nn.Linear (and whoever else has a `_labkit_later`) puts its second
+half on a list instead of computing it; it keeps x and dy for that. What else has parameters, a
+norm or an embedding, gets their gradients with the first half: they cost little. `run_later` then
+computes what is on the list as a backward of its own, so that gradients arrive as they always do,
+with every hook that waits for them.
+
+The first half runs inside `deferring`, too: what is computed again there is put off as well.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -30,22 +32,22 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
     """What `module` computes in this block has a backward that puts its gradients of weights on
     the list `later`."""
     linears: list[Any] = []
-    others: list[Any] = []
+    others: list[tuple[Any, Later | None]] = []
     part: Any
     for part in module.modules():
         if _is_plain(part):
             part.forward = partial(_deferred, part, later)
             linears.append(part)
-        elif hasattr(part, "later"):
-            others.append(part)
-            part.later = later
+        elif hasattr(part, "_labkit_later"):
+            others.append((part, part._labkit_later))
+            part._labkit_later = later
     try:
         yield
     finally:
         for part in linears:
             del part.forward
-        for part in others:
-            part.later = None
+        for part, before in others:
+            part._labkit_later = before
 
 
 def run_later(later: Later, also: Iterable[nn.Parameter] = ()) -> None:
@@ -70,25 +72,31 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
     """Takes the place of the layer's `forward`."""
     if not torch.is_grad_enabled():
         return F.linear(x, linear.weight, linear.bias)
-    return _InputHalf.apply(x, linear.weight, linear.bias, later)
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    return _InputHalf.apply(anchor, x, linear, later)
 
 
 class _InputHalf(torch.autograd.Function):
-    """x [..., in] -> [..., out]; its backward computes dx, and keeps x and dy for dW."""
+    """x [..., in] -> [..., out]; its backward computes dx, and keeps x and dy for dW.
+
+    Parameters are no inputs of it: autograd would call their hooks here already, with nothing. The
+    anchor has the backward run where x wants no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:
+        weight, bias = linear.weight, linear.bias
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
-        return F.linear(x, weight, bias)
+        # Detached: else autocast keeps the cast weight, for users outside, too, without a gradient.
+        return F.linear(x, weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.later.append(partial(_WeightHalf.apply, ctx.weight, ctx.bias, x.detach(), dy))
-        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[1] else None
+        return None, dx, None, None
 
 
 class _WeightHalf(torch.autograd.Function):

@@ -58,7 +58,7 @@ class PacedStage(nn.Module):
             )
         self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
         self.weight = nn.Parameter(torch.ones(width))
-        self.later: Later | None = None  # see deferred_weights.py
+        self._labkit_later: Later | None = None  # see deferred_weights.py
 
     @property
     def backward_s(self) -> float:
@@ -66,7 +66,7 @@ class PacedStage(nn.Module):
         return self.input_s + self.weight_s
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Paced.apply(x, self.weight, self, self.later)
+        return _Paced.apply(x, self.weight, self, self._labkit_later)
 
     def extra_repr(self) -> str:
         return f"paced: {self.forward_s=}, {self.input_s=}, {self.weight_s=}".replace("self.", "")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.zero3_state import WholeState
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -122,13 +123,43 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
         )
 
 
+def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> None:
+    """Raises ValueError, on all ranks, where the stages cannot do what the schedule asks."""
+    phases = {one.phase for actions in schedule for one in actions}
+    halves, updates = "weight" in phases, "update" in phases
+    if halves and updates:
+        raise ValueError(
+            "this schedule has backward in halves (I, W) and updates (U), and of weights that were "
+            "updated in between the second half is not defined; give B for I and W"
+        )
+    if halves:
+        mine = [any(isinstance(part, WholeState) for part in one.modules()) for one in stages]
+        for rank, has in enumerate(comm.all_gather_object(mine)):
+            if any(has):
+                raise ValueError(
+                    f"stage {has.index(True)} is in ZeRO3 (on rank {rank}), which lets weights and "
+                    "gradients go when a layer's backward is over, and this schedule puts the "
+                    'gradients of weights off; choose one that does not, as "1f1b", or use DDP'
+                )
+    if updates:
+        first: dict[nn.Parameter, int] = {}
+        for index, stage in enumerate(stages):
+            for name, p in stage.named_parameters():
+                other = first.setdefault(p, index)
+                if other != index and other % comm.size == index % comm.size:
+                    raise ValueError(
+                        f"{name} of stage {index} is a parameter of stage {other}, too, and this "
+                        "schedule updates each stage at its own time; give each its own"
+                    )
+
+
 def optimizer_of(
     optimizer: Any,
     own: Sequence[nn.Module],
     schedule: Schedule,
     tied: Mapping[nn.Parameter, Any],
 ) -> torch.optim.Optimizer | None:
-    """That of a schedule that updates, None for others. Raises ValueError where one is missing or
+    """That of a schedule that updates; None for others. Raises ValueError where one is missing or
     too many."""
     updates = any(one.phase == "update" for actions in schedule for one in actions)
     if not updates and optimizer is not None:
@@ -157,7 +188,9 @@ def optimizer_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
-    return make([p for stage in own for p in stage.parameters() if p.requires_grad])
+    trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
+    nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates are steps all the same
+    return make(trained or [nothing])
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

@@ -11,8 +11,8 @@ Of y only its place in the graph is kept (torch's GradientEdge), from which back
 memory goes when it is sent, if no operation has saved it.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,12 +20,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import _get_current_function_mode_stack
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.parts.agreement import Unchanged
 from labkit.parallel.parts.deferred_weights import Later, deferring, run_later
 from labkit.parallel.parts.weight_versions import WeightVersions
+from labkit.parallel.parts.zero3_passes import running_backward
+from labkit.precision.autocasting import autocast
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each
@@ -64,6 +67,7 @@ class VirtualStage:
     ):
         self.module, self.index, self.rank = module, index, rank
         self.recompute, self._ends_in = recompute, ends_in
+        self._unwrapped = cast(nn.Module, module.module) if hasattr(module, "no_sync") else module
         self.unchanged = Unchanged(module)
         self.versions = WeightVersions(module, optimizer) if optimizer else None
         self.in_flight: dict[int, InFlight] = {}
@@ -83,11 +87,17 @@ class VirtualStage:
                     assert came is not None
                     return self._forward(k, came)
                 case "backward":
-                    return self._backward(self.in_flight.pop(k), came, k)
+                    flight = self.in_flight.pop(k)
+                    with _without_autocast(flight.x):
+                        return self._backward(flight, came, k)
                 case "input":
-                    return self._backward(self.in_flight[k], came, k)
+                    flight = self.in_flight[k]
+                    with _without_autocast(flight.x), deferring(self.module, flight.later):
+                        return self._backward(flight, came, k)
                 case "weight":
-                    self._weight(self.in_flight.pop(k), action, k)
+                    flight = self.in_flight.pop(k)
+                    with _without_autocast(flight.x):
+                        self._weight(flight, action, k)
                 case "update":
                     assert self.versions is not None
                     self.versions.update(k)
@@ -110,10 +120,12 @@ class VirtualStage:
 
     def _computed(self, k: int, x: Tensor, later: Later) -> Tensor:
         def function(x: Tensor) -> Any:
+            again = running_backward() is not None
+            module = self._unwrapped if again else self.module  # DDP is entered once
             if k in self._in_halves:
-                with deferring(self.module, later):
-                    return self.module(x)
-            return self.versions.forward(k, x) if self.versions else self.module(x)
+                with deferring(module, later):
+                    return module(x)
+            return self.versions.forward(k, x) if self.versions else module(x)
 
         try:
             y = (Recomputed(function) if self.recompute else function)(x)
@@ -121,6 +133,14 @@ class VirtualStage:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             came = f"from stage {self.index - 1}" if self.index else "of the batch"
+            if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
+                raise StageError(
+                    f"stage {self.index} (rank {self.rank}), micro-batch {k}: "
+                    f"{type(self.module).__name__} changes in place what a gradient goes "
+                    f"back to: its input, which came {came}, as nn.ReLU(inplace=True) at its "
+                    "beginning does (or a parameter); let the stage begin with an operation that "
+                    f"makes a new tensor (inplace=False). {error}"
+                ) from error
             raise StageError(
                 f"stage {self.index} (rank {self.rank}), micro-batch {k}: "
                 f"{type(self.module).__name__} cannot take {list(x.shape)} "
@@ -156,3 +176,16 @@ class VirtualStage:
 
     def _with_gradient(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
+
+
+@contextmanager
+def _without_autocast(x: Tensor) -> Iterator[None]:
+    """Backward runs in the types that forward took: autocast, torch's and labkit's, is around
+    forward alone. (What is computed again is cast again, see memory/conditions.py.)"""
+    kind = x.device.type
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if _get_current_function_mode_stack():
+            stack.enter_context(autocast(enabled=False))
+        yield

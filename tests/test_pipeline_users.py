@@ -1,0 +1,357 @@
+"""What users put into a pipeline: modules that stand twice, change in place, recompute, are frozen,
+have hooks, or run in autocast."""
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
+from labkit.memory.recompute import recompute
+from labkit.parallel.parts import virtual_stage
+from labkit.parallel.parts.virtual_stage import VirtualStage
+from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.stages import Layers, layers_of, measure_costs, split
+from labkit.precision.autocasting import autocast
+from labkit.schedules import parse_schedule
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=15) as world:
+        yield world
+
+
+def stages(count: int = 2, width: int = 4) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).double()
+        for _ in range(count)
+    ]
+
+
+def batch(rows: int = 8, width: int = 4) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(rows, width).double(), torch.randn(rows, width).double()
+
+
+def same_gradients(pipe: Pipeline, whole: nn.Sequential) -> None:
+    wanted = dict(whole.named_parameters())
+    for name, p in pipe.module.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name].grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# ---- stages: no ranks
+
+
+def test_a_module_that_stands_twice_is_two_layers() -> None:
+    torch.manual_seed(0)
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    assert list(layers_of(model)) == ["0", "1", "2", "3", "4"]
+    first, last = split(model, 2)
+    assert torch.equal(last(first(x)), model(x))
+
+
+def test_layers_may_have_any_name() -> None:
+    names = ["layers", "together", "head"]
+    model = nn.Sequential(OrderedDict({name: nn.Linear(4, 4) for name in names}))
+    x = torch.randn(3, 4)
+    first, last = cut = split(model, 2)
+    assert torch.equal(last(first(x)), model(x))
+    assert [*first.layers, *last.layers] == names  # type: ignore[misc]
+    whole = Layers.together(cut, [0, 1])
+    assert whole.state_dict().keys() == model.state_dict().keys()
+
+
+def test_names_that_stand_for_two_layers_are_refused() -> None:
+    """Also where they are on other ranks; one layer in two stages may be."""
+    encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
+    cut = split(encoder, 2) + split(decoder, 2)
+    for own in ([0, 2], [0], [3]):
+        with pytest.raises(ValueError, match="stages 0 and 2 have a layer called 0 each"):
+            Layers.together(cut, own)
+    with pytest.raises(ValueError, match="stages 0 and 1 have a layer called 0 each"):
+        Layers.together([Layers({"0": nn.Dropout()}), Layers({"0": nn.Dropout()})], [0])
+    again = split(encoder, 2) + split(encoder, 2)
+    assert list(Layers.together(again, [0, 2]).parameters()) == list(encoder[0].parameters())
+    one = nn.Linear(4, 4)
+    assert len(list(Layers.together([one, nn.Tanh(), one], [0, 2]).parameters())) == 2
+
+
+def test_costs_are_measured_of_layers_that_change_things() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), norm)
+    x = torch.randn(3, 4)
+    before, state = x.clone(), deepcopy(model.state_dict())
+    assert all(0 < cost < 1e9 for cost in measure_costs(model, x))
+    assert torch.equal(x, before)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+# ---- what is refused or told, on two ranks
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))  # type: ignore[no-any-return]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def stepped(given: list[nn.Module], schedule: Any = "1f1b", comm: Any = None, **how: Any) -> Any:
+    x, y = (one.float() for one in batch())
+    return Pipeline(given, comm, schedule, None, F.mse_loss, **how).step(x, y)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "in place": (
+        lambda: stepped([nn.Linear(4, 4), InPlace()]),
+        "stage 1 (rank 1), micro-batch 0: InPlace changes in place what a gradient goes back to: "
+        "its input, which came from stage 0",
+    ),
+    "ZeRO-3 in halves": (
+        lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),
+        "stage 0 is in ZeRO3 (on rank 0)",
+    ),
+    "updates in halves": (
+        lambda: stepped(stages(), parse_schedule("F0 I0 W0 U0\n" * 2), optimizer=sgd),
+        "this schedule has backward in halves (I, W) and updates (U)",
+    ),
+    "updates of a shared parameter": (
+        lambda: stepped(
+            [*(shared := stages()), *shared],
+            parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2),
+            optimizer=sgd,
+        ),
+        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_stage_cannot_do_is_told(pair: World, what: str) -> None:
+    job, told = REFUSED[what]
+    with pytest.raises(RankError) as caught:
+        pair.run(job)
+    assert told in str(caught.value)
+
+
+# ---- halves of backward
+
+
+class Again(nn.Module):
+    """Keeps nothing of a module, and computes it again for backward."""
+
+    def __init__(self, module: nn.Module, kind: str):
+        super().__init__()
+        self.module, self.kind = module, kind
+        self.later = 0.5  # a name of the user's own
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind == "labkit":
+            return recompute(self.module, x) * self.later
+        return checkpoint(self.module, x, use_reentrant=False) * self.later
+
+
+def test_halves_with_recompute_and_hooks(pair: World) -> None:
+    """A stage that computes again inside its backward has halves all the same; hooks of parameters
+    get gradients alone."""
+
+    def run() -> None:
+        x, y = batch()
+        for kind in ("labkit", "torch"):
+            for outside in (False, True):
+                whole = nn.Sequential(*(Again(one, kind) for one in stages()))
+                F.mse_loss(whole(x), y).backward()
+                given = [Again(one, kind) for one in stages()]
+                pipe = Pipeline(given, None, "zb-h1", 4, F.mse_loss, recompute=outside)
+                hooked: list[bool] = []
+                for p in pipe.parameters():
+                    p.register_hook(lambda g, to=hooked: to.append(g is not None))
+                pipe.step(x, y)
+                same_gradients(pipe, whole)
+                assert hooked and all(hooked)
+                assert [one.later for one in given] == [0.5, 0.5]
+
+    pair.run(run)
+
+
+def test_halves_put_off_what_is_computed_again(pair: World) -> None:
+    """The first half leaves no gradient of a linear layer behind, recomputed or not."""
+
+    def run() -> None:
+        x, y = batch()
+        pipe = Pipeline([Again(one, "labkit") for one in stages()], None, "zb-h1", 4, F.mse_loss)
+        real, seen = VirtualStage._backward, []
+
+        def backward(self: Any, flight: Any, dy: Any, k: int) -> Any:
+            found = real(self, flight, dy, k)
+            seen.append(len(flight.later))
+            return found
+
+        with patch.object(VirtualStage, "_backward", backward):
+            pipe.step(x, y)
+        assert seen == [2] * 4
+
+    pair.run(run)
+
+
+# ---- autocast, replicas, memory, updates
+
+
+class Island(nn.Module):
+    """In fp32, whatever it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False), autocast(enabled=False):
+            return self.layer(x.float())
+
+
+def backward_is_outside_of_autocast() -> None:
+    """torch's, which the matrix products of C++ would see, and labkit's, which those of deferred
+    weights would."""
+    torch.manual_seed(0)
+    given: list[nn.Module] = [nn.Linear(64, 64), Island()]
+    x, y = (one.float() for one in batch(8, 64))
+    regions = partial(torch.autocast, "cpu", torch.bfloat16), partial(autocast, torch.bfloat16)
+    for name, region in product(("1f1b", "zb-h1"), regions):
+        whole = nn.Sequential(*deepcopy(given))
+        for one, wanted in zip(x.split(2), y.split(2), strict=True):
+            with region():
+                loss = F.mse_loss(whole(one), wanted) / 4
+            loss.backward()
+        for again in (False, True):
+            pipe = Pipeline(deepcopy(given), None, name, 4, F.mse_loss, recompute=again)
+            with region():
+                pipe.step(x, y)
+            grads = {n: p.grad for n, p in whole.named_parameters()}
+            for n, p in pipe.module.named_parameters():
+                scale = grads[n].norm()  # type: ignore[union-attr]
+                assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)  # type: ignore[operator]
+
+
+def test_backward_is_outside_of_autocast(pair: World) -> None:
+    pair.run(backward_is_outside_of_autocast)
+
+
+def a_stage_in_ddp_is_entered_once() -> None:
+    """Computed again, it sends as many gradients, and copies no buffers within backward."""
+    mesh, counts = Mesh(pp=1, dp=2), []
+    x, y = batch()
+    for again in (False, True):
+        stage = stages(1)[0]
+        stage.register_buffer("seen", torch.zeros(1))
+        whole = nn.Sequential(deepcopy(stage))
+        F.mse_loss(whole(x), y).backward()
+        replica = DDP(stage, mesh.dp, bucket_mb=1e-4)
+        pipe = Pipeline([replica], mesh.pp, "1f1b", 2, F.mse_loss, recompute=again)
+        mine = mesh.dp.rank
+        for _ in range(2):
+            pipe.zero_grad()
+            with listen() as events:
+                pipe.step(x.split(4)[mine], y.split(4)[mine])
+            counts.append([one.op for one in events])
+            for p, wanted in zip(pipe.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, wanted.grad)
+    assert counts[0] == counts[2] and counts[1] == counts[3], counts
+
+
+def test_a_stage_in_ddp_is_entered_once(pair: World) -> None:
+    pair.run(a_stage_in_ddp_is_entered_once)
+
+
+def test_a_pipeline_goes_when_nobody_has_it(pair: World) -> None:
+    def run() -> bool:
+        pipe = Pipeline(stages(), None, "1f1b", 4, F.mse_loss)
+        pipe.step(*batch())
+        gc.collect()
+        gc.disable()
+        try:
+            held = weakref.ref(pipe)
+            del pipe
+            return held() is None
+        finally:
+            gc.enable()
+
+    assert pair.run(run) == [True, True]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_stage_among_updates(pair: World, frozen: int) -> None:
+    """It updates nothing; the other trains as if alone, by each micro-batch's own mean."""
+
+    def run() -> None:
+        x, y = batch(6)
+        given = stages()
+        given[frozen].requires_grad_(False)
+        whole = nn.Sequential(*deepcopy(given))
+        optimizer = sgd([p for p in whole.parameters() if p.requires_grad])
+        text = "F0 B0 U0 F1 B1 U1 F2 B2 U2"
+        schedule = parse_schedule("\n".join([text] * 2))
+        pipe = Pipeline(given, None, schedule, None, F.mse_loss, optimizer=sgd)
+        assert pipe._optimizer is not None
+        with patch.object(pipe._optimizer, "step", wraps=pipe._optimizer.step) as steps:
+            pipe.step(x, y)
+        assert steps.call_count == 3  # whoever records a step finds each action
+        for one, wanted in zip(x.split(2), y.split(2), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(whole(one), wanted).backward()
+            optimizer.step()
+        state = whole.state_dict()
+        for name, p in pipe.module.named_parameters():
+            torch.testing.assert_close(p, state[name], check_stride=False, msg=name)
+
+    pair.run(run)
+
+
+# ---- deliberate faults
+
+
+def goes_back_inside_autocast() -> Any:
+    from contextlib import nullcontext
+
+    return patch.object(virtual_stage, "_without_autocast", lambda x: nullcontext())
+
+
+def enters_ddp_again() -> Any:
+    return patch.object(virtual_stage, "running_backward", lambda: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (goes_back_inside_autocast, backward_is_outside_of_autocast),
+        (enters_ddp_again, a_stage_in_ddp_is_entered_once),
+    ],
+)
+def test_a_fault_is_found(pair: World, fault: Any, check: Any) -> None:
+    def run() -> None:
+        with fault():
+            check()
+
+    with pytest.raises(RankError):
+        pair.run(run)

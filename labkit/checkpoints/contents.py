@@ -50,6 +50,13 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
+        if hasattr(model, "counts_here"):  # parallel/parts/in_stages.py
+            raise ValueError(
+                "each rank of a Pipeline has other stages, and a checkpoint is of one model; save "
+                "the weights as state = pipeline.full_state_dict(), and torch.save it on one rank; "
+                "to go on, model.load_state_dict(state) before split (the optimizer's state is not "
+                "saved)"
+            )
         self.optimizer = optimizer
         self.module = plain_module(model)
         self.strategy = _sharder(model, optimizer)

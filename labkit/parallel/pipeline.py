@@ -39,9 +39,12 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
+from labkit.parallel.parts.in_stages import mark_stages
 from labkit.parallel.parts.pipeline_checks import (
     agreed_schedule,
+    check_alike,
     check_batch,
+    check_has_gradient,
     check_loss,
     check_stages,
     optimizer_of,
@@ -49,6 +52,7 @@ from labkit.parallel.parts.pipeline_checks import (
 from labkit.parallel.parts.pipeline_mail import Mail
 from labkit.parallel.parts.tied import Tied, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
+from labkit.parallel.parts.whole import full_state_dict
 from labkit.parallel.stages import Layers
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
@@ -104,9 +108,11 @@ class Pipeline(nn.Module):
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
         self._tied = Tied(owners, comm)
+        self._owners: dict[Any, tuple[int, ...]] = {**owners}
 
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
         self.module = Layers.together({index: stages[index] for index in own})
+        mark_stages(self.module.parameters(), self)
         place = comm.rank, comm.size, self.chunks
         self._program = [  # what it does, waits for before and sends after
             (action, received(action, *place), sent(action, *place))
@@ -172,11 +178,10 @@ class Pipeline(nn.Module):
             stage.unchanged.check()
         rows = events.chunk_sizes(len(x), self.microbatches)
         self._shares = [n / len(x) for n in rows]
-        self._xs = x.split(rows) if self._has_first else ()
+        self._xs = x.detach().split(rows) if self._has_first else ()
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
-        looks = x.shape[1:], x.dtype, self.training, *modes
+        looks = check_alike(x, self, self._looked)
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
         self._tied.begin()
@@ -186,17 +191,34 @@ class Pipeline(nn.Module):
         as if it were a batch: there it counts whole.)"""
         assert self._loss_fn is not None
         loss = self._loss_fn(output, self._ys[k])
+        at = f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}"
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}: loss_fn gave "
-                f"{found}; it returns a scalar, the mean over the rows"
+                f"{at}: loss_fn gave {found}; it returns a scalar, the mean over the rows"
             )
+        check_has_gradient(loss, self._wants_gradient(), at)
+        loss = loss.reshape(())
         self._loss += loss.detach() * self._shares[k]
         return loss if self._optimizer else loss * self._shares[k]
 
+    def _wants_gradient(self) -> bool:
+        """Whether the last stage does, for its parameters or for the stages before it."""
+        parameters = self._stages[-1].module.parameters()
+        before = self._mail.has_gradient(self._last_index - 1)
+        return before or any(p.requires_grad for p in parameters)
+
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first, or only one that has it (see parts/in_stages.py)."""
+        return self._owners.get(parameter, (self.comm.rank,))[0] == self.comm.rank
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
+        return super()._apply(fn, recurse)
+
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the whole model, on every rank, on the CPU; all ranks call it together."""
-        mine = {name: x.detach().cpu() for name, x in self.module.state_dict().items()}
+        """The state of the whole model, on every rank, on the CPU; all ranks call it together, of
+        a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
+        mine = {name: x.detach().cpu() for name, x in full_state_dict(self.module).items()}
         every = self.comm.all_gather_object(mine)
         return {name: x for state in every for name, x in state.items()}

@@ -19,6 +19,7 @@ from labkit import (
     Mesh,
     RankError,
     World,
+    ZeRO3,
     ZeroOptimizer,
     clip_grad_norm,
     full_state_dict,
@@ -276,6 +277,31 @@ def test_the_state_of_the_model_is_whole(four: World) -> None:
         return True
 
     assert all(four.run(run))
+
+
+def test_the_state_of_stages_in_zero3_is_whole(four: World) -> None:
+    """Its clipping is by the norm of all stages, too."""
+
+    def run() -> tuple[bool, float, float]:
+        def stages() -> list[nn.Module]:
+            torch.manual_seed(0)
+            return [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double() for _ in range(2)]
+
+        mesh = Mesh(pp=2, dp=2)
+        whole, mine = nn.Sequential(*stages()), stages()
+        zero = mine[mesh.pp.rank] = ZeRO3(mine[mesh.pp.rank], comm=mesh.dp)
+        pipe = Pipeline(mine, mesh.pp, "1f1b", 2, F.mse_loss)
+        state, wanted = pipe.full_state_dict(), whole.state_dict()
+        same = state.keys() == wanted.keys()
+        same &= all(torch.equal(x, wanted[name]) for name, x in state.items())
+        x = torch.ones(4, 3).double()
+        pipe.step(x, 2 * x)
+        F.mse_loss(whole(x), 2 * x).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])  # type: ignore[misc]
+        return same, norm.item(), zero.clip_grad_norm_(0.05).item()
+
+    for same, norm, told in four.run(run):
+        assert same and told == pytest.approx(norm, rel=1e-6)
 
 
 # ---- faults

@@ -80,7 +80,9 @@ class Pipeline(nn.Module):
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
 
     A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
-    several ranks (a tied embedding) has the sum of its gradients there.
+    several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
+    in a ZeroOptimizer. `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is
+    by the norm of all stages. `full_state_dict` is what to save.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -147,11 +149,14 @@ class Pipeline(nn.Module):
         by its rows: gradients are those of the whole batch's mean.
 
         Returns that mean, detached, on the rank of the last stage; None on the others. Inside
-        `torch.no_grad()` only forwards run: that is how to evaluate.
+        `torch.no_grad()` only forwards run: that is how to evaluate. Modes (train or eval,
+        gradients, autocast) are the same on all ranks; they may change from step to step.
 
-        Raises ValueError for a batch of fewer rows than micro-batches, or where x and y differ in
-        rows; StageError where a stage cannot take what the one before hands on; CommError, naming
-        stage, micro-batch and rank, where a message does not come.
+        Raises ValueError for a batch of fewer rows than micro-batches, where x and y differ in
+        rows, or where a stage overwrites an output that is under way; RuntimeError where the loss
+        has no gradient and parameters want one; StageError where a stage cannot take what the one
+        before hands on; CommError, naming stage, micro-batch and rank, where a message does not
+        come.
         """
         self._begin(x, y)
         for action, needed, leaving in self._program:
@@ -219,6 +224,10 @@ class Pipeline(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank, on the CPU; all ranks call it together, of
         a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
-        mine = {name: x.detach().cpu() for name, x in full_state_dict(self.module).items()}
+        mine: dict[str, Tensor] = {}
+        for stage in self._stages:
+            names = Layers.together({stage.index: stage.module}).state_dict()
+            whole = full_state_dict(stage.module).values()  # in the same order
+            mine |= {name: x.detach().cpu() for name, x in zip(names, whole, strict=True)}
         every = self.comm.all_gather_object(mine)
         return {name: x for state in every for name, x in state.items()}

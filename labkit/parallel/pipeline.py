@@ -25,6 +25,7 @@ is virtual stage c p + r of p v.
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
     tied.py              one embedding on two ranks
+    in_stages.py         whose parameters are here: for norms over all stages
     ../stages.py         a model cut into stages
 
 Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2;

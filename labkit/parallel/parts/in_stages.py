@@ -10,7 +10,7 @@ The mark is weak: without its pipeline, a parameter is one like others. A copy h
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,13 +20,18 @@ from labkit.parallel.parts.agreement import WeakMark
 _PIPELINE = "_labkit_pipeline"
 
 
+@runtime_checkable
 class InStages(Protocol):
-    """What has a model in stages, one or more on each rank of `comm`."""
+    """What has a model in stages, one or more on each rank of `comm`: a Pipeline."""
 
     comm: Comm
 
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank stands for it: no rank before this one has it, too."""
+        ...
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """That of all stages."""
         ...
 
 
@@ -38,7 +43,7 @@ def mark_stages(parameters: Iterable[Tensor], pipeline: InStages) -> None:
 
 def pipeline_of(trained: Any, parameters: Iterable[Any]) -> InStages | None:
     """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
-    found: Any = trained if hasattr(trained, "counts_here") else None
+    found: Any = trained if isinstance(trained, InStages) else None
     for one in parameters:
         found = found or getattr(one, _PIPELINE, lambda: None)()
     return found if found is not None and found.comm.size > 1 else None

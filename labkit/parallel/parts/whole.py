@@ -3,11 +3,10 @@
 Checkpoints do without: there each rank writes its part (labkit/checkpoints).
 """
 
-from typing import Any, cast
-
 from torch import Tensor, nn
 
 from labkit.parallel.parts.conjugate import gathered
+from labkit.parallel.parts.in_stages import InStages
 from labkit.parallel.parts.shards import Shard, shard_of
 from labkit.parallel.parts.zero3_state import WholeState
 
@@ -21,9 +20,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             those of the module inside. Of a Pipeline, the model of all stages, on the CPU. After
             steps of a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
     """
-    if hasattr(model, "counts_here"):  # a pipeline (parts/in_stages.py)
-        everything: dict[str, Tensor] = cast(Any, model).full_state_dict()
-        return everything
+    if isinstance(model, InStages):
+        return model.full_state_dict()
     parts = plain_module(model).state_dict(keep_vars=True)
     # ZeRO3's are whole over its own ranks, and may be cut over others.
     found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)

@@ -19,6 +19,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
+from labkit.parallel.parts.in_stages import InStages
 from labkit.parallel.parts.shards import comms_of, shard_of
 from labkit.parallel.parts.whole import plain_module
 from labkit.precision.pieces import OwnedPiece
@@ -50,6 +51,13 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
+        if isinstance(model, InStages):
+            raise ValueError(
+                "each rank of a Pipeline has other stages, and a checkpoint is of one model; save "
+                "the weights as state = pipeline.full_state_dict(), and torch.save it on one rank; "
+                "to go on, model.load_state_dict(state) before split (the optimizer's state is not "
+                "saved)"
+            )
         self.optimizer = optimizer
         self.module = plain_module(model)
         self.strategy = _sharder(model, optimizer)

@@ -60,7 +60,7 @@ def save_checkpoint(
 
     Args:
         folder: where the checkpoints of a run lie; all ranks must see it.
-        model: a module, or the strategy around it.
+        model: a module, or the strategy around it. (No Pipeline: see its `full_state_dict`.)
         optimizer: its optimizer, or the strategy around that; None: the weights alone.
         step, extra: `load_checkpoint` gives them back; of `extra`, what rank 0 has.
         keep: how many checkpoints stay, this one included.

@@ -25,6 +25,7 @@ is virtual stage c p + r of p v.
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
     tied.py              one embedding on two ranks
+    in_stages.py         whose parameters are here: for norms over all stages
     ../stages.py         a model cut into stages
 
 Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2;
@@ -41,9 +42,12 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
+from labkit.parallel.parts.in_stages import mark_stages
 from labkit.parallel.parts.pipeline_checks import (
     agreed_schedule,
+    check_alike,
     check_batch,
+    check_has_gradient,
     check_loss,
     check_phases,
     check_stages,
@@ -52,6 +56,7 @@ from labkit.parallel.parts.pipeline_checks import (
 from labkit.parallel.parts.pipeline_mail import Mail
 from labkit.parallel.parts.tied import Tied, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
+from labkit.parallel.parts.whole import full_state_dict
 from labkit.parallel.stages import Layers
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
@@ -79,7 +84,9 @@ class Pipeline(nn.Module):
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
 
     A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
-    several ranks (a tied embedding) has the sum of its gradients there.
+    several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
+    in a ZeroOptimizer. `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is
+    by the norm of all stages. `full_state_dict` is what to save.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -108,9 +115,11 @@ class Pipeline(nn.Module):
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
         self._tied = Tied(owners, comm)
+        self._owners: dict[Any, tuple[int, ...]] = {**owners}
 
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
         self.module = Layers.together(stages, own)
+        mark_stages(self.module.parameters(), self)
         place = comm.rank, comm.size, self.chunks
         self._program = [  # what it does, waits for before and sends after
             (action, received(action, *place), sent(action, *place))
@@ -147,11 +156,14 @@ class Pipeline(nn.Module):
         by its rows: gradients are those of the whole batch's mean.
 
         Returns that mean, detached, on the rank of the last stage; None on the others. Inside
-        `torch.no_grad()` only forwards run: that is how to evaluate.
+        `torch.no_grad()` only forwards run: that is how to evaluate. Modes (train or eval,
+        gradients, autocast) are the same on all ranks; they may change from step to step.
 
-        Raises ValueError for a batch of fewer rows than micro-batches, or where x and y differ in
-        rows; StageError where a stage cannot take what the one before hands on; CommError, naming
-        stage, micro-batch and rank, where a message does not come.
+        Raises ValueError for a batch of fewer rows than micro-batches, where x and y differ in
+        rows, or where a stage overwrites an output that is under way; RuntimeError where the loss
+        has no gradient and parameters want one; StageError where a stage cannot take what the one
+        before hands on; CommError, naming stage, micro-batch and rank, where a message does not
+        come.
         """
         self._begin(x, y)
         for action, needed, leaving in self._program:
@@ -178,11 +190,10 @@ class Pipeline(nn.Module):
             stage.unchanged.check()
         rows = events.chunk_sizes(len(x), self.microbatches)
         self._shares = [n / len(x) for n in rows]
-        self._xs = x.split(rows) if self._has_first else ()
+        self._xs = x.detach().split(rows) if self._has_first else ()
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
-        looks = x.shape[1:], x.dtype, self.training, *modes
+        looks = check_alike(x, self, self._looked)
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
         self._tied.begin()
@@ -192,17 +203,38 @@ class Pipeline(nn.Module):
         as if it were a batch: there it counts whole.)"""
         assert self._loss_fn is not None
         loss = self._loss_fn(output, self._ys[k])
+        at = f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}"
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}: loss_fn gave "
-                f"{found}; it returns a scalar, the mean over the rows"
+                f"{at}: loss_fn gave {found}; it returns a scalar, the mean over the rows"
             )
+        check_has_gradient(loss, self._wants_gradient(), at)
+        loss = loss.reshape(())
         self._loss += loss.detach() * self._shares[k]
         return loss if self._optimizer else loss * self._shares[k]
 
+    def _wants_gradient(self) -> bool:
+        """Whether the last stage does, for its parameters or for the stages before it."""
+        parameters = self._stages[-1].module.parameters()
+        before = self._mail.has_gradient(self._last_index - 1)
+        return before or any(p.requires_grad for p in parameters)
+
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first, or only one that has it (see parts/in_stages.py)."""
+        return self._owners.get(parameter, (self.comm.rank,))[0] == self.comm.rank
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
+        return super()._apply(fn, recurse)
+
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the whole model, on every rank, on the CPU; all ranks call it together."""
-        mine = {name: x.detach().cpu() for name, x in self.module.state_dict().items()}
+        """The state of the whole model, on every rank, on the CPU; all ranks call it together, of
+        a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
+        mine: dict[str, Tensor] = {}
+        for stage in self._stages:
+            names = Layers.together({stage.index: stage.module}).state_dict()
+            whole = full_state_dict(stage.module).values()  # in the same order
+            mine |= {name: x.detach().cpu() for name, x in zip(names, whole, strict=True)}
         every = self.comm.all_gather_object(mine)
         return {name: x for state in every for name, x in state.items()}

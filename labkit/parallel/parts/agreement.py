@@ -63,7 +63,7 @@ def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
                 "a module is wrapped once: unwrap it (`.module`) and delete the other first"
             )
     for _, parameter in named:
-        parameter._labkit_owner = _Owner(owner)  # type: ignore[attr-defined]
+        parameter._labkit_owner = WeakMark(owner)  # type: ignore[attr-defined]
 
 
 def owner_of(parameter: torch.Tensor) -> Any:
@@ -71,8 +71,8 @@ def owner_of(parameter: torch.Tensor) -> Any:
     return getattr(parameter, "_labkit_owner", lambda: None)()
 
 
-class _Owner(ref):
-    """A weak reference; a pickled parameter has no owner."""
+class WeakMark(ref):
+    """A weak reference, as a mark on a parameter; a pickled parameter has nobody there."""
 
     def __reduce__(self) -> Any:
         return partial, (_nobody,)

@@ -17,8 +17,11 @@ What is whole on all ranks must count once, so only the sums of shards travel:
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
+The stages of a pipeline are parts, too (parts/in_stages.py): the ranks add what each has.
+
     travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
-                 whole; then over tensor-parallel ranks that of shards (8 bytes each, all-reduce)
+                 whole; then over tensor-parallel ranks that of shards; then over the ranks of a
+                 pipeline their sum (8 bytes each, all-reduce)
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -31,6 +34,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.in_stages import pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as, shard_of
 from labkit.precision.stand_ins import LOW, StandIns
 from labkit.precision.unscaling import mark_clipped
@@ -53,7 +57,8 @@ def clip_grad_norm(
     norm_type: float = 2.0,
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
-    all ranks. Call it on every rank, after backward, with a wrapped module or an optimizer.
+    all ranks. Call it on every rank, after backward, with a wrapped module or an optimizer; under
+    a Pipeline, with that or the optimizer of its parameters: the norm is that of all stages.
 
     Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
     keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
@@ -65,17 +70,20 @@ def clip_grad_norm(
     factor = trained.gradient_factor if isinstance(trained, StandIns) else None
     parameters = _parameters_of(trained)
     _check_owner(trained, parameters)
-    groups = comms_of(parameters)
-    comm = None
+    groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
+    comm, stages = None, pipeline.comm if pipeline else None
     if isinstance(trained, OwnsGradientPieces):
         pieces, comm = trained.gradient_pieces()
-    elif groups or isinstance(trained, StandIns):
-        pieces = [marked_as(p, p.grad) for p in parameters if p.grad is not None]
+        once = pieces
+    elif groups or stages or isinstance(trained, StandIns):
+        have = [(p, marked_as(p, p.grad)) for p in parameters if p.grad is not None]
+        pieces = [g for _, g in have]
+        once = [g for p, g in have if pipeline is None or pipeline.counts_here(p)]
     else:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
-    norm = norm_of_pieces(pieces, comm, norm_type, factor, groups)
+    norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
     if isinstance(trained, StandIns) and factor is not None:
         trained.gradient_factor = factor * _share_of(max_norm, norm)
         pieces = [x for x in pieces if x.dtype not in LOW]
@@ -111,19 +119,21 @@ def norm_of_pieces(
     norm_type: float = 2.0,
     factor: float | torch.Tensor | None = None,
     groups: Sequence[Comm] = (),
+    stages: Comm | None = None,
 ) -> torch.Tensor:
     """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
     there are none.
 
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
-    those over which pieces with a mark (parts/shards.py) are shards. A rank without pieces may
-    give an empty one: its dtype and device are those of the result.
+    those over which pieces with a mark (parts/shards.py) are shards, `stages` those of a pipeline,
+    each with pieces of its own. A rank without pieces may give an empty one: its dtype and device
+    are those of the result.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
-    some = comm or next(iter(groups), None)
+    some = comm or next(iter(groups), stages)
     like = pieces[0] if pieces else torch.empty(0, device=some.own_device() if some else "cpu")
     # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
@@ -135,7 +145,11 @@ def norm_of_pieces(
         comm.all_reduce(sums, op)
     for k, group in enumerate(groups):
         group.all_reduce(sums[k], op)
-    total = sums.amax() if op == "max" else sums.sum() ** (1 / p)
+    total = sums.amax() if op == "max" else sums.sum()
+    if stages is not None:
+        stages.all_reduce(total, op)
+    if op == "sum":
+        total = total ** (1 / p)
     return total.to(torch.promote_types(like.dtype, torch.float32))
 
 

@@ -212,4 +212,39 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
             f"rank {comm.rank} has the last stage and computes the loss: y is of {found}, x of "
             f"{len(x)} rows; give the targets of the whole batch"
         )
-    comm.compare("the batch of a pipeline", lambda: f"x {list(x.shape)} {x.dtype}")
+
+
+def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
+    """What decides how that looks which travels in this step: the batch but for its rows, modes,
+    types of parameters. `before`: that of the last step.
+
+    Raises CollectiveMismatch where ranks have other batches or modes, or some have what they had
+    `before` and some have not: those would wait for messages that nobody sends.
+    """
+    modes = modes_of(pipeline, x.device.type)
+    looks = x.shape[1:], x.dtype, modes, [p.dtype for p in pipeline.parameters()]
+    changed = "first step or changed since the last" if looks != before else "as in the last step"
+    pipeline.comm.compare(
+        "the batch of a pipeline", lambda: f"x {list(x.shape)} {x.dtype}; {modes}; {changed}"
+    )
+    return looks
+
+
+def modes_of(module: nn.Module, device_type: str) -> str:
+    """What the ranks must have alike while they compute, in words."""
+    autocast = "no autocast"
+    if torch.is_autocast_enabled(device_type):
+        autocast = f"autocast to {torch.get_autocast_dtype(device_type)}"
+    gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
+    return f"{'train' if module.training else 'eval'} mode, {gradients}, {autocast}"
+
+
+def check_has_gradient(loss: Tensor, wanted: bool, at: str) -> None:
+    """Raises RuntimeError, as backward in one process does, for a loss without a gradient, where
+    one is wanted."""
+    if wanted and torch.is_grad_enabled() and not loss.requires_grad:
+        raise RuntimeError(
+            f"{at}: the loss has no gradient, though parameters want one: the stage or loss_fn "
+            "detaches it, or computes it under no_grad; to evaluate, call step inside "
+            "torch.no_grad()"
+        )

@@ -52,6 +52,29 @@ class Look(NamedTuple):
         return Look(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
 
 
+class _Leaving(NamedTuple):
+    """A send that is under way. Until it is over, its tensor must stay what it is."""
+
+    handle: Handle
+    x: Tensor
+    version: int
+    what: str
+
+    def wait(self) -> None:
+        """Let go. Raises ValueError where somebody wrote into the tensor meanwhile."""
+        self.handle.wait()
+        if _version(self.x) != self.version:
+            raise ValueError(
+                f"{self.what} was changed in place while it was under way to the next stage, which "
+                "may have got a part of each; hand on a new tensor for every micro-batch"
+            )
+
+
+def _version(x: Tensor) -> int:
+    """Rises with every write. (A tensor of inference mode has none.)"""
+    return 0 if x.is_inference() else x._version
+
+
 class Mail:
     """What this rank sends and receives in one step after the other of `schedule`."""
 
@@ -59,7 +82,7 @@ class Mail:
         self.comm, self._chunks = comm, chunks_of(schedule)
         self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
         self._looks: dict[int, Look] = {}  # by boundary: that behind virtual stage 0, 1, ...
-        self._leaving: deque[Handle] = deque()
+        self._leaving: deque[_Leaving] = deque()
         self._in_step = False
 
     def _from(self, source: int, actions: Sequence[object]) -> list[Message]:
@@ -107,11 +130,19 @@ class Mail:
 
     def _post_send(self, x: Tensor, message: Message) -> None:
         target = message.target % self.comm.size
-        self._leaving.append(self.comm.isend(x, target, TAGS[message.what]))
+        what = "output" if message.what == "activation" else "gradient"
+        self._leave(
+            x, target, message.what, f"the {what} of stage {message.source} (rank "
+            f"{self.comm.rank}), micro-batch {message.microbatch},"
+        )  # fmt: skip
+
+    def _leave(self, x: Tensor, target: int, kind: str, what: str) -> None:
+        before = _version(x)
+        self._leaving.append(_Leaving(self.comm.isend(x, target, TAGS[kind]), x, before, what))
 
     def _let_go(self) -> None:
         """Of tensors that have arrived."""
-        while self._leaving and self._leaving[0].is_completed():
+        while self._leaving and self._leaving[0].handle.is_completed():
             self._leaving.popleft().wait()
 
     def _tell_look(self, message: Message, x: Tensor) -> None:
@@ -129,7 +160,7 @@ class Mail:
         known = self._looks.setdefault(boundary, look)
         if known is look and message.target % self.comm.size != self.comm.rank:
             target = message.target % self.comm.size
-            self._leaving.append(self.comm.isend(look.as_numbers(), target, TAGS["look"]))
+            self._leave(look.as_numbers(), target, "look", f"{at}: what its output looks like")
         if known != look:
             raise ValueError(
                 f"{at}: its output is {_told(look)}, and was {_told(known)} before; what a stage "
@@ -137,6 +168,10 @@ class Mail:
             )
 
     # --- receiving ----------------------------------------------------------------------------
+
+    def has_gradient(self, boundary: int) -> bool:
+        """Whether one goes back over it: known after its first message."""
+        return boundary in self._looks and self._looks[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
         """What this message brings: [rows, ...], an activation with `requires_grad` where the

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.agreement import owner_of
 
 TAG = 104
 
@@ -39,7 +40,10 @@ class Tied:
             group.broadcast(parameter.detach(), 0)
 
     def begin(self) -> None:
-        """Before a step: the gradients of earlier steps, summed already, are put aside."""
+        """Before a step: the gradients of earlier steps, summed already, are put aside. Raises
+        ValueError for a copy whose gradients a strategy has in pieces: the sum would miss them."""
+        for parameter, _ in self._copies:
+            check_whole(parameter)
         self._before = [p.grad for p, _ in self._copies]
         for parameter, _ in self._copies:
             parameter.grad = None
@@ -53,6 +57,18 @@ class Tied:
                 group.all_reduce(parameter.grad)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+
+def check_whole(parameter: nn.Parameter) -> None:
+    """Raises ValueError where it is in a ZeroOptimizer or ZeRO3."""
+    owner = owner_of(parameter)
+    if hasattr(owner, "gradient_pieces"):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is tied over ranks of the pipeline and "
+            f"in a {type(owner).__name__}, which keeps a part of its gradient: its copies would "
+            "come apart; untie it (as tied=False), or put the stage in DDP and step with a torch "
+            "optimizer"
+        )
 
 
 def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":

@@ -6,6 +6,7 @@ Checkpoints do without: there each rank writes its part (labkit/checkpoints).
 from torch import Tensor, nn
 
 from labkit.parallel.parts.conjugate import gathered
+from labkit.parallel.parts.in_stages import InStages
 from labkit.parallel.parts.shards import Shard, shard_of
 from labkit.parallel.parts.zero3_state import WholeState
 
@@ -16,9 +17,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         model: edited by `tensor_parallel`, or a strategy around one, as DDP and ZeRO3; names are
-            those of the module inside. After steps of a ZeroOptimizer that gathers in forward
-            (`gather_in`), call its `wait()` first.
+            those of the module inside. Of a Pipeline, the model of all stages, on the CPU. After
+            steps of a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
     """
+    if isinstance(model, InStages):
+        return model.full_state_dict()
     parts = plain_module(model).state_dict(keep_vars=True)
     # ZeRO3's are whole over its own ranks, and may be cut over others.
     found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)

@@ -10,6 +10,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.clipping import norm_of_pieces, scale_to
+from labkit.parallel.parts.in_stages import pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as
 from labkit.parallel.parts.zero3_flat import Flat, Unit
 from labkit.precision.pieces import OwnedPiece
@@ -116,8 +117,12 @@ class WholeState:
         """Scale the gradients so that the norm of all ranks' together is at most `max_norm`;
         returns what it was. `torch.nn.utils.clip_grad_norm_` would take this rank's pieces for
         everything."""
-        groups = comms_of(shard for _, shard in self._named)
-        norm = norm_of_pieces(self._gradients_once(), self.comm, norm_type, groups=groups)
+        shards = [shard for _, shard in self._named]
+        pipeline = pipeline_of(self, shards)
+        norm = norm_of_pieces(
+            self._gradients_once(), self.comm, norm_type, None, comms_of(shards),
+            pipeline.comm if pipeline else None,
+        )  # fmt: skip
         scale_to(max_norm, norm, [p.grad for _, p in self._named if p.grad is not None])
         return norm
 

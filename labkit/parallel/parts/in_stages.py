@@ -1,0 +1,49 @@
+"""Parameters of which a pipeline has others on other ranks: a mark that names the pipeline.
+
+    rank 0   stage 0: g g g      sum |g|^2 = 3  ╲
+    rank 1   stage 1: g g        sum |g|^2 = 6  ╱  all-reduce: 9, the norm of the model is 3
+
+An optimizer knows the parameters of its rank alone; by the mark, a norm over them is one over all
+stages. A tied parameter has the same gradient, the sum, on all its owners: the first one's counts.
+
+The mark is weak: without its pipeline, a parameter is one like others. A copy has none.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from labkit.comm import Comm
+from labkit.parallel.parts.agreement import WeakMark
+
+_PIPELINE = "_labkit_pipeline"
+
+
+@runtime_checkable
+class InStages(Protocol):
+    """What has a model in stages, one or more on each rank of `comm`: a Pipeline."""
+
+    comm: Comm
+
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank stands for it: no rank before this one has it, too."""
+        ...
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """That of all stages."""
+        ...
+
+
+def mark_stages(parameters: Iterable[Tensor], pipeline: InStages) -> None:
+    """Say that `pipeline` has these."""
+    for one in parameters:
+        setattr(one, _PIPELINE, WeakMark(pipeline))
+
+
+def pipeline_of(trained: Any, parameters: Iterable[Any]) -> InStages | None:
+    """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
+    found: Any = trained if isinstance(trained, InStages) else None
+    for one in parameters:
+        found = found or getattr(one, _PIPELINE, lambda: None)()
+    return found if found is not None and found.comm.size > 1 else None

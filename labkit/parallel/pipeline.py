@@ -57,7 +57,7 @@ from labkit.parallel.parts.pipeline_mail import Mail
 from labkit.parallel.parts.tied import Tied, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
-from labkit.parallel.stages import Layers
+from labkit.parallel.stages import Layers, layers_in
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -233,7 +233,7 @@ class Pipeline(nn.Module):
         a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
         mine: dict[str, Tensor] = {}
         for stage in self._stages:
-            names = Layers.together({stage.index: stage.module}).state_dict()
+            names = Layers(layers_in(stage.index, stage.module)).state_dict()
             whole = full_state_dict(stage.module).values()  # in the same order
             mine |= {name: x.detach().cpu() for name, x in zip(names, whole, strict=True)}
         every = self.comm.all_gather_object(mine)

@@ -65,12 +65,13 @@ class Layers(nn.Module):
         wrapper, as DDP, is passed over.
 
         Raises ValueError where a name stands for two layers, in any stages."""
-        layers = [_named_layers(index, stage) for index, stage in enumerate(stages)]
+        layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         _check_names(layers)
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
 
 
-def _named_layers(index: int, stage: nn.Module) -> dict[str, nn.Module]:
+def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
+    """The layers of stage `index` by their names in the whole model; a wrapper is passed over."""
     inner: Any = stage.module if hasattr(stage, "no_sync") else stage
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 

@@ -15,6 +15,7 @@ from labkit.check.lab_15_cases import (
     ONE_BYTES,
     ROWS,
     WIDTH,
+    Kept,
     Ran,
     Student,
     right_backward,
@@ -56,7 +57,7 @@ COSTS = (
 
 @exercise(points=2)
 def cut(student: Student) -> Iterator[str]:
-    """cut(costs, stages): how many layers each stage gets, the dearest as cheap as can be."""
+    """cut(costs, stages): how many layers each stage gets, the slowest as fast as can be."""
     no_yield(student)
     for costs, stages in COSTS:
         sizes = _whole_numbers(alone(student, list(costs), stages))
@@ -67,19 +68,19 @@ def cut(student: Student) -> Iterator[str]:
                 expected=f"{stages} numbers from 1 on, together {len(costs)} layers",
             )
         best = balance(costs, stages)
-        found, right = _dearest(costs, sizes), _dearest(costs, best)
+        found, right = _slowest(costs, sizes), _slowest(costs, best)
         if found > right + 1e-9:
             fail(
-                f"{what}, and its dearest stage costs {found:g}.",
+                f"{what}, and its slowest stage costs {found:g}.",
                 expected=f"{right:g}, as {best} has",
                 hint="Whoever fills a stage as far as it goes does not see what comes. With few "
                 "layers, try all cuts: itertools.combinations.",
             )
     yield "every layer on a stage, and on every stage a layer"
-    yield f"no cut has a cheaper dearest stage, for {len(COSTS)} lists of costs"
+    yield f"no cut makes the slowest stage faster, for {len(COSTS)} lists of costs"
 
 
-def _dearest(costs: Any, sizes: list[int]) -> float:
+def _slowest(costs: Any, sizes: list[int]) -> float:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return max(sum(costs[begin:end]) for begin, end in pairwise(ends))
 
@@ -121,25 +122,31 @@ def _forward_values(where: str, rank: int, found: Any) -> None:
             f"{where} returned {what}.",
             expected=f"a list of {MICROBATCHES} pairs (x, y), one for each micro-batch",
         )
-    if not all(isinstance(one, tuple) and len(one) == 4 for one in found):
+    if not all(isinstance(one, Kept) for one in found):
         fail(f"{where} returned a list of {kind(found[0])}.", expected="pairs (x, y) of tensors")
-    for k, ((x, y, wants, has_graph), (right_x, right_y)) in enumerate(zip(found, right)):
-        for name, its, good in (("x", x, right_x), ("y", y, right_y)):
+    for k, (kept, (right_x, right_y)) in enumerate(zip(found, right)):
+        for name, its, good in (("x", kept.x, right_x), ("y", kept.y, right_y)):
             if wrong := difference(its, good, WITHIN):
                 hint = "Only rank 0 has the batch. The others' xs are places to receive into."
                 if rank == 0:
                     hint = "y is stage(x)."
                 fail(f"{where}, micro-batch {k}: {name} is {wrong}.", hint=hint)
-        if rank and not wants:
+        if rank and not kept.wants:
             fail(
                 f"{where}, micro-batch {k}: x does not require a gradient.",
                 hint="What comes over the wire has no history. Backward must end at x, whose "
                 "gradient the stage before waits for: x.requires_grad_().",
             )
-        if not has_graph:
+        if not kept.has_graph:
             fail(
                 f"{where}, micro-batch {k}: y has no graph, and nothing can go backward.",
                 hint="Keep y itself; Comm sends its numbers alone.",
+            )
+        if rank and not kept.arrives:
+            fail(
+                f"{where}, micro-batch {k}: backward from y leaves nothing in x.grad.",
+                hint="First receive into x, then x.requires_grad_(), then stage(x) with this very "
+                "x: what asks later, or is a copy, is not in the graph of y.",
             )
 
 

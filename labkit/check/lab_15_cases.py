@@ -58,8 +58,18 @@ class Ran(NamedTuple):
 # ---- forward(comm, stage, xs)
 
 
+class Kept(NamedTuple):
+    """A pair (x, y) of forward, and what backward will find in it."""
+
+    x: Tensor
+    y: Tensor
+    wants: bool  # x asks for a gradient
+    has_graph: bool  # y has one
+    arrives: bool  # a backward from y would leave a gradient in x.grad
+
+
 def through_forward(comm: Any, student: Student) -> Ran:
-    """Values: for each micro-batch x, y, whether x wants a gradient, and whether y has a graph."""
+    """Values: for each micro-batch what is Kept of it."""
     stage, before = stage_of(comm.rank), list[int]()
     xs = list(batch()[0]) if comm.rank == 0 else [torch.full_like(x, 7.0) for x in batch()[0]]
     with listen() as events:
@@ -86,9 +96,13 @@ def _pairs(found: Any) -> bool:
     )
 
 
-def _pair(pair: Any) -> tuple[Tensor, Tensor, bool, bool]:
+def _pair(pair: Any) -> Kept:
     x, y = pair
-    return x.detach(), y.detach(), x.requires_grad, y.grad_fn is not None
+    wants, has_graph, arrives = x.requires_grad, y.grad_fn is not None, False
+    if wants and has_graph and x.is_leaf:
+        (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True, allow_unused=True)
+        arrives = dx is not None
+    return Kept(x.detach(), y.detach(), wants, has_graph, arrives)
 
 
 # ---- backward(comm, kept, losses, rows)

@@ -1,7 +1,7 @@
 """Jobs of a pipeline: what a cut, a number of micro-batches and recompute take and hold.
 
     layers   3  1 1 1 1 1 1 1 1  4      a cut of 10 layers into 4 stages, [2, 3, 3, 2]
-            ├──4──┤├─3──┤├─3──┤├─5─┤     the dearest stage is what each micro-batch waits for
+            ├──4──┤├─3──┤├─3──┤├─5─┤     the slowest stage is what each micro-batch waits for
 
 The schedule is GPipe. All stages have the forwards of m micro-batches behind them before the first
 backward, so a stage holds the whole batch: all that backward needs, or with recompute its inputs,
@@ -69,7 +69,7 @@ def times_ms(job: Job, plan: Plan) -> tuple[list[float], list[float]]:
 
 def step_ms(job: Job, plan: Plan) -> float:
     """The whole step: a micro-batch goes through all stages, and each of the others is behind the
-    one before by what the dearest stage takes; so forward, and so back."""
+    one before by what the slowest stage takes; so forward, and so back."""
     m = plan.microbatches
     return sum(sum(one) + (m - 1) * max(one) for one in times_ms(job, plan))
 

@@ -37,14 +37,15 @@ from labkit.trace import CATEGORIES
 # %% tags=["nbval-check-output"]
 states_gb = 16 * 96 * 12 * 12288**2 / 1e9
 gpu_gb = cluster("dgx-h100").device.memory_bytes / 1e9
-print(f"{states_gb:,.0f} GB; on 8 GPUs {states_gb / 8:.0f} GB each; a GPU has {gpu_gb:.0f}")
+for gpus in (8, 64):
+    print(f"{states_gb:,.0f} GB; on {gpus} GPUs {states_gb / gpus:.0f} GB each, of {gpu_gb:.0f}")
 
 # %% [markdown]
 # One node is too small, and tensor parallelism should not leave it (lab 13). But layers come one after
-# another: give the first 24 to one node, the next 24 to another. Between two nodes only one tensor
-# travels, there and back.
+# another: give the first 12 to one node, the next 12 to another, and so on over 8 nodes. Between two
+# nodes only one tensor travels, there and back.
 #
-# Here are four ranks with a quarter each. (More ranks than cores would disturb each other's
+# Here are four ranks with a quarter of a model each. (More ranks than cores would disturb each other's
 # computing, so each rank **sleeps** where it would compute, and the times are those of the schedule. Such
 # a stage is called paced.)
 
@@ -66,7 +67,7 @@ with record() as run:
 plot.schedule(naive(4, 1), recorded=run, name="a batch through 4 ranks")
 
 # %% [markdown]
-# Four times the hardware, and no faster than one rank with much memory: **three of four ranks wait, at
+# Four times the hardware, and no faster than one rank with enough memory: **three of four ranks wait, at
 # any time**. With p ranks it is p - 1 of p. How can they all work, though each needs what the one
 # before has made?
 
@@ -91,7 +92,7 @@ plot.schedules({"naive": naive(4, 4), "GPipe": gpipe(4, 4)})
 #   the bubble       (p - 1) (F + B)          of the total: (p - 1) / (m + p - 1)
 # ```
 #
-# Only the **number** of micro-batches makes it small.
+# So it is small where m is large **against p**; faster layers do not change its part.
 
 # %% [markdown]
 # ### One batch, one gradient
@@ -120,7 +121,7 @@ plot.schedules({"naive": naive(4, 4), "GPipe": gpipe(4, 4)})
 # %% [markdown]
 # ### Where to cut
 #
-# The dearest stage is what each micro-batch waits for. Here is a GPT of 8 blocks, with a head that
+# The slowest stage is what each micro-batch waits for. Here is a GPT of 8 blocks, with a head that
 # costs as much as 3: cut by number of blocks, and by cost.
 
 # %%
@@ -144,12 +145,12 @@ plot.schedules(
 #
 # | English | 中文 | what it is |
 # |---|---|---|
-# | pipeline parallelism (PP) | 流水线并行 | ranks have other layers, and hand micro-batches on |
+# | pipeline parallelism (PP) | 流水线并行 | ranks have different layers, and hand micro-batches on |
 # | stage | 流水线阶段 | the layers of one rank |
 # | micro-batch | 微批次 | some rows of a batch, which travel together |
 # | bubble | 流水线气泡 | the time in which a stage has nothing to do |
 # | schedule | 调度 | which stage computes what, in which order |
-# | in flight | 在途的 | between its forward and its backward |
+# | in flight | 在途 | between its forward and its backward |
 # | gradient accumulation | 梯度累积 | adding up gradients before one update |
 # | flush | 流水线排空 | to wait until no micro-batch is in flight |
 # | load balancing | 负载均衡 | stages that cost the same |
@@ -250,13 +251,15 @@ show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y)")
 show("parallel/parts/virtual_stage.py:VirtualStage._backward")
 
 # %% [markdown]
-# The loss of a micro-batch counts by its rows:
+# The loss of a micro-batch counts by its rows. (`_optimizer` is for lab 16's PipeDream, which updates
+# after each micro-batch: there its loss counts whole.)
 
 # %%
 show("parallel/pipeline.py:Pipeline._loss_of", since="self._loss +=")
 
 # %% [markdown]
-# And the tied embedding, after the last backward:
+# And the tied embedding, after the last backward (`before` is the gradient of earlier steps, summed
+# already):
 
 # %%
 show("parallel/parts/tied.py:Tied.sum_gradients")
@@ -452,7 +455,7 @@ print(f"an input, [2, 32, 48] in float32: {2 * 32 * 48 * 4:>12,} bytes")
 # %% [markdown]
 # ### Over nodes
 #
-# GPT-3 on 4, 8 and 16 nodes, 8 tensor-parallel GPUs in each, that compute at half of their peak;
+# GPT-3 on 8, 16 and 32 nodes, 8 tensor-parallel GPUs in each, that compute at half of their peak;
 # micro-batches of one row. A message is as long as its bytes take over one port. How much of the GPUs'
 # time is bubble?
 
@@ -470,7 +473,7 @@ def idle_part(p, m):
     return bubble(gpipe(p, m), step_s, seconds)
 
 
-idle = {p: [idle_part(p, m) for m in counts] for p in (4, 8, 16)}
+idle = {p: [idle_part(p, m) for m in counts] for p in (8, 16, 32)}
 
 # %%
 _, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
@@ -489,7 +492,7 @@ print("bubble with 32 micro-batches:", {p: f"{parts[3]:.0%}" for p, parts in idl
 print("by the formula:              ", {p: f"{(p - 1) / (p + 31):.0%}" for p in idle})
 
 # %% [markdown]
-# Messages hardly count. But more stages want more micro-batches, so larger batches; and data-parallel
+# Messages add little. But more stages want more micro-batches, so larger batches; and data-parallel
 # replicas of the pipeline share the batch among them. That is what limits p.
 
 # %% [markdown]
@@ -626,7 +629,7 @@ for name, lines in ORDERS.items():
 
 # %%
 def follow(lists, wait):
-    """Where a message of another micro-batch came than the action needs."""
+    """Where a message came of another micro-batch than the action needs."""
     comm, sending, wrong = attach().comm, [], []
     for action in lists[comm.rank]:
         needed, leaving = (f(action, comm.rank, 2) for f in (received, sent))
@@ -696,7 +699,7 @@ for name in ("eager", "last first"):
 # ### Exercise 1: Where to cut
 #
 # `costs` are those of the layers. Return how many layers each of `stages` stages gets, in order, each at
-# least one, so that the dearest stage is as cheap as it can be. `cut([5, 1, 1, 1, 4], 3)` is
+# least one, so that the slowest stage takes as little as it can. `cut([5, 1, 1, 1, 4], 3)` is
 # `[1, 3, 1]`.
 #
 # Useful: `itertools.combinations`, `itertools.pairwise`.
@@ -705,11 +708,11 @@ for name in ("eager", "last first"):
 # %%
 def cut(costs, stages):
     ### BEGIN SOLUTION
-    def dearest(ends):
+    def slowest(ends):
         return max(sum(costs[begin:end]) for begin, end in pairwise(ends))
 
     inner = combinations(range(1, len(costs)), stages - 1)
-    best = min(((0, *ends, len(costs)) for ends in inner), key=dearest)
+    best = min(((0, *ends, len(costs)) for ends in inner), key=slowest)
     return [end - begin for begin, end in pairwise(best)]
     ### END SOLUTION
 
@@ -722,8 +725,8 @@ check.cut(cut)
 #
 # The first half of a GPipe runner. `stage` is this rank's module; `xs` are m micro-batches [rows, w], of
 # unequal rows. **Only rank 0 has the batch**: the others' `xs` are tensors of the same shapes to receive
-# into. All stages hand on what has the shape of x. Return a list of pairs (x, y), what the stage computed
-# with and what came out, ready for backward.
+# into. All stages hand on what has the shape of x. Send each on before you compute the next. Return a
+# list of pairs (x, y), what the stage computed with and what came out, ready for backward.
 #
 # Useful: `comm.recv(x, rank)`, `comm.send(y.detach(), rank)`, `x.requires_grad_()`.
 
@@ -751,8 +754,9 @@ check.forward(forward)
 # ### Exercise 3: Backward
 #
 # The second half. `kept` are the pairs of forward. On the last rank, `losses` has the mean loss of each
-# micro-batch (elsewhere it is empty), and `rows` says everywhere how many rows each has. Afterwards each
-# rank's `.grad` are those of the whole batch's mean.
+# micro-batch (elsewhere it is empty), and `rows` says everywhere how many rows each has. Send each
+# gradient back before you compute the next. Afterwards each rank's `.grad` are those of the whole
+# batch's mean.
 #
 # Useful: `y.backward(dy)`, `torch.empty_like(y)`, `x.grad`.
 
@@ -792,7 +796,7 @@ check.backward(backward)
 # %%
 def step(forward_ms, backward_ms, microbatches):
     ### BEGIN SOLUTION
-    behind = microbatches - 1  # each is behind the one before by what the dearest stage takes
+    behind = microbatches - 1  # each is behind the one before by what the slowest stage takes
     length = sum(sum(ms) + behind * max(ms) for ms in (forward_ms, backward_ms))
     busy = microbatches * (sum(forward_ms) + sum(backward_ms))
     return length, 1 - busy / (len(forward_ms) * length)
@@ -813,7 +817,8 @@ check.step(step)
 show("check/lab_15_jobs.py:Job")
 
 # %% [markdown]
-# And what a plan takes and holds:
+# And what a plan takes and holds. (`_of_stages` adds up the layers of each stage.) `step_ms(job, plan)`
+# is exercise 4's length of a step, of these times; `held_mb` is below.
 
 # %%
 show("check/lab_15_jobs.py:times_ms")
@@ -824,7 +829,7 @@ show("check/lab_15_jobs.py:held_mb")
 # %% [markdown]
 # Return `Plan(layers, microbatches, recompute)` for a job: how many layers each stage has, an m that
 # divides the rows (`divisors(job.rows)` are all), and whether to recompute. No stage may hold more than the
-# budget. Your score is the time of a step, of four jobs together.
+# budget. Your score is `step_ms`, of four jobs together.
 
 
 # %%
@@ -875,8 +880,9 @@ report("15")
 # | tied parameters | `TiedLayerSpec`; `ReduceTiedGrads` |
 # | recompute | `activation_checkpoint_interval` of `PipelineModule` |
 #
-# Its sends wait. So neighbours always do the opposite: where an even stage sends an activation and
-# then receives a gradient, the odd one behind it receives first, and then sends.
+# Its sends wait. So of two neighbours one receives first: the stage behind sends a gradient and then
+# receives an activation, the one in front receives that gradient and then sends. A stage is the one
+# behind in one step, and the one in front in the next.
 
 # %% [markdown]
 # torch's own, on the same batch with the same weights. (It counts all micro-batches alike, so we give it

@@ -26,13 +26,13 @@ def by_a_limit(costs, stages):
             return filled(limit + 1e-9)
 
 
-@wrong("15.cut", "and its dearest stage costs 6")
+@wrong("15.cut", "and its slowest stage costs 6")
 def by_number(costs, stages):
     each, more = divmod(len(costs), stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
-@wrong("15.cut", "and its dearest stage costs")
+@wrong("15.cut", "and its slowest stage costs")
 def up_to_the_mean(costs, stages):
     sizes, spent, mean = [0], 0.0, sum(costs) / stages
     for place, cost in enumerate(costs):
@@ -99,6 +99,31 @@ def forward_right(comm, stage, xs, wants=True, graph=True):
 @wrong("15.forward", "rank 1, micro-batch 0: x does not require a gradient")
 def forgets_the_gradient(comm, stage, xs):
     return forward_right(comm, stage, xs, wants=False)
+
+
+@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
+def asks_too_late(comm, stage, xs):
+    kept = forward_right(comm, stage, xs, wants=False)
+    return [(x.requires_grad_(), y) for x, y in kept]
+
+
+@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
+def computes_with_a_copy(comm, stage, xs):
+    return forward_right(comm, lambda x: stage(x.detach()), xs)
+
+
+@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
+def keeps_what_is_no_leaf(comm, stage, xs):
+    """The gradient is in the graph, and is not left in x.grad."""
+    kept = []
+    for x in xs:
+        if comm.rank:
+            comm.recv(x, comm.rank - 1)
+            x = x.requires_grad_() * 1.0
+        kept.append((x, stage(x)))
+        if comm.rank < comm.size - 1:
+            comm.send(kept[-1][1].detach(), comm.rank + 1)
+    return kept
 
 
 @wrong("15.forward", "rank 0, micro-batch 0: y has no graph")
@@ -292,7 +317,7 @@ def of_the_ideal(forward_ms, backward_ms, microbatches):
 
 
 @wrong("15.step", "Of p stages for the whole step")
-def of_the_dearest(forward_ms, backward_ms, microbatches):
+def of_the_slowest(forward_ms, backward_ms, microbatches):
     length, _ = clocked(forward_ms, backward_ms, microbatches)
     return length, 1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01
 

@@ -16,8 +16,9 @@ for stage r of p; a micro-batch is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-The bubble of 1F1B, less one W for each stage that follows, in the memory of 1F1B's first stage (on
-all stages now). ZB-H2, in almost twice the memory:
+1F1B's bubble is (p-1)(F+I+W). The way back is I now and not both, so (p-1)(F+I) is left;
+late W fill one W of that for each of p-1 stages, in the memory of 1F1B's first stage (on all stages
+now). ZB-H2 fills two for each, in almost twice the memory:
 
     3 stages, 5 micro-batches
 

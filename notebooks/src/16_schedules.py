@@ -5,7 +5,8 @@
 # **order** in which each stage works, and get half the memory, or half the bubble, or none. An order
 # is data, a list: you can check it, draw it, score it before anything runs, and invent your own.
 #
-# You need lab 11 (activations), and lab 15 (stages, micro-batches, GPipe and its bubble).
+# You need lab 05 (DDP, `no_sync`), lab 11 (activations), labs 13 and 14 (tensor and sequence
+# parallelism), and lab 15 (stages, micro-batches, GPipe and its bubble).
 
 # %%
 import re
@@ -29,15 +30,18 @@ from labkit.replaying import bubble, by_microbatch, pipeline_step_s, pipeline_tr
 #
 # GPT-3 on 8 stages of 12 layers, each stage on 8 tensor-parallel GPUs, scores computed again (lab 11).
 # GPipe's bubble is (p-1)/(m+p-1) of the time, so take many micro-batches. But each stage keeps the
-# activations of all m until the backwards come:
+# activations of all m until the backwards come, beside its part of the state (lab 15's 16 bytes a
+# parameter, here on 64 GPUs):
 
 # %% tags=["nbval-check-output"]
 LAYER = dict(sequence=2048, rows=1, width=12288, heads=96, recompute="selective")
 layer = formulas.activation_bytes(**LAYER, tensor_parallel=8, sequence_parallel=True)
-print(f"an H100 has {cluster('dgx-h100').device.memory_bytes / 1e9:.0f} GB")
+state = 16 * 96 * 12 * 12288**2 / 64 / 1e9
+print(f"an H100 has {cluster('dgx-h100').device.memory_bytes / 1e9:.0f} GB; state {state:.1f} GB")
 for m in (8, 16, 32, 64):
     gb = m * 12 * layer / 1e9
-    print(f"m = {m:>2}: bubble {7 / (m + 7):4.0%}, activations {gb:5.1f} GB on each GPU")
+    both = f"activations {gb:4.1f} GB, with the state {gb + state:5.1f} GB"
+    print(f"m = {m:>2}: bubble {7 / (m + 7):4.0%}, {both}")
 
 # %% [markdown]
 # A small bubble or room in memory. **Must we choose?** Nobody says that all forwards come first.
@@ -67,15 +71,16 @@ print(make_schedule("1f1b", stages=3, microbatches=4)[2][:2])
 plot.schedules({name: make_schedule(name, 4, 8) for name in ("gpipe", "1f1b")})
 
 # %% [markdown]
-# The same work, the same bubble, (p-1)(F+B). But at the right end: a stage holds p - stage
-# micro-batches, **however many there are**.
+# The same work, the same bubble, (p-1)(F+B). But look at the right margin ("holds"): a stage holds
+# p - stage micro-batches, **however many there are**.
 
 # %% [markdown]
 # ### Go round several times
 #
 # The bubble is filling and draining: p-1 stages, each as long as a stage takes. Smaller stages fill
 # faster. **Interleaved** 1F1B gives each of p ranks v *chunks* of the model, and each micro-batch goes
-# round v times. The bubble is (p-1)(F+B)/v. The price: v times the messages.
+# round v times. The bubble is (p-1)(F+B)/v. The price: (pv-1)/(p-1) times the messages, a little over v
+# (most for the end stages), and more memory.
 #
 # ```
 #   8 layers, 4 stages                    2 chunks: chunk c of stage r is piece c p + r
@@ -94,26 +99,30 @@ plot.schedule(make_schedule("interleaved", 4, 8, chunks=2), name="interleaved")
 # Backward computes two things. Who waits for them?
 #
 # ```
-#   y = x W      I    dx = dy W     the stage before waits for it
-#                W    dW = dy x     nobody waits for it, until the step ends
+#   y = x Aᵀ     I    dx = dy A      the stage before waits for it
+#                W    dA = dyᵀ x     nobody waits for it, until the step ends
 # ```
 #
 # So do I at once, and W **where the stage would idle**. That is *zero bubble*. ZB-H1 makes W a little
-# late, in 1F1B's memory; ZB-H2 does more forwards first, in twice the memory, and no gap is left:
+# late: all stages hold what the first of 1F1B does. ZB-H2 does more forwards first, in almost twice
+# that memory, and no gap is left:
 
 # %%
 plot.schedules({name: make_schedule(name, 4, 8) for name in ("zb-h1", "zb-h2")})
 
 # %% [markdown]
-# H2's stages begin and end one after the other; the next step follows at once. So its bubble is 0:
-# each stage works from its own first action to its own last.
+# H2's stages begin and end one after the other. Its bubble is 0: each stage works from its own first
+# action to its own last. The next step follows at once, **if no stage waits for others between steps**;
+# clipping by the norm of all gradients makes them wait, and so does a loss scale.
 
 # %% [markdown]
 # ### No flush at all
 #
-# All of these end a step empty: a *flush*. **PipeDream** has none. Each stage updates its weights (U)
-# after each backward, and goes on. Look at stage 0: F3 runs by weights that know of micro-batch 0
-# alone. 1 and 2 are still under way. Those weights are **stale**.
+# All of these end a step empty: a *flush*. **PipeDream** has none, and pays its bubble once in a
+# training. Each stage updates its weights (U) after each backward, and goes on. Look at stage 0: F3
+# runs by weights that know of micro-batch 0 alone. 1 and 2 are still under way. Those weights are
+# **stale**. And B1 comes after U0, but needs the weights of F1: so stage r keeps up to p - r versions
+# (*weight stashing*).
 
 # %% tags=["nbval-check-output"]
 print(table(make_schedule("pipedream", stages=3, microbatches=4)))
@@ -130,7 +139,7 @@ print(table(make_schedule("pipedream", stages=3, microbatches=4)))
 # | in flight | 在途 | a micro-batch between its forward and its backward |
 # | zero bubble | 零气泡 | gradients of weights fill the gaps |
 # | input gradient, weight gradient | 输入梯度、权重梯度 | the halves I and W |
-# | flush | 清空流水线 | all wait until the pipeline is empty |
+# | flush | 流水线排空 | all wait until the pipeline is empty |
 # | stale weights | 过期权重 | those of some updates ago |
 # | weight stashing | 权重暂存 | keep the version of each forward for its backward |
 
@@ -140,10 +149,11 @@ print(table(make_schedule("pipedream", stages=3, microbatches=4)))
 # p = 4 stages, m = 8 micro-batches, F = I = W = 1, so B = 2. For how many units does a stage idle in a
 # step, and how many micro-batches does stage 0 hold?
 #
-# - 1F1B: (p-1)(F+B), and as many as fit behind it
+# - 1F1B: (p-1)(F+B), that is (p-1)(F+I+W); it holds one for each stage from here to the last
 # - interleaved, v = 2: the bubble / v; it holds p (1 + (p-1)/(p v))
-# - ZB-H1: one W of the bubble is filled for each of p-1 stages, (p-1)(F+I-W)
-# - ZB-H2: two are, and it holds 2p - 1
+# - ZB-H1: the way back is I and not B, so (p-1)(F+I) is left; late W fill
+#   one W of that for each of p-1 stages: (p-1)(F+I-W)
+# - ZB-H2: late W fill two for each, (p-1)(F+I-2W); it holds 2p - 1
 
 # %% stub="guess = predict(gpipe_idle=..., gpipe_held=..., one_f_one_b_idle=..., one_f_one_b_held=..., interleaved_idle=..., interleaved_held=..., zb_h1_idle=..., zb_h1_held=..., zb_h2_idle=..., zb_h2_held=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -165,8 +175,8 @@ guess = predict(
 guess
 
 # %% [markdown]
-# And on the wire? A message is b·s·h numbers, one for each boundary, direction and micro-batch. The
-# GPT below has h = 32 and s = 32 positions; m = 8 micro-batches of b = 1 row, in float64 (8 bytes). How
+# And on the wire? A message is b·s·w numbers, one for each boundary, direction and micro-batch. The
+# GPT below has w = 32 and s = 32 positions; m = 8 micro-batches of b = 1 row, in float64 (8 bytes). How
 # many bytes does **stage 0** send in a step with 1F1B? With 2 chunks it has two pieces: the first
 # sends forward only, the second in both directions.
 
@@ -211,6 +221,12 @@ show("parallel/pipeline.py:Pipeline.step", since="self._begin")
 show("parallel/parts/deferred_weights.py:_InputHalf.backward")
 
 # %% [markdown]
+# And PipeDream's versions. A forward takes the newest weights and notes them for its micro-batch:
+
+# %%
+show("parallel/parts/weight_versions.py:WeightVersions.forward")
+
+# %% [markdown]
 # ### A score
 #
 # A replay gives each action a cost, and each message a time. The score of a schedule: what a stage
@@ -238,8 +254,9 @@ for name, schedule in ALL.items():
 guess.beside("replayed", **found)
 
 # %% [markdown]
-# Is a replay to be trusted? The authors of zero bubble measured F, I, W and messages on 8 GPUs, for
-# a model of 1.5 billion parameters, and published the bubble of 1F1B with 24 micro-batches: 0.2431.
+# Do others calculate so? The authors of zero bubble measured F, I, W and messages on 8 GPUs, for a
+# model of 1.5 billion parameters, and calculated the bubble of 1F1B with 24 micro-batches from them:
+# 0.2431. From the same four numbers:
 
 # %% tags=["nbval-check-output"]
 measured_ms = dict(forward=18.522, input=18.086, weight=9.337, message=0.601)
@@ -247,6 +264,8 @@ _, part, _ = score(make_schedule("1f1b", 8, 24), **measured_ms)
 print(f"replayed: {part:.4f}")
 
 # %% [markdown]
+# The same four digits: two calculations agree. Whether ranks do, section 5 will show.
+#
 # ### Which is best?
 #
 # That depends on what things cost. On the left W changes, on the right the messages:
@@ -268,9 +287,9 @@ curve(right, "message", [k / 5 for k in range(11)], "a message, in forwards")
 _ = left.legend(frameon=False)
 
 # %% [markdown]
-# Without W there is nothing to fill gaps with. Beyond W = F, H1 does not get better: its first stage
-# holds all that it may, and waits for the first I. Interleaving has v times as many messages to wait
-# for: where one takes much longer than a forward, its lead over 1F1B is gone.
+# Without W there is nothing to fill gaps with. Beyond W = F, H1 idles (p-1) I, no less: its first
+# stage holds all that it may, and waits for the first I. (Its part falls on, as the step grows.)
+# Interleaving has more messages to wait for: from about 1.4 forwards on, its lead over 1F1B is gone.
 
 # %% [markdown]
 # ## 5. Run it
@@ -307,7 +326,7 @@ for name, trace in runs.items():
 
 # %% [markdown]
 # A run adds what messages and the runner take, and a busy machine more. The order and the shape are
-# those of the plan.
+# those of the plan: for them a replay can be trusted.
 
 # %% [markdown]
 # ### Is it the same training?
@@ -416,8 +435,9 @@ for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
 # ### PipeDream: another training
 #
 # Its stages update after each micro-batch, each by itself. Beside it one process that does the same
-# updates one after the other, none of them stale. Four layers learn to turn eight numbers round; same
-# start, same data, same learning rate. Each point is the mean over a batch of 8 micro-batches:
+# updates one after the other, none of them stale. Four layers learn to reverse eight numbers; same
+# start, same data, same learning rate. Each point is the mean over a batch of 8 micro-batches. (`step`
+# returns when its 8 are through, so here the pipeline does drain, every 8 micro-batches.)
 
 
 # %%
@@ -475,17 +495,17 @@ for lr in fresh:
     print("learning rate {}: {:.3f} in order, {:.3f} with stale weights".format(lr, *means))
 
 # %% [markdown]
-# Stage r of p is p-1-r updates behind. With small steps the weights of three updates ago are nearly
-# those of now; with large ones they are not. Pipelines for large models flush, since then the result
-# does not depend on the number of stages.
+# Stage r of p is up to p-1-r updates behind. With small steps the weights of three updates ago are
+# nearly those of now; with large ones they are not. Pipelines for large models flush, since then the
+# result does not depend on the number of stages.
 
 # %% [markdown]
 # ## 6. Break it
 #
 # ### Four schedules
 #
-# Somebody edited schedules by hand. One of these four runs. What is wrong with the others, and which
-# would **hang** on ranks?
+# Somebody edited schedules by hand. One keeps all rules. What is wrong with the others, and which would
+# **hang** on ranks?
 
 # %%
 EDITED = {
@@ -497,11 +517,14 @@ EDITED = {
 for name, text in EDITED.items():
     print(f"{name}   stage 0  {text.splitlines()[0]}\n    stage 1  {text.splitlines()[1]}")
 
-# %% tags=["answer", "nbval-check-output"]
+# %% [markdown]
+# When you have said which, ask the rules:
+
+# %% tags=["nbval-check-output"]
 for name, text in EDITED.items():
     try:
         check_rules(parse_schedule(text))
-        print(f"{name}  runs, and idles {score(parse_schedule(text))[0]:g}\n")
+        print(f"{name}  keeps all rules, and idles {score(parse_schedule(text))[0]:g}\n")
     except ScheduleError as error:
         print(f"{name}  {error}\n")
 
@@ -510,8 +533,8 @@ for name, text in EDITED.items():
 #   you would see nothing, then a time-out. The rules name the circle, before anything runs.
 # - **b** would run to its end, and train. A weight gradient is missing on one stage: the error is in
 #   the gradients alone.
-# - **c** runs: it is GPipe, with its micro-batches in another order on all stages. It idles as long as
-#   1F1B. A swap need not be a fault.
+# - **c** keeps all rules: it is GPipe, with its micro-batches in another order on all stages. It idles
+#   as long as 1F1B. A swap need not be a fault.
 # - **d** has W1 twice: B1 is both halves.
 
 # %% [markdown]
@@ -535,7 +558,7 @@ except Exception as error:
 # ### A synchronisation on every micro-batch
 #
 # Pipelines and data parallelism together: 2 stages, and 2 replicas of each, in DDP. Both programs
-# below end with the same weights. What do they cost?
+# below end with the same gradients. What do they cost?
 
 
 # %%
@@ -575,7 +598,7 @@ for name, trace in synced.items():
 # DDP averages when a backward ends, and a pipeline has m backwards in a step. `Pipeline` tells a DDP
 # stage to be quiet until the last one (`no_sync`, lab 05). In **b** something stands around the DDP, so
 # nobody tells it: m times the bytes, between the backwards for which other stages wait. (And what is
-# averaged is the sum so far: an average of averages stays one, so the weights are the same, and only
+# averaged is the sum so far: an average of averages stays one, so the gradients are the same, and only
 # the bill tells.)
 
 # %% [markdown]
@@ -675,8 +698,9 @@ check.my_1f1b(my_1f1b)
 # one forward and one backward.
 #
 # Think of the last stage first: its first backward is that of micro-batch 0 on its last chunk. Then go
-# back: each stage needs a forward more than the one that follows, or it stands still. And one more **in
-# hand**, to be computed while messages travel. A stage has only m v forwards.
+# back: each stage needs a forward more than the one that follows, or it stands still. And one more for
+# each stage that follows, **in hand**, to be computed while messages travel. A stage has only m v
+# forwards.
 
 
 # %%
@@ -691,15 +715,27 @@ def warm_up(stage, stages, microbatches, chunks):
 check.warm_up(warm_up)
 
 # %% [markdown]
-# Without the one in hand the bubble is the same **if messages cost nothing**, and less is held: try it
-# in `interleaved_after` of `labkit/check/lab_16_cases.py`.
+# Without those in hand the bubble is the same **if messages cost nothing**, and less is held. Your
+# warm-ups, then fewer:
+
+# %% tags=["nbval-check-output"]
+from labkit.check.lab_16_cases import interleaved_after
+
+yours = [warm_up(stage, 4, 8, 2) for stage in range(4)]
+fewer = [count - (3 - stage) for stage, count in enumerate(yours)]
+for counts in (yours, fewer):
+    lists = interleaved_after(counts, microbatches=8, chunks=2)
+    for message in (0, 0.1):
+        units, part, most = score(lists, message=message)
+        print(f"{counts}, messages {message}: idle {units:g}, {part:.1%}, held {most:g}")
 
 # %% [markdown]
 # ### Exercise 3: ZB-H1
 #
 # One stage of ZB-H1: actions `"forward"`, `"input"`, `"weight"`. Stage r does p - r forwards first, then
-# I, W and F in turns, as long as there are any. With I of micro-batch k goes W of micro-batch k - r, so
-# every stage holds p. There are at least as many micro-batches as stages.
+# I, W and F in turns, as long as there are any. A micro-batch is held until its W, and no stage may hold
+# more than p: within that bound, W comes as late as it can. There are at least as many micro-batches as
+# stages.
 
 
 # %%
@@ -838,14 +874,15 @@ except ScheduleError as error:
     print(error)
 
 # %% [markdown]
-# The last stage begins with micro-batch 1 and ends with an eighth that is none. It does no harm there:
-# torch *runs* this schedule by a loop of its own, which is right, and the table is only drawn. Two
-# descriptions of one thing differ one day. With schedules as data, what is checked is what runs.
+# The last stage begins with micro-batch 1 and ends with a micro-batch 8, which there is not. It does no
+# harm there: torch *runs* this schedule by a loop of its own, which is right, and the table is only
+# drawn. Two descriptions of one thing differ one day. With schedules as data, what is checked is what
+# runs.
 #
-# Sources: Huang et al., *GPipe*, 2018 (arXiv 1811.06965); Narayanan et al., *PipeDream*, 2018 (arXiv
-# 1806.03377), and with a flush, 2020 (arXiv 2006.09503); Narayanan et al., 2021 (arXiv 2104.04473),
-# section 2.2; Qi et al., *Zero Bubble*, 2023 (arXiv 2401.10241), Tables 5 and 9 for the measured
-# bubble; *Controllable Memory*, 2024 (arXiv 2405.15362), for schedules between.
+# Sources: Huang et al., *GPipe*, 2018 (arXiv 1811.06965); Harlap et al., *PipeDream*, 2018 (arXiv
+# 1806.03377); Narayanan et al., with a flush, 2020 (arXiv 2006.09503), and 2021 (arXiv 2104.04473),
+# section 2.2; Qi et al., *Zero Bubble*, 2023 (arXiv 2401.10241), Tables 5 and 9 for F, I, W, messages
+# and the calculated bubble; *Controllable Memory*, 2024 (arXiv 2405.15362), for schedules between.
 
 # %% [markdown]
 # **You can now** read and write any pipeline schedule, say whether it can run and what it idles and

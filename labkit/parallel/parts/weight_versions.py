@@ -8,7 +8,7 @@ computed at weights of some updates ago. But forward and backward of one agree, 
 is a true one, of the loss at those weights. The price: a copy of the weights for each version in
 use, up to one for each stage behind this one.
 
-Source: Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.3 (weight stashing).
+Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3 (weight stashing).
 """
 
 from typing import Any

@@ -307,10 +307,10 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
             y = one(x)
         y.pow(2).sum().backward()
         between = [p.grad for p in one.parameters()]
-        hooked: list[Any] = []
+        hooked: list[bool] = []
         for p in one.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(hooked.append)
+            if p.requires_grad:  # (a hook that kept its parameter would keep it for good)
+                p.register_post_accumulate_grad_hook(lambda _: hooked.append(True))
         run_later(later)
         assert later == [] and hooked
         return x.grad, [p.grad for p in one.parameters()], between

@@ -178,7 +178,7 @@ show("comm/mesh.py:lines")
 # calls. Of those it made, a rank keeps its own.
 
 # %%
-show("comm/mesh.py:Mesh._along")
+show("comm/mesh.py:Mesh._over")
 
 # %% [markdown]
 # ## 5. Run it

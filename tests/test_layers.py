@@ -30,6 +30,7 @@ LAYERS: dict[int, set[str]] = {
         "compare",
         "doctor",
         "lazy",
+        "planning",
         "cli",
         "predict",
         "recipes",

@@ -35,6 +35,14 @@ def test_every_pair_of_choices_trains_as_one_process(eight: World) -> None:
     held_to_one_process(eight, cases.covering())
 
 
+@pytest.mark.slow
+def test_what_does_not_divide_or_is_not_trained(eight: World) -> None:
+    hard = list(cases.hard_cases().values())
+    with World(6, timeout_s=30) as six:
+        held_to_one_process(six, [case for case in hard if case.pp == 3])
+    held_to_one_process(eight, [case for case in hard if case.pp < 3])
+
+
 MESHES = sorted({(case.pp, case.dp, case.tp) for case in cases.every_case()})
 
 

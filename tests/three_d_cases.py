@@ -2,15 +2,15 @@
 test_three_d.py, and under faults in test_three_d_mutations.py.
 
 Three steps of momentum, which forgives no factor: one as it is; one in which a gradient of the
-first stage is inf on one rank, so that all ranks skip it; one with clipped gradients. Losses, norms,
-scales and weights are those of one process, and each axis carries the bytes of its formula.
+first stage is inf on one rank, so that all ranks skip it; one with clipped gradients. Losses,
+norms, scales and weights are those of one process, and each axis carries the bytes of its formula.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -257,9 +257,11 @@ def check(case: Case, ranks: list[Seen | None]) -> None:
     right, agree = alone(case.trains), AGREE[case.mixed]
     there = [one for one in ranks if one is not None]
     assert len(there) == case.ranks
+    scales = {f"{case}, {one.where}": one.scales for one in there}
+    for at, found in scales.items():
+        assert found == right.scales, f"{at}: scales {found}, not {right.scales}"
     for one in there:
         at = f"{case}, {one.where}"
-        assert one.scales == right.scales, f"{at}: scales {one.scales}, not {right.scales}"
         if one.where["pp"] == case.pp - 1:
             far = [abs(a - b) / b for a, b in zip(one.losses, right.losses, strict=True)]
             assert max(far) <= agree, f"{at}: losses {one.losses}, not {right.losses}"
@@ -273,7 +275,8 @@ def check(case: Case, ranks: list[Seen | None]) -> None:
         for name, x in right.weights.items():
             off = float((one.weights[name] - x).abs().max())
             assert off <= agree, f"{at}: {name} is off by {off:.1e}"
-    check_bytes(case, there)
+    if case.rows % case.dp == 0 and not case.frozen:
+        check_bytes(case, there)
 
 
 def check_bytes(case: Case, ranks: list[Seen]) -> None:
@@ -293,7 +296,6 @@ def check_bytes(case: Case, ranks: list[Seen]) -> None:
 
 
 def predicted_bytes(case: Case) -> list[dict[str, float]]:
-    assert case.rows % case.dp == 0 and not case.frozen
     return bytes_by_axis(
         vocab=SIZES["vocab"], width=SIZES["width"], depth=case.depth, context=SIZES["context"],
         rows=case.rows // case.dp, sequence=LENGTH, microbatches=case.microbatches, pp=case.pp,
@@ -304,6 +306,29 @@ def predicted_bytes(case: Case) -> list[dict[str, float]]:
 
 
 # ---- the grid
+
+
+def hard_cases() -> dict[str, Case]:
+    """What does not divide, comes in several chunks, or is not trained at all; by name, those on
+    six ranks first."""
+    half = {"schedule": "zb-h1", "dp": 2, "tp": 1}
+    return {
+        "three stages, 5 blocks, 7 rows": Case(3, 1, 2, depth=5, rows=7, microbatches=3),
+        "three stages cut": Case(3, 2, 1, "zero-1", depth=5, rows=14, microbatches=3),
+        "interleaved": Case(schedule="interleaved", chunks=2, depth=4),
+        "interleaved, zero-1": Case(
+            sharder="zero-1", sequence=True, schedule="interleaved", chunks=2, depth=5
+        ),
+        "interleaved, zero-3": Case(
+            2, 2, 1, "zero-3", tied=False, schedule="interleaved", chunks=2, depth=4
+        ),
+        "frozen": Case(frozen=True),
+        "frozen, zero-1": Case(sharder="zero-1", frozen=True, microbatches=3),
+        "frozen, zero-3": Case(sharder="zero-3", tied=False, frozen=True),
+        "uneven replicas": Case(sharder="zero-1", rows=7, microbatches=3),
+        "halves": Case(2, **half),  # type: ignore[arg-type]
+        "halves, zero-1": Case(2, sharder="zero-1", **half),  # type: ignore[arg-type]
+    }
 
 
 def every_case() -> list[Case]:
@@ -332,7 +357,7 @@ def covering() -> list[Case]:
     """A few of all cases in which each pair of choices is found that is in any: greedily, and of
     equals the one on fewest ranks."""
     every = every_case()
-    missing = set().union(*map(pairs_of, every))
+    missing: set[Pair] = set().union(*map(pairs_of, every))
     chosen = []
     while missing:
         best = max(every, key=lambda case: (len(pairs_of(case) & missing), -case.ranks))

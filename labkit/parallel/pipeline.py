@@ -9,7 +9,8 @@
     each rank holds   its layers' parameters and gradients, 1/p of the model; the activations of
                       the micro-batches in flight, which the schedule bounds: p - rank with 1F1B
     travels           over each boundary, for each micro-batch: its activations forward, their
-                      gradient back, rows x rest elements each (b s h of a GPT)
+                      gradient back, rows x rest elements each (b s h of a GPT; over t
+                      tensor-parallel ranks b s h / t from each, with scatter_gather)
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 Who computes what, and when, is data: a schedule (labkit.schedules), a list of actions for each
@@ -21,6 +22,7 @@ is virtual stage c p + r of p v.
 
     virtual_stage.py     one piece: forward, backward, and their halves
     pipeline_mail.py     messages: receives posted ahead, sends that nobody waits for
+    scatter_gather.py    ... of which tensor-parallel ranks send a part each
     pipeline_checks.py   what is said of bad input
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
@@ -54,6 +56,7 @@ from labkit.parallel.parts.pipeline_checks import (
     optimizer_of,
 )
 from labkit.parallel.parts.pipeline_mail import Mail
+from labkit.parallel.parts.scatter_gather import scatter_gather_over
 from labkit.parallel.parts.tied import Tied, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
@@ -82,6 +85,8 @@ class Pipeline(nn.Module):
         recompute: keep only the inputs of each stage, and run its forward again for backward.
         optimizer: of schedules that update weights on their way ("pipedream"): an optimizer, or
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+        scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
+            1/t of what all have (parts/scatter_gather.py). Not where the sequence is cut, too.
 
     A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
     several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
@@ -104,6 +109,7 @@ class Pipeline(nn.Module):
         chunks: int | None = None,
         recompute: bool = False,
         optimizer: Optimizer | None = None,
+        scatter_gather: Comm | None = None,
     ):
         super().__init__()
         self.comm = comm = comm or Comm()
@@ -141,7 +147,8 @@ class Pipeline(nn.Module):
         ]  # fmt: skip
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
-        self._mail = Mail(comm, self.schedule)
+        parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
+        self._mail = Mail(comm, self.schedule, parts)
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like

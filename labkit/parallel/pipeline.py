@@ -60,7 +60,7 @@ from labkit.parallel.parts.scatter_gather import scatter_gather_over
 from labkit.parallel.parts.tied import Tied, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
-from labkit.parallel.stages import Layers, layers_in
+from labkit.parallel.stages import Layers, further_names, layers_in, prefix_of
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
     A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
     several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
     in a ZeroOptimizer. `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is
-    by the norm of all stages. `full_state_dict` is what to save.
+    by the norm of all stages. `save_checkpoint` writes what all stages have, as one model.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -122,6 +122,7 @@ class Pipeline(nn.Module):
         check_loss(loss_fn, comm, len(stages))
         self._tied = Tied(owners, comm)
         self._owners: dict[Any, tuple[int, ...]] = {**owners}
+        self.further_names = further_names(stages)
 
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
         self.module = Layers.together(stages, own)
@@ -234,6 +235,15 @@ class Pipeline(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
         return super()._apply(fn, recurse)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """That of a schedule that updates weights on its way, as `save_checkpoint` wants it."""
+        return self._optimizer
+
+    def stages_here(self) -> list[tuple[str, nn.Module]]:
+        """The stages of this rank, as they were given (see parts/in_stages.py)."""
+        return [(prefix_of(one.index, one.module), one.module) for one in self._stages]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank, on the CPU; all ranks call it together, of

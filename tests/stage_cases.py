@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from labkit import DDP, GPT, MasterWeights, Mesh, ZeRO3, ZeroOptimizer, split
 from labkit import tensor_parallel as cut_over
+from labkit.models.gpt import Block
 from labkit.parallel.pipeline import Pipeline
 
 ROWS, LENGTH, BLOCKS = 8, 6, 4
@@ -56,7 +57,8 @@ def built(
     if layout.pp == layout.chunks == 1:
         return mesh, *STRATEGIES[layout.strategy](model, mesh.dp, make)
     stages = split(model, layout.pp * layout.chunks)
-    wrap: Any = {"ddp": DDP, "zero-3": partial(ZeRO3, persist_below=10)}.get(layout.strategy)
+    zero_3: Any = partial(ZeRO3, units=Block, persist_below=10)
+    wrap = {"ddp": DDP, "masters": DDP, "zero-3": zero_3}.get(layout.strategy)
     for index in range(mesh.pp.rank, len(stages), layout.pp):
         if wrap is not None:
             stages[index] = wrap(stages[index], comm=mesh.dp)

@@ -21,6 +21,7 @@ from labkit import (
     RankError,
     World,
     context_parallel,
+    dry_run,
     listen,
     split,
     tensor_parallel,
@@ -32,6 +33,7 @@ from labkit.parallel.parts.scatter_gather import ScatterGather
 from labkit.parallel.pipeline import Pipeline
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
+SENT = [("send", tag) for tag in DATA.values()]
 SHAPES = [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 3}]
 
 
@@ -252,6 +254,33 @@ def test_receives_are_posted_ahead_and_joined_when_taken(six: World) -> None:
         )
 
     six.run(run)
+
+
+@pytest.mark.slow
+def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
+    """A dry run, in which no number is looked at, issues what a rank issues."""
+
+    def work() -> list[Any]:
+        mesh = Mesh(pp=3, tp=2)
+        pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", 3, tokens_loss, scatter_gather=mesh.tp)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        x = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        for _ in range(2):
+            with listen() as events:
+                pipe.step(x, x)
+            optimizer.step()
+        return list(events)
+
+    def issued(events: list[Any]) -> list[tuple[str, int, int]]:
+        ours = [e for e in events if e.op == "all_gather" or (e.op, e.tag) in SENT]
+        return [(e.op, e.tag, e.bus_bytes) for e in ours]
+
+    on_paper = issued([e for e in dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
+    part_bytes = ROWS // 3 * LENGTH * WIDTH * 8 // 2
+    assert Counter(on_paper) == Counter(
+        {("send", DATA["activation"], part_bytes): 3, ("all_gather", 0, part_bytes): 3}
+    )
+    assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
 
 
 # ---- what cannot be

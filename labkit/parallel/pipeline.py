@@ -9,7 +9,8 @@
     each rank holds   its layers' parameters and gradients, 1/p of the model; the activations of
                       the micro-batches in flight, which the schedule bounds: p - rank with 1F1B
     travels           over each boundary, for each micro-batch: its activations forward, their
-                      gradient back, rows x rest elements each (b s h of a GPT)
+                      gradient back, rows x rest elements each (b s h of a GPT; over t
+                      tensor-parallel ranks b s h / t from each, with scatter_gather)
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 Who computes what, and when, is data: a schedule (labkit.schedules), a list of actions for each
@@ -21,6 +22,7 @@ is virtual stage c p + r of p v.
 
     virtual_stage.py     one piece: forward, backward, and their halves
     pipeline_mail.py     messages: receives posted ahead, sends that nobody waits for
+    scatter_gather.py    ... of which tensor-parallel ranks send a part each
     pipeline_checks.py   what is said of bad input
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
@@ -57,6 +59,7 @@ from labkit.parallel.parts.pipeline_checks import (
     optimizer_of,
 )
 from labkit.parallel.parts.pipeline_mail import Mail
+from labkit.parallel.parts.scatter_gather import scatter_gather_over
 from labkit.parallel.parts.synchronising import (
     last_backward,
     optimizers_that_send_once,
@@ -65,7 +68,7 @@ from labkit.parallel.parts.synchronising import (
 from labkit.parallel.parts.tied import Tied, check_ties, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
-from labkit.parallel.stages import Layers, layers_in
+from labkit.parallel.stages import Layers, further_names, layers_in, prefix_of
 from labkit.precision.scaler import GradScaler
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
@@ -91,6 +94,8 @@ class Pipeline(nn.Module):
         recompute: keep only the inputs of each stage, and run its forward again for backward.
         optimizer: of schedules that update weights on their way ("pipedream"): an optimizer, or
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+        scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
+            1/t of what all have (parts/scatter_gather.py). Not where the sequence is cut, too.
 
         wrap: what to put around each of this rank's stages that has something to train, as
             `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped already.
@@ -98,7 +103,8 @@ class Pipeline(nn.Module):
     Data parallelism: see parts/synchronising.py. A parameter that is on several ranks (a tied
     embedding) has the sum of its gradients there, also as shares of a ZeroOptimizer, if that is
     made after the pipeline; it cannot be in ZeRO3. `clip_grad_norm` of the pipeline, or of an
-    optimizer of its parameters, is by the norm of all stages. `full_state_dict` is what to save.
+    optimizer of its parameters, is by the norm of all stages. `save_checkpoint` writes what all
+    stages have, as one model.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -116,6 +122,7 @@ class Pipeline(nn.Module):
         chunks: int | None = None,
         recompute: bool = False,
         optimizer: Optimizer | None = None,
+        scatter_gather: Comm | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ):
         super().__init__()
@@ -132,6 +139,7 @@ class Pipeline(nn.Module):
         check_ties(stages, owners, comm)
         self._tied = Tied(owners, comm)
         self._owners: dict[Any, tuple[int, ...]] = {**owners}
+        self.further_names = further_names(stages)
 
         self.module = Layers.together(stages, own)
         mark_stages(self.module.parameters(), self)
@@ -159,7 +167,8 @@ class Pipeline(nn.Module):
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
         self._scaler: GradScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
-        self._mail = Mail(comm, self.schedule)
+        parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
+        self._mail = Mail(comm, self.schedule, parts)
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
@@ -271,6 +280,15 @@ class Pipeline(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
         return super()._apply(fn, recurse)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """That of a schedule that updates weights on its way, as `save_checkpoint` wants it."""
+        return self._optimizer
+
+    def stages_here(self) -> list[tuple[str, nn.Module]]:
+        """The stages of this rank, as they were given (see parts/in_stages.py)."""
+        return [(prefix_of(one.index, one.module), one.module) for one in self._stages]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank, on the CPU; all ranks call it together, of

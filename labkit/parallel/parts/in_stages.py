@@ -13,7 +13,7 @@ The mark is weak: without its pipeline, a parameter is one like others. A copy h
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import WeakMark
@@ -27,6 +27,8 @@ class InStages(Protocol):
     """What has a model in stages, one or more on each rank of `comm`: a Pipeline."""
 
     comm: Comm
+    module: nn.Module  # what is here, under the names of the whole model
+    further_names: dict[str, str]  # of what is tied, in any stages: a further name -> the first
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of `comm` that have it: several, where it is tied over stages."""
@@ -38,6 +40,11 @@ class InStages(Protocol):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """That of all stages."""
+        ...
+
+    def stages_here(self) -> list[tuple[str, nn.Module]]:
+        """The stages of this rank, in DDP or ZeRO3 where they are; each with what its names begin
+        with in the whole model."""
         ...
 
 

@@ -399,6 +399,7 @@ def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_bench_of_worlds_measures_all_it_shows() -> None:
+def test_bench_of_worlds_measures_all_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.bench.world.SIZE", 2)  # each spawned rank imports torch
     times = bench.bench_world(tries=1)
     assert 0 < times.empty_run_s < times.warm_s < times.spawn_s

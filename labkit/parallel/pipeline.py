@@ -96,7 +96,6 @@ class Pipeline(nn.Module):
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
         scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
             1/t of what all have (parts/scatter_gather.py). Not where the sequence is cut, too.
-
         wrap: what to put around each of this rank's stages that has something to train, as
             `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped already.
 

@@ -122,7 +122,7 @@ def plan(
 
 
 def _show(planned: "Plan", top: int) -> None:
-    from labkit.planning.written import rich_table
+    from labkit.planning.written import in_terminal
 
     best, large = planned.best, len(planned.too_large)
     count = len(planned.reports)
@@ -132,9 +132,8 @@ def _show(planned: "Plan", top: int) -> None:
         f"{count:,} of {count + large:,} layouts fit, planned in {planned.took_s:.1f} s",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    Console(width=max(WIDTH, console.width)).print(rich_table(planned, top))
-    for sentence in planned.takeaways():
-        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+    wide = Console(width=max(WIDTH, console.width))
+    wide.print(in_terminal(planned.table(top)), in_terminal(planned.trades(near=1)), sep="")
     if large:
         nearest = planned.too_large[0]
         console.print(

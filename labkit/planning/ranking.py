@@ -19,10 +19,8 @@ from labkit.planning.layout import Layout, Sizes
 from labkit.planning.layouts import layouts
 from labkit.planning.reasons import why, why_not
 from labkit.planning.report import StepReport
-from labkit.planning.written import plan_json, plan_of, plan_table
+from labkit.planning.written import plan_json, plan_of, plan_table, trades_table
 from labkit.predict.tables import Table
-
-AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "microbatch": "micro-batch"}
 
 
 @dataclass(frozen=True)
@@ -81,22 +79,15 @@ class Plan:
             found.setdefault(getattr(report.layout, choice), report)
         return dict(sorted(found.items()))
 
-    def takeaways(self) -> list[str]:
-        """One sentence for each axis and the micro-batch: which value won, and what its
-        neighbours lose on."""
-        said = []
-        for choice, name in AXES.items():
-            every = self.fastest(choice)
-            values = list(every)
-            at = values.index(getattr(self.best.layout, choice))
-            others = [values[i] for i in (at - 1, at + 1) if 0 <= i < len(values)]
-            losses = "".join(
-                f"; {value}: {every[value].step_s / self.best.step_s:.2f} × as long, "
-                f"{why(self.best, every[value], self.cluster)}"
-                for value in others
-            )
-            said.append(f"{name}: {values[at]}{losses or ' is all that fits'}")
-        return said
+    def trades(self, near: int | None = None) -> Table:
+        """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
+        takeaways of arXiv 2104.04473, section 3, for this model here.
+
+        Args:
+            near: show only so many values to each side of the best, and the first tp that
+                leaves the node; all of them if None.
+        """
+        return trades_table(self, near)
 
     def table(self, top: int | None = 10) -> Table:
         """The `top` layouts, all of them if None, with what they take, hold and send."""

@@ -20,7 +20,7 @@ from labkit.clusters import Cluster
 from labkit.planning.report import StepReport
 
 PARTS = ("compute", "optimizer", "tensor", "pipeline", "data", "bubble")
-NEXT_TO_NOTHING = 0.005  # of a step: slower by no more than this is as fast
+AS_FAST, ALL_BUT = 1e-4, 0.005  # of a step: slower by no more than this
 GB = 1e9
 
 
@@ -39,6 +39,9 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
     """One sentence: what the slower `other` loses on, in numbers of the two reports."""
     if other.layout == best.layout:
         return "the best"
+    slower = other.step_s / best.step_s - 1
+    if slower <= AS_FAST:
+        return f"as fast; {_held(best, other)}"
     said = {
         "compute": _compute,
         "optimizer": _optimizer,
@@ -47,8 +50,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
         "data": _data,
         "bubble": _bubble,
     }[cause(best, other)](best, other, cluster)
-    slower = other.step_s / best.step_s - 1
-    return f"all but as fast: {said}" if slower < NEXT_TO_NOTHING else said
+    return f"all but as fast: {said}" if slower <= ALL_BUT else said
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float) -> str:
@@ -65,6 +67,11 @@ def reached(report: StepReport) -> float:
     """The part of the devices' peak while they compute, with what is computed again: 0 to 1."""
     again = 4 / 3 if report.layout.recompute == "full" else 1.0
     return report.mfu * report.step_s / report.compute_s * again
+
+
+def _held(best: StepReport, other: StepReport) -> str:
+    more = (other.peak_bytes - best.peak_bytes) / GB
+    return f"a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
 
 
 def _compute(best: StepReport, other: StepReport, cluster: Cluster) -> str:

@@ -9,7 +9,7 @@ import rich.table
 from rich import box
 
 from labkit.clusters import Cluster, cluster
-from labkit.planning.fits import GB, TooLarge
+from labkit.planning.fits import GB, TooLarge, described
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.reasons import seconds
 from labkit.planning.report import StepReport
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from labkit.planning.ranking import Plan
 
 FORMAT = "labkit plan 1"
+AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "microbatch": "micro-batch"}
 HEADS = (
     "", "tp", "pp", "dp", "b", "chunks", "zero", "seq", "recompute", "step s", "MFU",
     "bubble", "exposed", "GB held", "tensor GB", "pipeline GB", "data GB", "why it loses",
@@ -53,14 +54,29 @@ def _numbers(report: StepReport) -> tuple[str, ...]:
     )
 
 
-def rich_table(plan: "Plan", top: int | None) -> rich.table.Table:
-    """The same for a terminal, where the reasons wrap."""
-    words = plan_table(plan, top)
+def trades_table(plan: "Plan", near: int | None) -> Table:
+    """A row for each value of each axis: the fastest layout that has it."""
+    rows: list[tuple[str, ...]] = []
+    node = plan.cluster.devices_per_node
+    for choice, name in AXES.items():
+        every = plan.fastest(choice)
+        values = list(every)
+        at = values.index(getattr(plan.best.layout, choice))
+        past_node = min((i for i, tp in enumerate(values) if tp > node), default=at)
+        for place, (value, one) in enumerate(every.items()):
+            if near is None or abs(place - at) <= near or (choice == "tp" and place == past_node):
+                times = one.step_s / plan.best.step_s
+                reason = plan.why(one.layout)
+                rows.append((name, str(value), described(one.layout), f"{times:.2f} ×", reason))
+    return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
+
+
+def in_terminal(words: Table) -> rich.table.Table:
+    """A table whose last column wraps."""
     shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in words.heads:
-        shown.add_column(
-            head, justify="left" if head == HEADS[-1] else "right", no_wrap=head != HEADS[-1]
-        )
+    for head in words.heads[:-1]:
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column(words.heads[-1])
     for row in words.rows:
         shown.add_row(*row)
     return shown

@@ -13,7 +13,7 @@ from labkit.planning.report import StepReport
 from labkit.predict import step_flops
 
 PEAK_FLOPS = 312e12
-SMALL = Sizes(width=1024, depth=12, heads=12, context=512, vocab=1000)
+SMALL = Sizes(width=960, depth=12, heads=12, context=512, vocab=1000)
 
 
 def step_of(

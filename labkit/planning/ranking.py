@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.clusters import Cluster
-from labkit.planning.fits import Fit, Report, TooLarge, by_promise, deepest, least
+from labkit.planning.fits import Fit, Report, TooLarge, by_promise, deepest, described, least
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.layouts import layouts
 from labkit.planning.reasons import why, why_not
@@ -54,19 +54,19 @@ class Plan:
         for one in self.reports:
             if one.layout == layout:
                 return one
-        for large in self.too_large:
-            if large.layout == layout:
-                raise ValueError(
-                    f"{layout.in_words} {why_not(large.memory_bytes, self.budget_bytes)}"
-                )
-        raise ValueError(f"{layout.in_words} is not in this plan; its layouts are plan.layouts")
+        refused = self._refused(layout) or "is not in this plan; its layouts are plan.layouts"
+        raise ValueError(f"{described(layout)} {refused}")
 
     def why(self, layout: Layout) -> str:
         """One sentence: what this layout loses to the best, or by how much it does not fit."""
-        for large in self.too_large:
-            if large.layout == layout:
-                return why_not(large.memory_bytes, self.budget_bytes)
-        return why(self.best, self.report(layout), self.cluster)
+        refused = self._refused(layout)
+        return refused or why(self.best, self.report(layout), self.cluster)
+
+    def _refused(self, layout: Layout) -> str:
+        for one in self.too_large:
+            if one.layout == layout:
+                return why_not(one.memory_bytes, self.budget_bytes, one.at_least)
+        return ""
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
         """The fastest layout with each value of "tp", "pp", "microbatch" or another field, by

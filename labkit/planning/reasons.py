@@ -53,12 +53,13 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
     return f"all but as fast: {said}" if slower <= ALL_BUT else said
 
 
-def why_not(memory_bytes: Mapping[str, float], budget_bytes: float) -> str:
+def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
     """One sentence on a layout that does not fit: by how much, and what holds the most."""
     held = sum(memory_bytes.values())
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
+    said = "at least " if at_least else ""
     return (
-        f"does not fit: {held / GB:.1f} GB of {budget_bytes / GB:.1f} GB, "
+        f"does not fit: {said}{held / GB:.1f} GB of {budget_bytes / GB:.1f} GB, "
         f"{largest} {memory_bytes[largest] / GB:.1f}"
     )
 

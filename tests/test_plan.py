@@ -40,9 +40,11 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "reporter", by_formulas)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned() -> Plan:
-    return plan(GPT, SELENE, ROWS, gpus=RANKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking, "reporter", by_formulas)
+        return plan(GPT, SELENE, ROWS, gpus=RANKS)
 
 
 # ---- what is in it
@@ -123,7 +125,7 @@ def test_the_fastest_with_each_value(planned: Plan) -> None:
 
 def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
     giant = replace(GPT, depth=4000)
-    with pytest.raises(ValueError, match=r"no layout fits\. .* GB too much") as told:
+    with pytest.raises(ValueError, match=r"no layout fits: .* GB too much") as told:
         plan(giant, SELENE, ROWS, gpus=RANKS)
     every = [formula_step(giant, one, ROWS, SELENE) for one in layouts(giant, RANKS, ROWS)]
     beyond = (min(one.peak_bytes for one in every) - 80e9) / 1e9

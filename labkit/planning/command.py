@@ -100,7 +100,9 @@ def plan(
         if as_json:
             typer.echo(json.dumps(_told(found), indent=1))
         else:
-            console.print(f"{found}", highlight=False, soft_wrap=True)
+            console.print(
+                f"{'the largest: ' if largest else ''}{found}", highlight=False, soft_wrap=True
+            )
             console.print(f"{found.table()}", highlight=False)
         if not found.fits:
             raise typer.Exit(1)

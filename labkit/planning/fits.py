@@ -58,12 +58,15 @@ class Fit:
     def __str__(self) -> str:
         sizes, layout = self.report.sizes, self.report.layout
         held, has = self.report.peak_bytes / GB, self.budget_bytes / GB
-        verdict = "fits" if self.fits else "does not fit"
-        beyond = "" if self.fits else f", {held - has:.1f} GB too much"
-        return (
+        on = (
             f"{sizes.parameters / 1e9:,.1f}B parameters ({sizes.depth} blocks of width "
-            f"{sizes.width}) on {layout.ranks} devices: {verdict}. The least is held by "
-            f"{described(layout)}: {held:.1f} GB of {has:.1f} GB{beyond}"
+            f"{sizes.width}) on {layout.ranks} device{'s' * (layout.ranks > 1)}"
+        )
+        if self.fits:
+            return f"{on}: fits, as {described(layout)}, with {held:.1f} GB of {has:.1f} GB"
+        return (
+            f"{on}: does not fit; {described(layout)} holds the least, {held:.1f} GB of "
+            f"{has:.1f} GB, {held - has:.1f} GB too much"
         )
 
     def table(self) -> Table:

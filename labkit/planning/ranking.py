@@ -11,6 +11,7 @@ some dozens of recordings.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from labkit.clusters import Cluster
@@ -51,22 +52,27 @@ class Plan:
 
     def report(self, layout: Layout) -> StepReport:
         """Raises ValueError for a layout that is not among those that fit."""
-        for one in self.reports:
-            if one.layout == layout:
-                return one
-        refused = self._refused(layout) or "is not in this plan; its layouts are plan.layouts"
+        if layout in self._reports:
+            return self._reports[layout]
+        refused = "is not in this plan; its layouts are plan.layouts"
+        if layout in self._refused:
+            refused = self.why(layout)
         raise ValueError(f"{described(layout)} {refused}")
 
     def why(self, layout: Layout) -> str:
         """One sentence: what this layout loses to the best, or by how much it does not fit."""
-        refused = self._refused(layout)
-        return refused or why(self.best, self.report(layout), self.cluster)
+        if layout in self._refused:
+            large = self._refused[layout]
+            return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
+        return why(self.best, self.report(layout), self.cluster)
 
-    def _refused(self, layout: Layout) -> str:
-        for one in self.too_large:
-            if one.layout == layout:
-                return why_not(one.memory_bytes, self.budget_bytes, one.at_least)
-        return ""
+    @cached_property
+    def _reports(self) -> dict[Layout, StepReport]:
+        return {one.layout: one for one in self.reports}
+
+    @cached_property
+    def _refused(self) -> dict[Layout, TooLarge]:
+        return {one.layout: one for one in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
         """The fastest layout with each value of "tp", "pp", "microbatch" or another field, by
@@ -141,7 +147,7 @@ def plan(
     fitting, large = ranked(every, sizes, global_batch, budget_bytes, report)
     if not fitting:
         raise ValueError(
-            f"no layout fits. {least(every, sizes, global_batch, budget_bytes, report)}; take more "
+            f"no layout fits: {least(every, sizes, global_batch, budget_bytes, report)}; take more "
             "devices, a smaller model, or recompute full and zero 1 if they were left out"
         )
     return Plan(cluster, fitting, large, budget_bytes, time.monotonic() - began_s)

@@ -4,6 +4,16 @@ layout      a model's sizes, and the ranks along each axis
 report      what a step in a layout takes, holds and sends
 steps       step_report(sizes, layout, global_batch, cluster): that report
 
+How a layout is chosen:
+
+layouts     all that factor
+fits        which of them fit, and the largest model that does
+ranking     plan(sizes, cluster, global_batch): those that fit, the fastest first
+reasons     why the others lose
+written     a plan as a table and as JSON
+models      GPTs by name
+command     `labkit plan`
+
 How a step is found (read in this order):
 
 layers      each kind of layer, recorded once without data

@@ -32,6 +32,7 @@ def train(sequence: bool) -> Found:
         stages[mesh.pp.rank] = DDP(stages[mesh.pp.rank], mesh.dp)
         loss = partial(vocab_parallel_cross_entropy, comm=mesh.tp)
         pipeline = Pipeline(stages, mesh.pp, "1f1b", BATCH // 2 // MICRO, loss)
+        del model, stages  # the other stage is nothing of this rank's
         optimizer = MasterWeights(pipeline.parameters(), torch.optim.AdamW)
         x = torch.zeros(BATCH // 2, SIZES.context, dtype=torch.long)
         for _ in range(2):

@@ -27,6 +27,7 @@ is virtual stage c p + r of p v.
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
     tied.py              one embedding on two ranks
+    synchronising.py     when replicas of a stage average their gradients
     in_stages.py         whose parameters are here: for norms over all stages
     ../stages.py         a model cut into stages
 
@@ -34,7 +35,8 @@ Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.0
 the runner over lists of actions: torch.distributed.pipelining.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import proxy
@@ -57,7 +59,12 @@ from labkit.parallel.parts.pipeline_checks import (
 )
 from labkit.parallel.parts.pipeline_mail import Mail
 from labkit.parallel.parts.scatter_gather import scatter_gather_over
-from labkit.parallel.parts.tied import Tied, owners_of
+from labkit.parallel.parts.synchronising import (
+    last_backward,
+    optimizers_that_send_once,
+    wrapped,
+)
+from labkit.parallel.parts.tied import Tied, check_ties, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
 from labkit.parallel.stages import Layers, layers_in
@@ -87,11 +94,13 @@ class Pipeline(nn.Module):
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
         scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
             1/t of what all have (parts/scatter_gather.py). Not where the sequence is cut, too.
+        wrap: what to put around each of this rank's stages that has something to train, as
+            `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped already.
 
-    A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
-    several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
-    in a ZeroOptimizer. `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is
-    by the norm of all stages. `full_state_dict` is what to save.
+    Data parallelism: see parts/synchronising.py. A parameter that is on several ranks (a tied
+    embedding) has the sum of its gradients there, also as shares of a ZeroOptimizer, if that is
+    made after the pipeline; it cannot be in ZeRO3. `clip_grad_norm` of the pipeline, or of an
+    optimizer of its parameters, is by the norm of all stages. `full_state_dict` is what to save.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -110,6 +119,7 @@ class Pipeline(nn.Module):
         recompute: bool = False,
         optimizer: Optimizer | None = None,
         scatter_gather: Comm | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
     ):
         super().__init__()
         self.comm = comm = comm or Comm()
@@ -117,13 +127,15 @@ class Pipeline(nn.Module):
         self.schedule, self.microbatches = agreed_schedule(
             schedule, comm, microbatches, self.chunks
         )
-        check_phases(stages, self.schedule, comm)
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
+        own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
+        stages = wrapped(stages, own, wrap)
+        check_phases(stages, self.schedule, comm)
+        check_ties(stages, owners, comm)
         self._tied = Tied(owners, comm)
         self._owners: dict[Any, tuple[int, ...]] = {**owners}
 
-        own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
         self.module = Layers.together(stages, own)
         mark_stages(self.module.parameters(), self)
         place = comm.rank, comm.size, self.chunks
@@ -145,6 +157,8 @@ class Pipeline(nn.Module):
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip
+        self._last_backward = last_backward(self.schedule[comm.rank], self._stages)
+        self._send_once: list[Any] = []  # optimizers that hold gradients back until then
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
@@ -175,7 +189,8 @@ class Pipeline(nn.Module):
         self._begin(x, y)
         for action, needed, leaving in self._program:
             came = self._mail.receive(needed) if needed else self._of_batch(action)
-            result = self._stages[action.chunk].do(action, came)
+            with self._without_sync(action):
+                result = self._stages[action.chunk].do(action, came)
             if leaving:
                 self._mail.send(leaving, result)
             del came, result  # their memory goes as soon as nobody needs it
@@ -183,6 +198,16 @@ class Pipeline(nn.Module):
         self._tied.sum_gradients()
         self._xs = self._ys = ()
         return self._loss if self._has_last else None
+
+    @contextmanager
+    def _without_sync(self, action: Action) -> Iterator[None]:
+        """A ZeroOptimizer has the parameters of all chunks, and sends in the last backward of
+        them. (What is around one stage sends in that stage's last.)"""
+        with ExitStack() as stack:
+            if action != self._last_backward:
+                for optimizer in self._send_once:
+                    stack.enter_context(optimizer.no_sync())
+            yield
 
     def _of_batch(self, action: Action) -> Tensor | None:
         """Rows of it, for a forward of the first stage. What else needs no message begins at the
@@ -204,6 +229,7 @@ class Pipeline(nn.Module):
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
         self._tied.begin()
+        self._send_once = optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
         """The part of the batch's mean that micro-batch k has. (PipeDream updates by each alone,
@@ -227,9 +253,13 @@ class Pipeline(nn.Module):
         before = self._mail.has_gradient(self._last_index - 1)
         return before or any(p.requires_grad for p in parameters)
 
+    def owners(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks that have it."""
+        return self._owners.get(parameter, (self.comm.rank,))
+
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank is the first, or only one that has it (see parts/in_stages.py)."""
-        return self._owners.get(parameter, (self.comm.rank,))[0] == self.comm.rank
+        return self.owners(parameter)[0] == self.comm.rank
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now

@@ -26,6 +26,10 @@ class InStages(Protocol):
 
     comm: Comm
 
+    def owners(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks of `comm` that have it: several, where it is tied over stages."""
+        ...
+
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank stands for it: no rank before this one has it, too."""
         ...
@@ -39,6 +43,14 @@ def mark_stages(parameters: Iterable[Tensor], pipeline: InStages) -> None:
     """Say that `pipeline` has these."""
     for one in parameters:
         setattr(one, _PIPELINE, WeakMark(pipeline))
+
+
+def tied_with(parameter: Tensor) -> tuple[int, ...]:
+    """The ranks of its pipeline that have a copy of it, this one among them; () where it is tied
+    to none."""
+    pipeline = getattr(parameter, _PIPELINE, lambda: None)()
+    owners = () if pipeline is None else pipeline.owners(parameter)
+    return owners if len(owners) > 1 else ()
 
 
 def pipeline_of(trained: Any, parameters: Iterable[Any]) -> InStages | None:

@@ -185,12 +185,17 @@ def optimizer_of(
                 f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
             )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
-    trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-    nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates are steps all the same
-    return make(trained or [nothing])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
+        trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
+        nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates all the same
+        optimizer = make(trained or [nothing])
+    if hasattr(optimizer, "no_sync"):
+        raise ValueError(
+            f"a {type(optimizer).__name__} averages once in a step, and this schedule updates "
+            "after each micro-batch; give an optimizer of torch"
+        )
+    return optimizer
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from labkit.check.exercise import Score, exercise
 from labkit.check.findings import brief, difference, fail, no_yield, plain
-from labkit.check.lab_16_cases import first_backward
 from labkit.check.lab_17_cases import (
     HANDING,
     MESHES,
@@ -16,6 +15,7 @@ from labkit.check.lab_17_cases import (
     SHAPE,
     Axes,
     Student,
+    Training,
     counted,
     handed,
     norm_on_mesh,
@@ -62,8 +62,7 @@ def place(student: Student) -> Iterator[str]:
     no_yield(student)
     for axes, rows in PLACES:
         ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
-        every = alone(lambda axes=axes, rows=rows: [student(r, dict(axes), rows) for r in ranks])  # type: ignore[misc]
-        for rank, found in zip(ranks, every):
+        for rank, found in zip(ranks, alone(_places, student, axes, rows)):
             where = f"{_named(axes)}, rank {rank} at {coordinates(axes, rank)}, {rows} rows"
             if not isinstance(found, (tuple, list)) or len(found) != 4:
                 fail(
@@ -81,6 +80,11 @@ def place(student: Student) -> Iterator[str]:
                     )
     yield f"every rank of {len(PLACES)} meshes, in several orders of axes"
     yield "replicas have other rows, all others the same; the tied embedding has a group of its own"
+
+
+def _places(student: Student, axes: Axes, rows: int) -> list[Any]:
+    ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
+    return [student(rank, dict(axes), rows) for rank in ranks]
 
 
 def _listed(x: Any) -> Any:
@@ -105,9 +109,9 @@ SENT_HINTS = {
 def sent_bytes(student: Student) -> Iterator[str]:
     """sent_bytes(training, stage): what a rank sends in a step, by axis."""
     no_yield(student)
-    for which, axes in enumerate(MESHES):
-        training, right = counted(which)
-        found = alone(lambda t=training: [student(t, stage) for stage in range(t.axes["pp"])])  # type: ignore[misc]
+    for training, right in counted():
+        axes = training.axes
+        found = alone(_of_all_stages, student, training)
         for stage, (its, good) in enumerate(zip(found, right, strict=True)):
             where = f"{_named(axes)}, stage {stage}"
             if not isinstance(its, dict) or its.keys() != good.keys():
@@ -121,7 +125,11 @@ def sent_bytes(student: Student) -> Iterator[str]:
                     if count and isinstance(number, (int, float)):
                         times = f": {number / count:.3g} × what was counted"
                     fail(f"{where}, {axis}: {wrong}{times}.", hint=SENT_HINTS[axis])
-    yield f"the bytes that 8 ranks sent, of each stage and each axis, on {len(MESHES)} meshes"
+    yield f"the bytes that 4 ranks sent, of each stage and each axis, on {len(MESHES)} meshes"
+
+
+def _of_all_stages(student: Student, training: Training) -> list[Any]:
+    return [student(training, stage) for stage in range(training.axes["pp"])]
 
 
 # ---- global_norm(mesh, gradients)
@@ -203,14 +211,14 @@ def hand_on(student: Student) -> Iterator[str]:
         t = axes["tp"]
         for rank, (found, sent) in enumerate(run(8, through_hand_on, axes, student).values):
             where, at = f"{_named(axes)}, rank {rank}", coordinates(axes, rank)
-            if at["pp"]:
-                if wrong := difference(found, handed(at["dp"]), 1e-12):
-                    hint = "Does stage 1 return x?" if not isinstance(found, Tensor) else ""
-                    fail(
-                        f"{where} returned {wrong}.",
-                        hint=hint or "Each rank of stage 0 sends another part, to the rank with "
-                        "its own index on tp; there all parts are gathered, in their order.",
-                    )
+            if at["pp"] and (wrong := difference(found, handed(at["dp"]), 1e-12)):
+                hint = "Does stage 1 return x?" if not isinstance(found, Tensor) else ""
+                fail(
+                    f"{where} returned {wrong}.",
+                    hint=hint
+                    or "Each rank of stage 0 sends another part, to the rank with its "
+                    "own index on tp; there all parts are gathered, in their order.",
+                )
             right = {"pp": 0.0, "tp": (t - 1) / t * whole} if at["pp"] else {"pp": whole / t}
             for axis, count in {"tp": 0.0, "others": 0.0, **right}.items():
                 if abs(sent[axis] - count) > 0.5:
@@ -227,12 +235,14 @@ def hand_on(student: Student) -> Iterator[str]:
 
 # ---- choose(job)
 
+SMALLEST = "4 ranks in 2 nodes"
+
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
     """choose(job): the axes, outermost first, that let the fewest bytes leave the nodes."""
     no_yield(student)
-    every = {**JOBS, "8 ranks in 4 nodes": TINY}
+    every = {**JOBS, SMALLEST: TINY}
     layout_of = {}
     for name, job in every.items():
         axes = alone(student, job)
@@ -244,9 +254,8 @@ def choose(student: Student) -> Iterator[str | Score]:
         if problem := why_not(job, axes):
             fail(f"for {name}, {brief(axes)} {problem}.", hint=f"The job: {brief(job, 200)}")
         layout_of[name] = axes
-    tiny = layout_of.pop("8 ranks in 4 nodes")
-    warm(8, first_backward)
-    left = sum(run(8, left_on_ranks, tiny).values)
+    tiny = layout_of.pop(SMALLEST)
+    left = sum(warm(4, lambda: left_on_ranks(tiny)))
     assert left == leaving_bytes(TINY, tiny), "a job's bytes are those of the ranks"
     part = of_the_rule(layout_of)
     if part >= 100 - 1e-9:
@@ -258,7 +267,7 @@ def choose(student: Student) -> Iterator[str | Score]:
         )
     right = of_the_rule({name: best(job) for name, job in JOBS.items()})
     yield "every layout fits, in memory and in its bubble"
-    yield f"of 8 ranks in 4 nodes, {left:,.0f} bytes left their nodes, as calculated"
+    yield f"of {SMALLEST}, {left:,.0f} bytes left their nodes, as calculated"
     yield Score(round(part), round(right), "per cent of the rule of thumb's bytes")
 
 

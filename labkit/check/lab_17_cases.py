@@ -1,17 +1,17 @@
 """What the checks of lab 17 run on the ranks of a mesh, and what is right there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from labkit.check.lab_16_cases import first_backward
-from labkit.check.ranks import run, warm
+from labkit.check.ranks import warm
 from labkit.comm import Mesh, listen
 from labkit.comm.mesh import coordinates, lines
 from labkit.models import GPT
+from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
@@ -59,10 +59,12 @@ def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
 
 # ---- sent_bytes(run, stage)
 
-MESHES: tuple[Axes, ...] = (
-    {"pp": 4, "dp": 2, "tp": 1},
-    {"pp": 2, "dp": 1, "tp": 4},
-    {"pp": 1, "dp": 4, "tp": 2},
+MESHES: tuple[Axes, ...] = (  # of 4 ranks
+    {"pp": 2, "dp": 1, "tp": 2},
+    {"pp": 1, "dp": 2, "tp": 2},
+    {"pp": 4, "dp": 1, "tp": 1},
+    {"pp": 1, "dp": 4, "tp": 1},
+    {"pp": 1, "dp": 1, "tp": 4},
 )
 GPT_SIZES = dict(vocab=64, width=16, depth=4, heads=4, context=8)
 ROWS, MICROBATCHES = 8, 2
@@ -81,11 +83,13 @@ class Training(NamedTuple):
 
 
 @cache
-def counted(which: int) -> tuple[Training, list[dict[str, int]]]:
-    """Training number `which`, and for each stage what its ranks sent in a step, by axis."""
-    axes = MESHES[which]
-    warm(8, first_backward)
-    of_ranks = run(8, _step, axes).values
+def counted() -> list[tuple[Training, list[dict[str, int]]]]:
+    """Each training, and for each stage what its ranks sent in a step, by axis."""
+    of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
+    return [_of_stages(axes, its) for axes, its in zip(MESHES, zip(*of_ranks))]
+
+
+def _of_stages(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict[str, int]]]:
     of_stage = {stage: (sizes, sent) for stage, sizes, sent in of_ranks}
     assert all(of_stage[stage] == (sizes, sent) for stage, sizes, sent in of_ranks)
     sizes = [of_stage[stage][0] for stage in range(axes["pp"])]
@@ -96,19 +100,21 @@ def counted(which: int) -> tuple[Training, list[dict[str, int]]]:
     return training, [of_stage[stage][1] for stage in range(axes["pp"])]
 
 
-def _step(comm: Any, axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """Its stage, its layers and parameters, and bytes by axis."""
-    mesh = Mesh(comm, **axes)
+def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
+    """Of this rank: its stage, its layers and parameters, and bytes by axis."""
+    mesh = Mesh(**axes)
     torch.manual_seed(0)
     model = tensor_parallel(GPT(**GPT_SIZES).double(), mesh.tp, gather_logits=False)
     stages = split(model, mesh.pp.size)
     mine = stages[mesh.pp.rank]
-    sizes = len({name.split(".")[1] for name, _ in mine.named_parameters() if "blocks" in name})
-    own = sizes, sum(p.numel() for p in mine.parameters())
-    stages[mesh.pp.rank] = DDP(mine, mesh.dp)
+    own = (
+        sum(isinstance(x, Block) for x in mine.modules()),
+        sum(p.numel() for p in mine.parameters()),
+    )
     pipe = Pipeline(
         stages, mesh.pp, "1f1b", MICROBATCHES,
         lambda logits, y: vocab_parallel_cross_entropy(logits, y, mesh.tp),
+        wrap=lambda stage: DDP(stage, mesh.dp),
     )  # fmt: skip
     tokens = torch.arange(ROWS * GPT_SIZES["context"]).view(ROWS, -1) % GPT_SIZES["vocab"]
     tokens = tokens.chunk(mesh.dp.size)[mesh.dp.rank]
@@ -122,12 +128,12 @@ def _step(comm: Any, axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
 
 
 def _axis_of(event: Any, mesh: Mesh) -> str:
-    """A message between stages is [rows, s, w], the embedding [v, w], and gradients lie flat."""
+    """Along pp messages go from stage to stage, and the embedding group adds up."""
     if event.ranks == mesh.tp.ranks:
         return "tensor"
     if event.ranks == mesh.dp.ranks:
         return "data"
-    return "pipeline" if len(event.shape) == 3 else "embedding"
+    return "pipeline" if event.op in ("send", "recv") else "embedding"
 
 
 # ---- global_norm(mesh, gradients)

@@ -14,10 +14,11 @@ count: no vocabulary.
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 from labkit.comm import Mesh, listen
 from labkit.comm.mesh import factorisations, lines
@@ -49,7 +50,7 @@ JOBS = {
     "long texts": Job(8, 4, 48.0, 32, 4096, 32, 32768, 64, 0.2),
     "nodes of two": Job(16, 2, 32.0, 24, 8192, 64, 2048, 128, 0.15),
 }
-TINY = Job(4, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, number_bytes=8)  # runs on 8 ranks
+TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, number_bytes=8)  # runs on 4 ranks
 
 
 def parameters_of(job: Job, axes: Mapping[str, int]) -> int:
@@ -135,16 +136,16 @@ def by_rule(job: Job) -> dict[str, int]:
 # ---- the same on ranks
 
 
-def left_on_ranks(comm: Any, axes: dict[str, int], job: Job = TINY) -> float:
+def left_on_ranks(axes: dict[str, int], job: Job = TINY) -> float:
     """Bytes that this rank sends out of its node in a step of real training."""
-    mesh, s, w = Mesh(comm, **axes), job.context, job.width
+    mesh, s, w = Mesh(**axes), job.context, job.width
     torch.manual_seed(0)
     blocks = [Block(w, job.heads, job.heads, 0.0).double() for _ in range(job.depth)]
     stages = split(tensor_parallel(nn.Sequential(*blocks), mesh.tp), mesh.pp.size)
-    if mesh.dp.size > 1:
-        stages[mesh.pp.rank] = DDP(stages[mesh.pp.rank], mesh.dp)
     rows = job.rows // mesh.dp.size
-    pipe = Pipeline(stages, mesh.pp, "1f1b", rows, _loss)
+    pipe = Pipeline(
+        stages, mesh.pp, "1f1b", rows, F.mse_loss, wrap=lambda stage: DDP(stage, mesh.dp)
+    )
     x = torch.randn(job.rows, s, w, dtype=torch.float64).chunk(mesh.dp.size)[mesh.dp.rank]
     pipe.step(x, x)
     with listen() as events:
@@ -153,12 +154,8 @@ def left_on_ranks(comm: Any, axes: dict[str, int], job: Job = TINY) -> float:
     for event in events:
         peer = (event.rank + 1) % len(event.ranks) if event.peer is None else event.peer
         there = event.ranks[peer]
-        leaving += event.bus_bytes * (there // job.gpus != comm.rank // job.gpus)
+        leaving += event.bus_bytes * (there // job.gpus != mesh.comm.rank // job.gpus)
     return leaving
-
-
-def _loss(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 def of_the_rule(layout_of: Mapping[str, Mapping[str, int]]) -> float:

@@ -15,15 +15,18 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from labkit import DDP, GPT, Mesh, Pipeline, Text, World, attach, clip_grad_norm, cluster, listen
-from labkit import plot, split, tensor_parallel, vocab_parallel_cross_entropy
+from labkit import DDP, GPT, Mesh, Pipeline, Text, World, attach, cluster, listen, plot
 from labkit import predict as formulas
 from labkit.check import lab_17 as check
 from labkit.check import predict, report
 from labkit.check.lab_17_jobs import JOBS, TINY, by_rule, idle, layouts, leaving_bytes
 from labkit.comm.mesh import coordinates, lines, rank_at
 from labkit.course import show
+from labkit.parallel import split
+from labkit.parallel.parts.clipping import clip_grad_norm
 from labkit.parallel.parts.shards import shard_of
+from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
 from labkit.plot.style import BLUE, GREY, ORANGE, PURPLE, VERMILION
 from labkit.replaying.costs import Costs
 
@@ -51,7 +54,7 @@ ALONE = {  # GB of parameters, gradients and Adam's state on a GPU, and what is 
 
 # %%
 _, axes = plt.subplots(figsize=(8, 2.2), layout="constrained")
-for place, (name, (gb, trouble)) in enumerate(ALONE.items()):
+for place, (gb, trouble) in enumerate(ALONE.values()):
     axes.barh(place, gb, color=VERMILION if gb > 80 else BLUE)
     axes.text(gb * 1.15, place, f"{gb:,.0f} GB: {trouble}", va="center")
 axes.axvline(80, color="0.4", ls=":")
@@ -231,30 +234,35 @@ def on_mesh(*, scatter_gather=False, **axes):
     """A mesh, and this rank's part of a GPT on it."""
     mesh = Mesh(**axes)
     torch.manual_seed(0)
-    model = tensor_parallel(GPT(**SIZES).double(), mesh.tp, gather_logits=False)  # its layers ...
-    stages = split(model, mesh.pp.size)
-    mine = mesh.pp.rank
-    stages[mine] = DDP(stages[mine], mesh.dp)  # ... its gradients ...
+    model = GPT(**SIZES).double()
+    tensor_parallel(model, mesh.tp, gather_logits=False)  # its layers ...
 
     def token_loss(logits, y):
         return vocab_parallel_cross_entropy(logits, y, mesh.tp)
 
-    over = mesh.tp if scatter_gather else None
-    pipe = Pipeline(  # ... and its step
-        stages, mesh.pp, "1f1b", MICROBATCHES, token_loss, scatter_gather=over
-    )
+    pipe = Pipeline(  # ... its step ...
+        split(model, mesh.pp.size), mesh.pp, "1f1b", MICROBATCHES, token_loss,
+        wrap=lambda stage: DDP(stage, mesh.dp),  # ... and its gradients
+        scatter_gather=mesh.tp if scatter_gather else None,
+    )  # fmt: skip
     return mesh, pipe
 
 
 # %% [markdown]
-# `split` takes a model whose layers are cut already: a stage does not look into its layers. DDP gets
-# what is left of the model here, and `mesh.dp`, the ranks that have the same. `Pipeline` tells it to
-# wait until the last backward (lab 16).
+# `split` takes a model whose layers are cut already: a stage does not look into its layers. `wrap` gets
+# the stage that stays here, and DDP the ranks that have the same one, `mesh.dp`. It waits until the
+# last backward (lab 16).
 #
-# The copies of the embedding, each with a part of its gradient:
+# Which parameters are on several stages? These ranks become a group, on every line along pp at once:
 
 # %%
-show("parallel/parts/tied.py:Tied.sum_gradients")
+show("parallel/parts/tied.py:owners_of", since="found:")
+
+# %% [markdown]
+# And after the last backward they add up. (`_aside` are gradients of earlier steps, summed already.)
+
+# %%
+show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")
 
 # %% [markdown]
 # The norm. First the sums of squares, for each group over which something is cut, and for what is
@@ -389,7 +397,7 @@ guess.beside("counted", **{
 COLOURS = {"tensor": PURPLE, "pipeline": BLUE, "embedding": GREY, "data": ORANGE}
 _, axes = plt.subplots(figsize=(6.2, 4.2), layout="constrained")
 for rank, its in enumerate(sent_by):
-    for k, (axis, colour) in enumerate(COLOURS.items()):
+    for axis, colour in COLOURS.items():
         count, to = bytes_along(axis, its), {peer for name, peer, _ in its if name == axis}
         for peer in to:
             top = rank + (0.5 * (axis == "embedding"))
@@ -447,7 +455,9 @@ messages = {  # operation, bytes of each, how many in a step
 }
 for axis, (op, each, count) in messages.items():
     factor = formulas.bus_factor(op, SHAPE[axis]) if op == "all_reduce" else 1
-    print(f"{axis}: {count:>5} x {op:<10} of {each / 1e6:>7,.0f} MB, {factor * each * count / 1e9:.0f} GB")
+    print(
+        f"{axis}: {count:>5} x {op:<10} of {each / 1e6:>7,.0f} MB, {factor * each * count / 1e9:.0f} GB"
+    )
 
 
 # %%
@@ -577,7 +587,9 @@ def raw_step():
 def part_of(whole, p):
     """Of a gradient of the whole model, what belongs to this rank's `p`."""
     shard = shard_of(p)
-    return whole if shard is None else whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
+    return (
+        whole if shard is None else whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
+    )
 
 
 # %%
@@ -659,29 +671,42 @@ def ddp_over_shards(mesh, model):
     DDP(split(model, 2)[mesh.pp.rank], mesh.tp)
 
 
+def too_many(mesh, model):
+    Mesh(pp=2, dp=3, tp=2)
+
+
 def rows_by_rank(mesh, model):
     batch = Text().batch(0, rows=ROWS, length=16).slice(mesh.comm.rank, 8)
     model(batch.x)
 
 
-def too_many(mesh, model):
-    Mesh(pp=2, dp=3, tp=2)
-
-
-def try_them(*mistakes):
+def try_it(mistake):
     attach()
-    mesh, told = Mesh(pp=2, dp=2, tp=2), []
-    for mistake in mistakes:
-        try:
-            mistake(mesh, tensor_parallel(GPT(**SIZES), mesh.tp))
-        except ValueError as error:
-            told.append(f"{mistake.__name__}: {error}")
-    return told
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    mistake(mesh, tensor_parallel(GPT(**SIZES), mesh.tp))
+
+
+def told_by(error):
+    return next(x for x in str(error).splitlines() if "ValueError: " in x).split("ValueError: ")[1]
 
 
 # %% tags=["nbval-check-output"]
-told = eight.run(try_them, ddp_over_stages, ddp_over_shards, rows_by_rank, too_many)
-print("\n\n".join(told[0]))
+def no_harm(mistake):
+    """All ranks raise at the same place, and none waits for another: they may live on."""
+    try:
+        try_it(mistake)
+    except ValueError as error:
+        return f"ValueError: {error}"
+
+
+for mistake in (ddp_over_stages, ddp_over_shards, too_many):
+    print(f"{mistake.__name__}: {told_by(eight.run(no_harm, mistake)[0])}\n")
+
+# %% tags=["nbval-check-output"]
+try:
+    eight.run(try_it, rows_by_rank)
+except Exception as error:
+    print("rows_by_rank:", told_by(error))
 
 # %% [markdown] tags=["answer"]
 # Stages have other layers, ranks of tp other parts: whoever averages over them mixes what has nothing to
@@ -729,7 +754,7 @@ check.place(place)
 # %% [markdown]
 # ### Exercise 2: What travels
 #
-# `training` is what eight ranks will do, a GPT in float64 with a tied embedding:
+# `training` is what four ranks will do, a GPT in float64 with a tied embedding:
 
 # %%
 show("check/lab_17_cases.py:Training")
@@ -830,11 +855,13 @@ check.hand_on(hand_on)
 # rows; all GPUs are used. What counts is the bytes that leave nodes, of all ranks together:
 
 # %%
-for name, job in {**JOBS, "8 ranks in 4 nodes": TINY}.items():
+for name, job in {**JOBS, "4 ranks in 2 nodes": TINY}.items():
     rule = by_rule(job)
     print(f"{name}: {job.nodes} nodes of {job.gpus}, {job.memory_gb:g} GB, width {job.width}, "
           f"{job.rows} rows of {job.context}")  # fmt: skip
-    print(f"   rule of thumb {rule}: {leaving_bytes(job, rule) / 1e9:,.4g} GB, idle {idle(job, rule):.0%}")
+    print(
+        f"   rule of thumb {rule}: {leaving_bytes(job, rule) / 1e9:,.4g} GB, idle {idle(job, rule):.0%}"
+    )
 
 # %%
 show("check/lab_17_jobs.py:leaving_bytes")
@@ -842,7 +869,7 @@ show("check/lab_17_jobs.py:leaving_bytes")
 # %% [markdown]
 # The rule of thumb: tp over a node, then the shortest pipeline that fits, and dp with the rest, in this
 # order. Let fewer bytes leave than it does. `layouts(job)` has all that are allowed; do you see,
-# before you search, why its choice is not always the best? The smallest job runs on eight ranks.
+# before you search, why its choice is not always the best? The smallest job runs on four ranks.
 
 
 # %%

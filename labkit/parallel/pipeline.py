@@ -54,6 +54,7 @@ from labkit.parallel.parts.pipeline_checks import (
     check_has_gradient,
     check_loss,
     check_phases,
+    check_scaler,
     check_stages,
     optimizer_of,
 )
@@ -68,6 +69,7 @@ from labkit.parallel.parts.tied import Tied, check_ties, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
 from labkit.parallel.stages import Layers, layers_in
+from labkit.precision.scaler import GradScaler
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -160,6 +162,7 @@ class Pipeline(nn.Module):
         self._last_backward = last_backward(self.schedule[comm.rank], self._stages)
         self._send_once: list[Any] = []  # optimizers that hold gradients back until then
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
+        self._scaler: GradScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
         self._mail = Mail(comm, self.schedule, parts)
@@ -169,12 +172,14 @@ class Pipeline(nn.Module):
 
     # --- the runner ---------------------------------------------------------------------------
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor, scaler: GradScaler | None = None) -> Tensor | None:
         """Forward and backward of one batch; afterwards the gradients are in `.grad`.
 
         x, y: the same batch on all ranks, [rows, ...]; the first stage looks at x, the last at y.
         It is cut into `microbatches` that differ by at most one row, and the loss of each counts
         by its rows: gradients are those of the whole batch's mean.
+        scaler: of the loss, on the last stage; give it on all ranks, which decide together. Then
+        `scaler.step(optimizer)` and `scaler.update()` as ever.
 
         Returns that mean, detached, on the rank of the last stage; None on the others. Inside
         `torch.no_grad()` only forwards run: that is how to evaluate. Modes (train or eval,
@@ -186,7 +191,7 @@ class Pipeline(nn.Module):
         before hands on; CommError, naming stage, micro-batch and rank, where a message does not
         come.
         """
-        self._begin(x, y)
+        self._begin(x, y, scaler)
         for action, needed, leaving in self._program:
             came = self._mail.receive(needed) if needed else self._of_batch(action)
             with self._without_sync(action):
@@ -216,7 +221,7 @@ class Pipeline(nn.Module):
 
     # --- around it ----------------------------------------------------------------------------
 
-    def _begin(self, x: Tensor, y: Tensor) -> None:
+    def _begin(self, x: Tensor, y: Tensor, scaler: GradScaler | None) -> None:
         check_batch(x, y, self.microbatches, self.comm, self._has_last)
         for stage in self._stages:
             stage.unchanged.check()
@@ -228,6 +233,11 @@ class Pipeline(nn.Module):
         looks = check_alike(x, self, self._looked)
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
+        self._scaler = scaler if torch.is_grad_enabled() else None
+        if self._scaler is not None:
+            check_scaler(self._scaler, self)
+            if not self._has_last:
+                self._scaler.scale(torch.zeros(()))  # in place of a loss
         self._tied.begin()
         self._send_once = optimizers_that_send_once(self.module, self.schedule)
 
@@ -245,7 +255,10 @@ class Pipeline(nn.Module):
         check_has_gradient(loss, self._wants_gradient(), at)
         loss = loss.reshape(())
         self._loss += loss.detach() * self._shares[k]
-        return loss if self._optimizer else loss * self._shares[k]
+        if self._optimizer:
+            return loss
+        mine = loss * self._shares[k]
+        return mine if self._scaler is None else self._scaler.scale(mine)
 
     def _wants_gradient(self) -> bool:
         """Whether the last stage does, for its parameters or for the stages before it."""

@@ -36,7 +36,7 @@ from labkit.parallel.parts.agreement import check_same_on_all_ranks, claim
 from labkit.parallel.parts.buckets import MB, cut
 from labkit.parallel.parts.clipping import clip_grad_norm
 from labkit.parallel.parts.elementwise import check_elementwise
-from labkit.parallel.parts.in_stages import tied_with
+from labkit.parallel.parts.in_stages import piece_of, tied_with
 from labkit.parallel.parts.replicas import copy_from_rank_0
 from labkit.parallel.parts.shards import marked_as
 from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
@@ -212,7 +212,7 @@ class ZeroOptimizer(StandIns):
     def own_gradients(self) -> list[torch.Tensor]:
         self._sends.check_averaged()
         return [
-            marked_as(bucket.parameters[one.index], g)
+            piece_of(bucket.parameters[one.index], marked_as(bucket.parameters[one.index], g))
             for bucket in self._buckets
             for one, g in zip(bucket.pieces, bucket.own_gradients(), strict=True)
             if g is not None

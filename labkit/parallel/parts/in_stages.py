@@ -5,19 +5,21 @@
 
 An optimizer knows the parameters of its rank alone; by the mark, a norm over them is one over all
 stages. A tied parameter has the same gradient, the sum, on all its owners: the first one's counts.
+So it is with a piece of that gradient, as a ZeroOptimizer has.
 
 The mark is weak: without its pipeline, a parameter is one like others. A copy has none.
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import WeakMark
 
-_PIPELINE = "_labkit_pipeline"
+_PIPELINE, _ELSEWHERE = "_labkit_pipeline", "_labkit_counts_elsewhere"
+Piece = TypeVar("Piece", bound=Tensor)
 
 
 @runtime_checkable
@@ -43,6 +45,18 @@ def mark_stages(parameters: Iterable[Tensor], pipeline: InStages) -> None:
     """Say that `pipeline` has these."""
     for one in parameters:
         setattr(one, _PIPELINE, WeakMark(pipeline))
+
+
+def piece_of(parameter: Tensor, x: Piece) -> Piece:
+    """`x`, a piece of the gradient of `parameter`, which counts where that does."""
+    pipeline = getattr(parameter, _PIPELINE, lambda: None)()
+    setattr(x, _ELSEWHERE, pipeline is not None and not pipeline.counts_here(parameter))
+    return x
+
+
+def piece_counts_here(x: Tensor) -> bool:
+    """Whether it is not of a parameter that another stage stands for."""
+    return not getattr(x, _ELSEWHERE, False)
 
 
 def tied_with(parameter: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.zero3_state import WholeState
+from labkit.precision.scaler import GradScaler
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -196,6 +197,21 @@ def optimizer_of(
             "after each micro-batch; give an optimizer of torch"
         )
     return optimizer
+
+
+def check_scaler(scaler: GradScaler, pipeline: Any) -> None:
+    """Raises ValueError for one whose decision is not that of all stages, or comes too late."""
+    if any(one.phase == "update" for actions in pipeline.schedule for one in actions):
+        raise ValueError(
+            "this schedule updates after each micro-batch, before a scaler has seen all gradients; "
+            "train in bf16, which needs no loss scaling, or choose a schedule with a flush"
+        )
+    if scaler.comm is not None and not {*pipeline.comm.ranks} <= {*scaler.comm.ranks}:
+        raise ValueError(
+            f"GradScaler: the pipeline spans ranks {list(pipeline.comm.ranks)}, the scaler only "
+            f"{list(scaler.comm.ranks)}: some stages would skip a step that the others take; make "
+            "the scaler with a comm of all of them, as Mesh.comm"
+        )
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

@@ -29,11 +29,11 @@ from labkit.check.lab_17_jobs import (
     best,
     by_rule,
     leaving_bytes,
-    left_on_ranks,
+    left_on_4_ranks,
     of_the_rule,
     why_not,
 )
-from labkit.check.ranks import alone, run, warm
+from labkit.check.ranks import alone, run
 from labkit.comm.mesh import coordinates
 
 
@@ -255,7 +255,7 @@ def choose(student: Student) -> Iterator[str | Score]:
             fail(f"for {name}, {brief(axes)} {problem}.", hint=f"The job: {brief(job, 200)}")
         layout_of[name] = axes
     tiny = layout_of.pop(SMALLEST)
-    left = sum(warm(4, lambda: left_on_ranks(tiny)))
+    left = left_on_4_ranks(tiny)
     assert left == leaving_bytes(TINY, tiny), "a job's bytes are those of the ranks"
     part = of_the_rule(layout_of)
     if part >= 100 - 1e-9:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from labkit.check.lab_16_cases import first_backward
 from labkit.check.ranks import warm
 from labkit.comm import Mesh, listen
 from labkit.comm.mesh import coordinates, lines
@@ -66,7 +67,7 @@ MESHES: tuple[Axes, ...] = (  # of 4 ranks
     {"pp": 1, "dp": 4, "tp": 1},
     {"pp": 1, "dp": 1, "tp": 4},
 )
-GPT_SIZES = dict(vocab=64, width=16, depth=4, heads=4, context=8)
+GPT_SIZES: dict[str, Any] = dict(vocab=64, width=16, depth=4, heads=4, context=8)
 ROWS, MICROBATCHES = 8, 2
 
 
@@ -85,6 +86,7 @@ class Training(NamedTuple):
 @cache
 def counted() -> list[tuple[Training, list[dict[str, int]]]]:
     """Each training, and for each stage what its ranks sent in a step, by axis."""
+    warm(4, first_backward)
     of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
     return [_of_stages(axes, its) for axes, its in zip(MESHES, zip(*of_ranks))]
 
@@ -188,7 +190,8 @@ def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
 
 def squares(axes: Axes) -> tuple[list[float], list[float], float]:
     """Sums of squares: of each stage what is cut, and what is whole; of the embedding."""
-    cut, whole = [], []
+    cut: list[float] = []
+    whole: list[float] = []
     for stage in range(axes["pp"]):
         its = [one for one in gradients_of(stage, axes["pp"]) if not one.is_tied]
         for kind, into in ((True, cut), (False, whole)):

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from labkit.check.lab_16_cases import first_backward
+from labkit.check.ranks import warm
 from labkit.comm import Mesh, listen
 from labkit.comm.mesh import factorisations, lines
 from labkit.models.gpt import Block
@@ -136,8 +138,14 @@ def by_rule(job: Job) -> dict[str, int]:
 # ---- the same on ranks
 
 
-def left_on_ranks(axes: dict[str, int], job: Job = TINY) -> float:
-    """Bytes that this rank sends out of its node in a step of real training."""
+def left_on_4_ranks(axes: dict[str, int]) -> float:
+    """The same for TINY, counted in real training: of all ranks together."""
+    warm(4, first_backward)
+    return float(sum(warm(4, lambda: _left(axes, TINY))))
+
+
+def _left(axes: dict[str, int], job: Job) -> float:
+    """Bytes that this rank sends out of its node in a step."""
     mesh, s, w = Mesh(**axes), job.context, job.width
     torch.manual_seed(0)
     blocks = [Block(w, job.heads, job.heads, 0.0).double() for _ in range(job.depth)]

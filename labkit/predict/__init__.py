@@ -92,7 +92,6 @@ __all__ = [
     "algorithm_s",
     "bus_factor",
     "bytes_by_axis",
-    "bytes_by_axis",
     "compute_s",
     "data_parallel_bytes",
     "ddp_step_s",

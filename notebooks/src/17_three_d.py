@@ -56,8 +56,9 @@ ALONE = {  # GB of parameters, gradients and Adam's state on a GPU, and what is 
 _, axes = plt.subplots(figsize=(8, 2.2), layout="constrained")
 for place, (gb, trouble) in enumerate(ALONE.values()):
     axes.barh(place, gb, color=VERMILION if gb > 80 else BLUE)
-    axes.text(gb * 1.15, place, f"{gb:,.0f} GB: {trouble}", va="center")
-axes.axvline(80, color="0.4", ls=":")
+    words = f"{gb:,.0f} GB: {trouble}"
+    axes.text(gb * 1.15, place, words, va="center", backgroundcolor="white")
+axes.axvline(80, color="0.4", ls=":", zorder=0)
 axes.set_xscale("log")
 axes.set(xticks=(1, 10, 80, 1000), xticklabels=(1, 10, 80, 1000), xlabel="GB on each GPU, of 80")
 axes.set(yticks=range(4), yticklabels=list(ALONE), xlim=(1, 2e5))
@@ -89,7 +90,7 @@ print(f"a bubble of {formulas.one_f_one_b(pp, m, 1, 2).of_total:.0%}")
 
 
 # %%
-SHADES = ["#D7EBF7", "#A9D3EE", "#FBE3B8", "#F5C77E"]  # which part of the model
+SHADES = ["#D7EBF7", "#A9D3EE", "#D5EDE3", "#A0D8C1"]  # which part of the model
 
 
 def draw_box(axes, rank, where):
@@ -407,7 +408,7 @@ for rank, its in enumerate(sent_by):
             axes.text(peer + 0.5, top + height / 2, f"{count / 1e3:.0f}", **style)
 for k in range(9):
     for line in (axes.axhline, axes.axvline):
-        line(k, color="0.2" if k == 4 else "0.85", lw=1.5 if k == 4 else 0.6, zorder=0)
+        line(k, color="0.2" if k == 4 else "0.85", lw=1.5 if k == 4 else 0.6)
 axes.set(xlim=(0, 8), ylim=(8, 0), xlabel="to rank", ylabel="from rank", aspect="equal")
 axes.set(xticks=[k + 0.5 for k in range(8)], xticklabels=range(8))
 axes.set(yticks=[k + 0.5 for k in range(8)], yticklabels=range(8), title="KB of a step")
@@ -419,6 +420,40 @@ _ = axes.legend(handles, COLOURS, loc="center left", bbox_to_anchor=(1.02, 0.5),
 # back, and the lower half of these two cells is their embedding group.) With tp innermost all the
 # purple stays inside its node, and dp as well. Only blue and grey leave it.
 #
+# Other boxes, other bytes: rank 0 in each of the four runs.
+
+# %%
+_, axes = plt.subplots(figsize=(8, 1.9), layout="constrained")
+for place, its in enumerate(ran):
+    begin = 0.0
+    for axis, colour in COLOURS.items():
+        count = bytes_along(axis, its[0][2]) / 1e3
+        axes.barh(place, count, left=begin, color=colour, label="" if place else axis)
+        begin += count
+names = [", ".join(f"{axis} {n}" for axis, n in one.items()) for one in MESHES]
+axes.set(yticks=range(4), yticklabels=names, xlabel="KB that rank 0 sends in a step")
+axes.invert_yaxis()
+axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# The first two differ in the order of their axes only: the bytes are the same, but who gets them is not.
+# Your formulas, for any box, stand in `labkit.predict`. For the first stage:
+
+
+# %%
+def formula(**axes):
+    gpt = {name: SIZES[name] for name in ("vocab", "width", "depth", "context")}
+    how = dict(sequence=16, microbatches=MICROBATCHES, gather_logits=False, element_bytes=8)
+    return formulas.bytes_by_axis(**gpt, **how, rows=ROWS // axes["dp"], **axes)[0]
+
+
+# %% tags=["nbval-check-output"]
+for axes, its in zip(MESHES, ran):
+    counted = {axis: bytes_along(axis, its[0][2]) for axis in COLOURS}
+    print(f"{axes!s:<29} every axis as predicted: {counted == formula(**axes)}")
+
+# %% [markdown]
 # ### What it holds
 #
 # A rank should have 1/(t p) of the model, and on the end stages both halves of what is tied:
@@ -484,10 +519,10 @@ for place, price in enumerate(PRICES.values()):
         axes.barh(place, price[axis], left=begin, color=colour, label="" if place else axis)
         begin += price[axis]
 axes.axvline(compute_s, color="0.4", ls=":")
-axes.text(compute_s + 1, 5.2, "computing", color="0.4", va="center")
+axes.text(compute_s, -0.9, "computing", color="0.4", ha="center")
 axes.set(yticks=range(6), yticklabels=list(PRICES), xlabel="seconds on the wires, in a step")
 axes.invert_yaxis()
-axes.legend(frameon=False)
+axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% tags=["nbval-check-output"]

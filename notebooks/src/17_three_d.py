@@ -599,24 +599,17 @@ def d_(mesh, gradients):
 
 
 # %%
-def raw_step():
-    """Each rank's own gradients, by the model's names, after a step in which nobody sends any."""
-    mesh = Mesh(pp=2, dp=2, tp=2)
+def untied(mesh):
+    """A pipeline in which nobody synchronises, and the same model in one process, with its tie."""
     torch.manual_seed(0)
-    tied, model = GPT(**SIZES).double(), GPT(**SIZES, tied=False).double()
-    model.load_state_dict(tied.state_dict())
-    stages = split(tensor_parallel(model, mesh.tp, gather_logits=False), 2)
-    pipe = Pipeline(
-        stages, mesh.pp, "1f1b", MICROBATCHES,
-        lambda logits, y: vocab_parallel_cross_entropy(logits, y, mesh.tp),
-    )  # fmt: skip
-    batch = Text().batch(0, rows=ROWS, length=16)
-    mine = batch.slice(mesh.dp.rank, mesh.dp.size)
-    pipe.step(mine.x, mine.y)
-    F.cross_entropy(tied(batch.x).flatten(0, 1), batch.y.flatten()).backward()
-    right = dict(tied.named_parameters(remove_duplicate=False))
-    own = {name.removeprefix("module."): p for name, p in pipe.named_parameters()}
-    return mesh, own, {name: part_of(right[name].grad, p) for name, p in own.items()}
+    alone, model = GPT(**SIZES).double(), GPT(**SIZES, tied=False).double()
+    model.load_state_dict(alone.state_dict())
+    stages = split(tensor_parallel(model, mesh.tp, gather_logits=False), mesh.pp.size)
+
+    def token_loss(logits, y):
+        return vocab_parallel_cross_entropy(logits, y, mesh.tp)
+
+    return Pipeline(stages, mesh.pp, "1f1b", MICROBATCHES, token_loss), alone
 
 
 def part_of(whole, p):
@@ -625,6 +618,20 @@ def part_of(whole, p):
     return (
         whole if shard is None else whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
     )
+
+
+# %%
+def raw_step():
+    """The mesh, this rank's parameters with gradients of its own, and the right ones, by name."""
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    pipe, alone = untied(mesh)
+    batch = Text().batch(0, rows=ROWS, length=16)
+    mine = batch.slice(mesh.dp.rank, mesh.dp.size)
+    pipe.step(mine.x, mine.y)
+    F.cross_entropy(alone(batch.x).flatten(0, 1), batch.y.flatten()).backward()
+    right = dict(alone.named_parameters(remove_duplicate=False))
+    own = {name.removeprefix("module."): p for name, p in pipe.named_parameters()}
+    return mesh, own, {name: part_of(right[name].grad, p) for name, p in own.items()}
 
 
 # %%

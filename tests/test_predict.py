@@ -461,7 +461,7 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["loading", "pipelines", "states", "steps", "tables", "transformer"]
+    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
@@ -476,6 +476,7 @@ SHAPE = {"width": 4, "depth": 1, "heads": 1, "vocab": 2}
 THREE_D = {
     **{"vocab": 2, "width": 4, "depth": 4, "context": 8, "rows": 1, "sequence": 8},
     **{"microbatches": 1, "pp": 2, "dp": 2, "tp": 2, "chunks": 2, "element_bytes": 2},
+    **{"key_width": 4},
 }
 TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
 

@@ -24,7 +24,6 @@ al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3) travel 
 micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from labkit.events import chunk_sizes
@@ -63,13 +62,15 @@ def bytes_by_axis(
     scatter_gather: bool = False,
     gather_logits: bool = True,
     tied: bool = True,
+    key_width: int | None = None,
     element_bytes: int = 2,
 ) -> list[dict[str, float]]:
     """For each stage, what one of its ranks sends along each axis in a step: bus bytes, the mean of
     the stage's ranks.
 
     Args:
-        vocab, width, depth, context, tied: of the GPT, without grouped queries.
+        vocab, width, depth, context, tied: of the GPT.
+        key_width: of its keys, where they are fewer than its queries; `width` otherwise.
         rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
         chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
         zero: 0 for DDP, or the stage of ZeRO over dp.
@@ -88,7 +89,8 @@ def bytes_by_axis(
     {'tensor': '378.0 GiB', 'pipeline': '9.0 GiB', 'data': '9.5 GiB', 'embedding': '0.0 GiB'}
     """
     check_counts(vocab=vocab, width=width, depth=depth, context=context, microbatches=microbatches)
-    check_counts(pp=pp, dp=dp, tp=tp, chunks=chunks)
+    keys = width if key_width is None else key_width
+    check_counts(pp=pp, dp=dp, tp=tp, chunks=chunks, key_width=keys)
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero}: 0 for DDP, or a stage of ZeRO, 1 to 3")
     if depth < pp * chunks:
@@ -114,7 +116,7 @@ def bytes_by_axis(
             numbers += stage.is_first * context * width + stage.is_last * 2 * width
             tensor += 2 * microbatches * numbers * element_bytes
 
-        own = _units_of_weights(stage, width, context, table, tp, tied)
+        own = _units_of_weights(stage, width, keys, context, table, tp, tied)
         together = [sum(own) - is_tied * table, is_tied * table]
         weights = own if zero == 3 else together if zero else [sum(own)]
         times = {0: 2, 1: 2, 2: microbatches + 1, 3: 3 * microbatches}[zero]
@@ -142,11 +144,12 @@ def _tensor_units(stage: Stage, is_cut: bool, recompute: bool, dropout: bool) ->
 
 
 def _units_of_weights(
-    stage: Stage, width: int, context: int, table: int, tp: int, tied: bool
+    stage: Stage, width: int, keys: int, context: int, table: int, tp: int, tied: bool
 ) -> list[int]:
     """Elements that one rank has of each part: the matrices and their columns' biases cut, norms
     and the biases of `out` and `down` whole."""
-    block = (12 * width**2 + 7 * width) // tp + 6 * width
+    matrices = 10 * width**2 + 2 * width * keys
+    block = (matrices + 5 * width + 2 * keys) // tp + 6 * width
     parts = [table, context * width] if stage.is_first else []
     parts += [block] * sum(stage.chunks)
     if stage.is_last:
@@ -156,8 +159,3 @@ def _units_of_weights(
 
 def _padded(elements: int, parts: int) -> int:
     return -(-elements // parts) * parts
-
-
-def totals(stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of all ranks, axis by axis: as many have each stage."""
-    return {axis: sum(one[axis] for one in stages) / len(stages) for axis in AXES}

@@ -9,7 +9,7 @@
 # You need lab 01 (meshes), lab 06 (replays), lab 07 (model states, clipping) and labs 13, 15 and 16.
 
 # %%
-from itertools import permutations
+from itertools import permutations, product
 
 import matplotlib.pyplot as plt
 import torch
@@ -19,7 +19,7 @@ from labkit import DDP, GPT, Mesh, Pipeline, Text, World, attach, cluster, liste
 from labkit import predict as formulas
 from labkit.check import lab_17 as check
 from labkit.check import predict, report
-from labkit.check.lab_17_jobs import JOBS, TINY, by_rule, idle, layouts, leaving_bytes
+from labkit.check.lab_17_jobs import JOBS, TINY, by_rule, idle, leaving_bytes, why_not
 from labkit.comm.mesh import coordinates, lines, rank_at
 from labkit.course import show
 from labkit.parallel import split
@@ -73,7 +73,8 @@ for name, (gb, trouble) in ALONE.items():
 # %% [markdown]
 # Each axis has a limit of its own: a copy must fit, a node has 8 GPUs, a pipeline needs many
 # micro-batches for each replica, and ZeRO-3 fetches all parameters again and again for one or two
-# texts. (Its bytes can hide behind computing, but not when they take longer than that.)
+# texts. (Its bytes can hide behind computing, but not when they take longer than that. Computing is
+# taken at half of the GPUs' peak, and the wires at all of theirs.)
 #
 # **Can each axis do only what it is good at?** For instance 8 · 8 · 16 = 1,024:
 
@@ -153,8 +154,8 @@ _ = axes.axis("off")
 plot.mesh(SIZES_OF_MESH, ranks_per_node=4)
 
 # %% [markdown]
-# tp sends most, and at a moment when nobody has anything else to do: inside. A cut of the pipeline
-# sends least: outside.
+# tp sends most, and at moments when nobody has anything else to do: inside. A cut of the pipeline sends
+# little, from one rank to one other: outside.
 #
 # ### What exists twice
 #
@@ -267,7 +268,8 @@ show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")
 
 # %% [markdown]
 # The norm. First the sums of squares, for each group over which something is cut, and for what is
-# whole; then over tp the first kind alone; then over the stages:
+# whole; then over tp the first kind alone; then over the stages. (`comm` has ZeRO's ranks, here it is
+# None; and p may be infinite, then it is the largest.)
 
 # %%
 show("parallel/parts/clipping.py:norm_of_pieces", since="sums = ", until="return")
@@ -456,7 +458,7 @@ for axes, its in zip(MESHES, ran):
 # %% [markdown]
 # ### What it holds
 #
-# A rank should have 1/(t p) of the model, and on the end stages both halves of what is tied:
+# A rank should have 1/(t p) of the model, and a little more:
 
 
 # %%
@@ -472,8 +474,8 @@ print(f"the model: {model:,} parameters, a quarter {model / 4:,.0f}")
 print("ranks 0 to 7:", ", ".join(f"{count:,}" for count in here))
 
 # %% [markdown]
-# Over a quarter: norms, positions and some biases are whole on both ranks of tp, and the head's rows
-# are there twice. In GPT-3 neither counts.
+# Norms, positions and some biases are whole on both ranks of tp, and the table is there twice: on the
+# first stage and on the last. In GPT-3 that is next to nothing.
 #
 # ### What does an order cost?
 #
@@ -546,7 +548,7 @@ print("still the same training:", compared(gathered))
 
 # %% [markdown]
 # 1/t over the cut, in each direction, and (t-1)/t of it more inside: rank 4 gathers activations, and
-# rank 0 gradients. With t = 8 that is an eighth, where the wires are slow.
+# rank 0 gradients. With t = 8 that is an eighth: of GPT-3's 0.5 s between nodes, 0.07 are left.
 
 # %% [markdown]
 # ## 6. Break it
@@ -665,7 +667,7 @@ print("          the table, rank 0 and 4    q, rank 0 and 1    norms")
 for k, program in enumerate(PROGRAMS):
     zero, one, four = (hunted[rank][k] for rank in (0, 1, 4))
     print(
-        f"{program.__name__:<10}{zero['tables']:>12.2f} {four['tables']:>5.2f}"
+        f"{program.__name__.strip('_'):<10}{zero['tables']:>12.2f} {four['tables']:>5.2f}"
         f"{zero['cut']:>17.2f} {one['cut']:>5.2f}{zero['norms']:>12.2f}"
     )
 
@@ -753,7 +755,7 @@ except Exception as error:
 # %% [markdown] tags=["answer"]
 # Stages have other layers, ranks of tp other parts: whoever averages over them mixes what has nothing to
 # do with each other. In plain `torch.distributed` the first hangs or crashes where shapes differ, and
-# is silent where they are the same: two stages in the middle of a GPT have the same names and shapes.
+# is silent where they are the same, as in two stages in the middle of a GPT.
 
 # %%
 eight.close()  # eight processes less
@@ -906,18 +908,32 @@ for name, job in {**JOBS, "4 ranks in 2 nodes": TINY}.items():
     )
 
 # %%
-show("check/lab_17_jobs.py:leaving_bytes")
+show("check/lab_17_jobs.py:sent_by_a_rank", since="x = ")
+
+# %%
+show("check/lab_17_jobs.py:leaving_bytes", since="sent, total")
 
 # %% [markdown]
 # The rule of thumb: tp over a node, then the shortest pipeline that fits, and dp with the rest, in this
-# order. Let fewer bytes leave than it does. `layouts(job)` has all that are allowed; do you see,
-# before you search, why its choice is not always the best? The smallest job runs on four ranks.
+# order. Let fewer bytes leave than it does. Before you search: where is the rule wasteful? The smallest
+# job runs on four ranks.
+#
+# Useful: `leaving_bytes(job, axes)`; `why_not(job, axes)` says what is wrong with them, or "";
+# `itertools.permutations`, `itertools.product`.
 
 
 # %%
 def choose(job):
     ### BEGIN SOLUTION
-    return min(layouts(job), key=lambda axes: leaving_bytes(job, axes))
+    gpus = job.nodes * job.gpus
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    every = (
+        dict(order)
+        for sizes in product(divisors, repeat=3)
+        for order in permutations(zip(("pp", "dp", "tp"), sizes))
+    )
+    allowed = (axes for axes in every if not why_not(job, axes))
+    return min(allowed, key=lambda axes: leaving_bytes(job, axes))
     ### END SOLUTION
 
 
@@ -958,16 +974,16 @@ report("17")
 # | the order of axes | `parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`: the first varies fastest |
 # | embedding group | `parallel_state.py`, `get_embedding_group`; `distributed/finalize_model_grads.py`, `_allreduce_word_embedding_grads` |
 # | the global norm | `optimizer/clip_grads.py`, `get_grad_norm_fp32`; `param_is_not_tensor_parallel_duplicate` |
-# | scatter/gather | was `--scatter-gather-tensors-in-pipeline`; with sequence parallelism a rank has 1/t of x anyway |
+# | scatter/gather | on, until `--no-scatter-gather-tensors-in-pipeline`; with sequence parallelism a rank has 1/t of x anyway |
 #
-# The orders are not the same: Megatron's default has dp inside of pp, as ours; DeepSpeed's topology
-# above has pp outermost, then dp, then tensor ("model").
+# All have the same order: pp outermost, then dp, and tensor ("model" in DeepSpeed) innermost. Megatron
+# writes it from the inside out.
 
 # %% [markdown]
-# torch's `DeviceMesh` on the same box. Its groups are those of `lines`:
+# torch's `init_device_mesh` numbers the box by `torch.arange`. Its groups are those of `lines`:
 
 # %% tags=["nbval-check-output"]
-ranks = torch.arange(8).view(2, 2, 2)  # what init_device_mesh makes, for ("pp", "dp", "tp")
+ranks = torch.arange(8).view(2, 2, 2)  # of ("pp", "dp", "tp")
 for place_, axis in enumerate(SIZES_OF_MESH):
     theirs = ranks.movedim(place_, -1).reshape(-1, 2).tolist()
     print(f"{axis}: {theirs}, the same: {theirs == list(lines(SIZES_OF_MESH, axis))}")
@@ -978,8 +994,8 @@ for place_, axis in enumerate(SIZES_OF_MESH):
 # once, for whole training, because each costs memory on the GPU.
 #
 # Sources: Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using
-# Megatron-LM*, 2021 (arXiv 2104.04473), sections 3 and 4.1, and 5 for 1,024 GPUs and the batch of
-# 1,536; Shoeybi et al., 2019 (arXiv 1909.08053), section 3; for ZeRO-3's bytes Rajbhandari et al., 2019
+# Megatron-LM*, 2021 (arXiv 2104.04473), sections 3 and 4.1, and 5.1 for 1,024 GPUs and the batch
+# of 1,536; Shoeybi et al., 2019 (arXiv 1909.08053), section 3; for ZeRO-3's bytes Rajbhandari et al., 2019
 # (arXiv 1910.02054), section 7.
 
 # %% [markdown]

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-from labkit import DDP, GPT, Mesh, Pipeline, Text, World, attach, cluster, listen, plot
+from labkit import DDP, GPT, Mesh, Pipeline, Text, World, attach, cluster, listen, plot, record
 from labkit import predict as formulas
 from labkit.check import lab_17 as check
 from labkit.check import predict, report
@@ -372,14 +372,28 @@ MESHES = [
 # %% tags=["nbval-check-output"]
 print("one process, losses:", ", ".join(f"{loss:.6f}" for loss in alone_losses.tolist()))
 print("norms, clipped to 1:", ", ".join(f"{norm:.6f}" for norm in alone_norms))
-ran = [eight.run(train, **axes) for axes in MESHES]
+with record() as recorded:
+    ran = [eight.run(train, **MESHES[0])]
+ran += [eight.run(train, **axes) for axes in MESHES[1:]]
 for axes, its in zip(MESHES, ran):
     print(f"{axes!s:<29} losses, norms, weights equal: {compared(its)}")
 
 # %% [markdown]
+# The second step of the first run, on rank 0 and on the stage behind it. (Eight ranks fight for your
+# cores: read the order, not the lengths.)
+
+# %%
+plot.timeline(recorded, step=1, ranks=(0, 4))
+
+# %% [markdown]
+# All the time tp's all-reduces (ranks 0, 1): many, short, and the rank waits for each. Between them the
+# messages of pp (0, 4), for which it waits only where no other micro-batch is left to do. And once, at
+# the end, the gradients of dp (0, 2), the embedding group's, and a number for clipping.
+
+# %% [markdown]
 # ### What travels
 #
-# Rank 0 of the first, in the second step:
+# Rank 0 of the first run, in the same step:
 
 
 # %% tags=["nbval-check-output"]
@@ -617,9 +631,9 @@ def untied(mesh):
 def part_of(whole, p):
     """Of a gradient of the whole model, what belongs to this rank's `p`."""
     shard = shard_of(p)
-    return (
-        whole if shard is None else whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
-    )
+    if shard is None:
+        return whole
+    return whole.narrow(shard.dim, shard.start, shard.stop - shard.start)
 
 
 # %%
@@ -945,9 +959,9 @@ for name, job in JOBS.items():
     print(f"{name}: {choose(job)}, idle {idle(job, choose(job)):.0%}")
 
 # %% [markdown] tags=["answer"]
-# Several stages may lie inside one node: then only the last of them sends out. A long pipeline also
-# makes shards and layers of a rank fewer, so tp may be smaller. It is paid in bubble, and in bytes that
-# stay inside, which this score does not see: lab 18 prices all of it in seconds.
+# Several stages may lie inside one node: then only the last of them sends out. And with a long pipeline a
+# rank has few layers, so a smaller tp is enough. It is paid in bubble, and in bytes that stay inside,
+# which this score does not see: lab 18 prices all of it in seconds.
 
 # %% tags=["nbval-check-output"]
 report("17")

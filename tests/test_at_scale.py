@@ -270,13 +270,26 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
         (Layout(tp=3), 16, "divide"),
         (Layout(pp=2, chunks=2), 5, "whole"),
         (Layout(chunks=2), 4, "several stages"),
+        (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
         (Layout(zero=3), 4, "zero=3"),
+        (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
+        (Layout(tp=0), 16, "tp=0: give a whole number"),
+        (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
+        (Layout(), 0, "global_batch=0: give a whole number"),
         (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
     ],
 )
 def test_a_layout_that_cannot_be_is_told(layout: Layout, batch: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         step_report(SMALL, layout, batch, SELENE)
+
+
+def test_positions_and_cores_that_cannot_be_are_told() -> None:
+    odd = replace(SMALL, context=SMALL.context + 1)
+    with pytest.raises(ValueError, match="positions do not divide over tp=2"):
+        step_report(odd, Layout(tp=2, sequence=True), 4, SELENE)
+    with pytest.raises(ValueError, match="choose 'fused' or 'plain'"):
+        step_report(SMALL, Layout(), 4, SELENE, core="flash")
 
 
 def test_shapes_leave_out_what_does_not_matter() -> None:

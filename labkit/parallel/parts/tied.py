@@ -68,10 +68,13 @@ class WholeGradient:
     """That of `parameter`, as it lies in `.grad`."""
 
     def __init__(self, parameter: nn.Parameter):
-        self.parameter, self._aside = parameter, parameter.grad
+        self.parameter = parameter
+        self._aside: Tensor | None = None
 
     def put_aside(self) -> None:
-        """Begin anew."""
+        """Begin anew. (Aside goes a copy: of DDP, `.grad` is its bucket, which is filled anew.)"""
+        if self.parameter.grad is not None:
+            self._aside = self.parameter.grad.detach().clone()
         self.parameter.grad = None
 
     def sum_copies(self, group: Any) -> None:
@@ -81,7 +84,7 @@ class WholeGradient:
             parameter.grad = torch.zeros_like(parameter)
         group.all_reduce(parameter.grad)
         if self._aside is not None:
-            parameter.grad = self._aside + parameter.grad
+            parameter.grad.add_(self._aside)
 
 
 def _gradient_of(parameter: nn.Parameter) -> Any:

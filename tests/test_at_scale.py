@@ -19,6 +19,7 @@ from labkit.planning.report import StepReport
 from labkit.planning.stages import virtual_stages
 from labkit.planning.steps import step_report
 from labkit.planning.traces import step_trace
+from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Compute, run
 from labkit.replaying.microbatches import timed_actions
@@ -256,6 +257,19 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
         assert most == pytest.approx(report.sent_bytes[axis], rel=1e-3)
     assert len(timed_actions(trace)) == layout.pp
     assert plot.timeline(trace) is not None
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_ends_send_what_the_formula_says(zero: int) -> None:
+    """Also of the tied embedding, of which a rank under ZeRO has 1/dp."""
+    layout = Layout(tp=2, pp=2, dp=4, zero=zero)
+    stages = bytes_by_axis(
+        vocab=SMALL.vocab, width=SMALL.width, depth=SMALL.depth, context=SMALL.context, tied=True,
+        rows=2, sequence=SMALL.context, microbatches=2, pp=2, dp=4, tp=2, zero=zero,
+        scatter_gather=True, element_bytes=2,
+    )  # fmt: skip
+    sent = step_report(SMALL, layout, 8, SELENE).sent_bytes
+    assert sent["pipeline"] == max(one["pipeline"] + one["embedding"] for one in stages)
 
 
 # ---- bad input

@@ -128,7 +128,7 @@ def _micro_batch(shapes: Sequence[Shape]) -> None:
     """On a rank: forward and backward. (Gradients lie in buckets, as DDP's: they are there
     before.) A span of no length says that backward is done with a parameter."""
     stage = _Stage(shapes)
-    for parameter in stage.parameters():
+    for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
         parameter.register_post_accumulate_grad_hook(_note)
     optimizer = torch.optim.SGD([stage.anchor], lr=0.0)

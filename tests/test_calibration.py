@@ -45,12 +45,10 @@ SYNTHETIC = [  # of each constant some row must tell
     row(4096, 2, 16, microbatch=8, context=1024),
     row(4096, 2, 8, microbatch=1, context=2048),
     row(256, 4, 8, microbatch=1),
-    row(256, 4, 8, microbatch=8),
     row(256, 12, 8, microbatch=1),
-    row(1024, 2, 64, microbatch=4, dp=16),
+    row(4096, 2, 64, microbatch=4, dp=16),
     row(4096, 2, 16, microbatch=8, tp=2, context=1024),
     row(4096, 2, 16, microbatch=8, pp=2, context=1024),
-    row(1024, 2, 16, microbatch=8),
 ]
 
 
@@ -74,7 +72,7 @@ def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list
 
 def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
     where = with_constants(cluster(CLUSTER), TRUE)
-    large, small, over_nodes = rows[0], rows[2], rows[5]
+    large, small, over_nodes = rows[0], rows[2], rows[4]
 
     def told(one: Row, name: str, factor: float) -> float:
         changed = TRUE * np.where(np.array(NAMES) == name, factor, 1.0)
@@ -159,7 +157,7 @@ def test_the_stored_seconds_are_those_of_the_frozen_constants() -> None:
     """On the rows that are quick to record."""
     found = calibration()
     quick = [i for i, one in enumerate(found.rows) if one.layout.tp == 1 and one.sizes.depth == 24]
-    quick = quick[:3]
+    quick = quick[:1]
     again = seconds_of([found.rows[i] for i in quick], cluster(CLUSTER), around_s(found))
     assert again == pytest.approx(found.predicted_s[quick], rel=1e-4)
 

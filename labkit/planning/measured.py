@@ -2,7 +2,7 @@
 
 Megatron-DeepSpeed, mixed precision, 1F1B, attention that stores its scores, every block recomputed.
 A vocabulary of 51,200 is assumed: the tables do not say. Source: vTrain, arXiv 2312.12391 (MIT
-licence), ground truth; see published/README.md.
+licence), ground truth; see tables/README.md.
 """
 
 import csv
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from labkit.planning.layout import Layout, Sizes
 
-PUBLISHED = Path(__file__).with_name("published")
+PUBLISHED = Path(__file__).with_name("tables")
 FILES = ("a100_step_times_node.csv", "a100_step_times_cluster.csv")
 COUNTS = (
     "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence",

@@ -261,7 +261,7 @@ def on_mesh(*, scatter_gather=False, **axes):
 show("parallel/parts/tied.py:owners_of", since="found:")
 
 # %% [markdown]
-# And after the last backward they add up. (`_aside` are gradients of earlier steps, summed already.)
+# And after the last backward they add up. (What earlier steps have summed is with the first owner.)
 
 # %%
 show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")

@@ -159,7 +159,7 @@ def _time_hint(its: float, case: Case) -> str:
 
 # ---- mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens)
 
-STEP_S, PEAK_FLOPS, TOKENS = 14.5, 312e12, 300e9
+STEP_S, PEAK_FLOPS, TOKENS = 30.0, 312e12, 300e9
 
 
 @exercise(points=3)

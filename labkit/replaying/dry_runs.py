@@ -147,7 +147,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and _CHOOSES in vars(module):
                     changes.enter_context(patch.object(module, _CHOOSES, _foreach))
-        changes.callback(mode.shown.stop)
+        changes.callback(mode.stop_showing)
         with mode:
             yield
 
@@ -180,6 +180,10 @@ class _ShownFake(FakeTensorMode):
             self._next_s = time.monotonic() + EVERY_S
             self._show()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def stop_showing(self) -> None:
+        if self.shown.live.is_started:  # (else it would print an empty line into a file)
+            self.shown.stop()
 
     def _show(self) -> None:
         if self._in_notebook:  # rich would make a widget, over which nbconvert may stumble

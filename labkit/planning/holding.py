@@ -1,0 +1,99 @@
+"""What a rank holds at its peak, in a layout.
+
+    states        2 + 2 + 12 bytes for each of its parameters, less what ZeRO cuts over dp
+    in flight     for each micro-batch between its forward and its backward, what its layers keep;
+                  the schedule says how many there are: p - stage with 1F1B
+    and one more  at the moment in its forward or backward, or in the optimizer's step, at which a
+                  layer holds the most: the logits, or what a block computes again
+
+All as recorded of a layer without data; what is added up here are whole layers. Not counted: what
+is under way between ranks, the batch of tokens, and what the device's own software takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from labkit.planning.clock import schedule_of
+from labkit.planning.layers import Bytes, recorded_update
+from labkit.planning.layout import Layout
+from labkit.planning.stages import VirtualStage
+from labkit.trace import CATEGORIES
+
+NOTHING: Bytes = (0,) * len(CATEGORIES)
+PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # of bf16, bf16, fp32 and two moments
+
+
+def memory_of(
+    stages: Sequence[Sequence[VirtualStage]], layout: Layout, microbatches: int
+) -> Mapping[str, float]:
+    """Bytes by category, on a rank of the stage that holds the most."""
+    in_flight = _in_flight(layout.pp, min(microbatches, 2 * layout.pp), layout.chunks)
+    peaks = [_peak(chunks, layout, ways) for chunks, ways in zip(stages, in_flight, strict=True)]
+    return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))
+
+
+def _peak(
+    chunks: Sequence[VirtualStage], layout: Layout, ways: tuple[tuple[int, tuple[int, ...]], ...]
+) -> Bytes:
+    """Of one stage. `ways`: (a chunk that works, how many micro-batches each chunk has in flight
+    besides), where these are the most."""
+    elements = sum(chunk.parameters for chunk in chunks)
+    shares = layout.dp if layout.zero else 1
+    states = list(NOTHING)
+    states[CATEGORIES.index("parameters")] = PARAMETER_BYTES * elements
+    states[CATEGORIES.index("gradients")] = GRADIENT_BYTES * elements
+    states[CATEGORIES.index("optimizer state")] = MASTER_BYTES * elements // shares
+    kept, working = zip(*(_of_micro_batch(chunk) for chunk in chunks), strict=True)
+    moments = [_updating(chunks)]
+    for chunk, others in ways:
+        moments.append(_sum(working[chunk], *(_times(n, k) for n, k in zip(others, kept))))
+    return _sum(tuple(states), max(moments, key=sum))
+
+
+def _of_micro_batch(chunk: VirtualStage) -> tuple[Bytes, Bytes]:
+    """What it keeps between forward and backward, and what it holds at most in either."""
+    kept, most = NOTHING, NOTHING
+    for layer, count in chunk.recorded():
+        before = _sum(kept, _times(count - 1, layer.kept))  # at its last one
+        peaks = (layer.forward.peak, layer.backward.peak)
+        most = max(most, *(_sum(before, peak) for peak in peaks), key=sum)
+        kept = _sum(before, layer.kept)
+    return kept, most
+
+
+def _updating(chunks: Sequence[VirtualStage]) -> Bytes:
+    """In the optimizer's step; nothing is in flight then."""
+    every = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
+    return max((recorded_update(one).peak for one in every), key=sum)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(
+    stages: int, microbatches: int, chunks: int
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
+    """Of each stage, for each chunk: what is in flight on all of them, besides the one it works on,
+    when that is the most."""
+    if chunks == 1:
+        return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
+    found = []
+    for actions in schedule_of(stages, microbatches, chunks):
+        held = [0] * chunks
+        most: dict[int, tuple[int, ...]] = {}
+        for action in actions:
+            if action.phase == "backward":
+                held[action.chunk] -= 1
+            now = tuple(held)
+            if action.chunk not in most or sum(now) > sum(most[action.chunk]):
+                most[action.chunk] = now
+            if action.phase == "forward":
+                held[action.chunk] += 1
+        found.append(tuple(most.items()))
+    return tuple(found)
+
+
+def _sum(*some: Bytes) -> Bytes:
+    return tuple(map(sum, zip(*some, strict=True)))
+
+
+def _times(count: int, some: Bytes) -> Bytes:
+    return tuple(count * one for one in some)

@@ -1,10 +1,10 @@
-"""The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `replay`, `run`, `schedule`,
-`view`.
+"""The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
+`schedule`, `view`.
 """
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from labkit import __version__
 from labkit.bench.command import bench
+from labkit.planning.command import EXAMPLES, plan
 
 app = typer.Typer(
     help="Distributed training you can read, run, check and see.",
@@ -388,7 +389,7 @@ def _root(
         raise typer.Exit
 
 
-class _told:
+class _told(ContextDecorator):
     """Errors that a user can mend are a sentence, not a traceback."""
 
     def __enter__(self) -> None:
@@ -419,6 +420,7 @@ class _ToldGroup(TyperGroup):
 
 
 app.add_typer(bench, name="bench", cls=_ToldGroup)
+app.command(epilog=EXAMPLES)(_told()(plan))
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ pytestmark = [
 SAMPLES = ("sample_lab.py", "hanging_lab.py")
 # The first lab, and those with something to move that the sample does not have: what else a lab
 # does, nbval runs without a browser (tests/test_notebooks.py).
-WIDGETS = ("plot.steps(", "plot.view(", "what_if(", "plot.flip_bits(")
+WIDGETS = ("plot.steps(", "plot.view(", "what_if(", "plot.flip_bits(", "plot.plan_view(")
 SAMPLE = (Path(__file__).parent / SAMPLES[0]).read_text(encoding="utf-8")
 LABS = [
     lab

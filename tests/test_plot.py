@@ -909,6 +909,8 @@ def test_plot_names_what_it_has():
         "movement",
         "nccl",
         "number_line",
+        "plan",
+        "plan_view",
         "schedule",
         "schedules",
         "step_memory",

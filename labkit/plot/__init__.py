@@ -16,6 +16,8 @@
     plot.nccl(log)  # rings and trees of what NCCL printed
     plot.transfers(measured)  # ways to move a tensor, measured beside predicted
     plot.loading({"pipelined": run})  # what the bus carried while blocks computed
+    plot.plan(plan)  # layouts on a cluster: where their time goes, and the map of tp and pp
+    plot.plan_view(plan)  # the same, one layout at a time, with sliders
     plot.schedule(gpipe(4, 8))  # a pipeline from its costs, or a recorded one
     plot.schedules({"GPipe": one, "1F1B": other})  # several, on one axis of time
     plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
@@ -43,6 +45,8 @@ __all__, __getattr__, __dir__ = lazy(
         "movement": "labkit.plot.movements",
         "nccl": "labkit.plot.nccl_logs",
         "number_line": "labkit.plot.format_ranges",
+        "plan": "labkit.plot.plans",
+        "plan_view": "labkit.plot.plan_widget",
         "schedule": "labkit.plot.pipelines",
         "schedules": "labkit.plot.pipelines",
         "step_memory": "labkit.plot.activations",

@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.clusters.cluster import Cluster, Device, Level
 
-MAY_BE_0 = ("launch_s", "latency_s", "start_s", "tile")
+MAY_BE_0 = ("launch_s", "host_s", "latency_s", "start_s", "tile")
 
 
 def cluster(name: str) -> Cluster:
@@ -91,7 +91,7 @@ def _cluster(name: str, told: Any, devices: Mapping[str, Any], where: str) -> Cl
 def _device(told: Any, where: str) -> Device:
     told = _table(told, where)
     plain = ("memory_bytes", "memory_bytes_per_s", "launch_s")
-    parts = ("matmul_reached", "memory_reached", "tile")
+    parts = ("matmul_reached", "memory_reached", "tile", "host_s")
     _no_others(told, {"name", "peak_flops", *plain, *parts}, where)
     numbers, sources = _numbers(told, (*plain, *_given(told, parts)), where)
     rates = _table(told.get("peak_flops"), f"{where}: peak_flops")

@@ -5,13 +5,17 @@ from dataclasses import replace
 from math import isclose
 from typing import Any
 
-from labkit.check.exercise import exercise
+from labkit.check.exercise import Score, exercise
 from labkit.check.findings import brief, fail
 from labkit.check.lab_18_cases import (
+    BEST,
     CASES,
     FORWARD_S,
+    JOBS,
     TENSOR_S,
+    Candidate,
     Case,
+    Job,
     candidates,
     in_flight,
     layer_bytes,
@@ -21,6 +25,10 @@ from labkit.check.lab_18_cases import (
     right_mfu_and_days,
 )
 from labkit.check.ranks import alone
+from labkit.planning.fits import described
+from labkit.planning.layout import Layout
+from labkit.planning.reasons import seconds
+from labkit.planning.report import StepReport
 from labkit.predict import step_flops
 
 Student = Callable[..., Any]
@@ -99,7 +107,9 @@ def _memory_hint(name: str, times: float, case: Case) -> str:
             return "Without ZeRO each replica holds all of it."
         return "Adam's two moments and the master copy: 12 bytes for each number."
     if _same(times, 1 / layout.dp):
-        return "Each replica has all parameters and gradients of its stage; ZeRO-1 does not cut them."
+        return (
+            "Each replica has all parameters and gradients of its stage; ZeRO-1 does not cut them."
+        )
     return "12 w² numbers a layer and w v of the embedding, 2 bytes each, over tp."
 
 
@@ -233,7 +243,79 @@ def can_run(student: Student) -> Iterator[str]:
             fail(
                 f"{one}: it returned {found}.",
                 expected=f"{not found}: {why}" if why else "True: all divides, and it fits",
-                hint="" if why else "Ask for no more than must be: any number of ranks that divides.",
+                hint=""
+                if why
+                else "Ask for no more than must be: any number of ranks that divides.",
             )
     good = sum(not problem(one) for one in every)
     yield f"{good} of {len(every)} layouts, of 96, 64 and 1,024 ranks: all that divide and fit"
+
+
+# ---- choose(job)
+
+
+@exercise(points=4)
+def choose(student: Student) -> Iterator[str | Score]:
+    """choose(job): a layout for a model on a cluster; the score is its step beside the best's."""
+    found = _of_all(student, [(job,) for job in JOBS.values()])
+    times = []
+    for (name, job), layout in zip(JOBS.items(), found):
+        _can_be(name, job, layout)
+        report = job.report(layout)
+        has = job.cluster.device.memory_bytes
+        if report.peak_bytes > has:
+            held = {x: n for x, n in report.memory_bytes.items() if n}
+            fail(
+                f"for {name}, {described(layout)} holds {report.peak_bytes / GB:.1f} GB.",
+                expected=f"no more than the {has / GB:.0f} GB of a GPU",
+                found=", ".join(f"{x} {n / GB:.1f}" for x, n in held.items()),
+                hint="Which choice makes the largest of these smaller, and what does it cost?",
+            )
+        times.append(report.step_s / job.report(BEST[name]).step_s)
+        if times[-1] > MOST:
+            fail(
+                f"for {name}, a step in {described(layout)} takes {report.step_s:.1f} s, "
+                f"{times[-1]:.2f} times as long as it need.",
+                expected=f"at most {MOST:g} times the best known",
+                hint=_choice_hint(report),
+            )
+        yield f"{name}: {described(layout)}, a step of {report.step_s:.1f} s"
+    yield Score(round(1000 * sum(times) / len(times)), 1000, "per mille of the best steps known")
+
+
+MOST = 1.25  # times as long as the best
+
+
+def _can_be(name: str, job: Job, layout: Any) -> None:
+    if not isinstance(layout, Layout):
+        fail(
+            f"for {name}, choose returned {brief(layout)}.",
+            expected="a Layout",
+            hint="Does the function end with a return?" if layout is None else "",
+        )
+    case = Case(job.sizes, layout, job.global_batch)
+    if why := problem(Candidate(case, job.cluster.size, float("inf"))):
+        fail(f"for {name}, {described(layout)} cannot be: {why}.", expected=str(job))
+    try:
+        job.report(layout)
+    except ValueError as error:
+        fail(f"for {name}, {described(layout)} cannot be: {error}.", expected=str(job))
+
+
+def _choice_hint(report: StepReport) -> str:
+    """By what it loses most on."""
+    if report.layout.recompute == "full":
+        return "It computes every forward twice: is there no room for the activations?"
+    lost = {part: its for part, its in seconds(report).items() if part != "compute"}
+    part = max(lost, key=lambda one: lost[one])
+    share = f"{lost[part] / report.step_s:.0%} of it is lost on {part}"
+    return (
+        f"{share}: "
+        + {
+            "tensor": "are there wires fast enough for so much tp?",
+            "bubble": "fewer stages, more micro-batches, or chunks make it shorter.",
+            "data": "gradients travel once a step: how many bytes has a stage, over which wire?",
+            "pipeline": "fewer stages or chunks send less often.",
+            "optimizer": "ZeRO-1 shares it among the replicas.",
+        }[part]
+    )

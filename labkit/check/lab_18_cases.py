@@ -4,17 +4,21 @@ A case is a model in a layout. None of them is square: heads, blocks, rows and r
 somewhere, so that a formula with two axes in each other's place does not pass.
 """
 
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
+from labkit.clusters import Cluster, cluster
+from labkit.planning.fits import described
 from labkit.planning.layout import Layout, Sizes
+from labkit.planning.report import StepReport
+from labkit.planning.steps import step_report
 from labkit.predict import (
     MIXED_ADAM,
     activation_bytes,
-    compute_s,
     interleaved,
     mfu,
     model_state_bytes,
-    one_f_one_b,
     step_flops,
 )
 from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
@@ -32,8 +36,8 @@ class Case(NamedTuple):
     global_batch: int
 
     def __str__(self) -> str:
-        return f"{self.sizes.depth} blocks of width {self.sizes.width}, {described(self.layout)}, " \
-            f"{self.global_batch} rows"  # fmt: skip
+        model = f"{self.sizes.depth} blocks of width {self.sizes.width}"
+        return f"{model}, {described(self.layout)}, {self.global_batch} rows"
 
     @property
     def microbatches(self) -> int:
@@ -49,16 +53,6 @@ CASES = (
     Case(SMALL, Layout(tp=4, pp=5, dp=2, chunks=3, recompute="full"), 40),
     Case(GPT3, Layout(tp=8, pp=12, dp=2, chunks=2, sequence=True), 96),
 )
-
-
-def described(layout: Layout) -> str:
-    """A layout with the choices that are not as usual."""
-    words = [layout.in_words]
-    words += [f"{layout.chunks} chunks"] * (layout.chunks > 1)
-    words += [f"ZeRO-{layout.zero}"] * (layout.zero > 0)
-    words += ["sequence parallel"] * layout.sequence
-    words += ["recompute full"] * (layout.recompute == "full")
-    return " · ".join(words)
 
 
 # ---- memory
@@ -189,3 +183,65 @@ def problem(one: Candidate) -> str:
     if held > budget_bytes:
         return f"it holds {held / 1e9:.1f} GB"
     return ""
+
+
+# ---- what to choose
+
+
+class Job(NamedTuple):
+    """A model to train on all devices of a cluster, `global_batch` rows a step."""
+
+    sizes: Sizes
+    cluster: Cluster
+    global_batch: int
+
+    def __str__(self) -> str:
+        device, between = self.cluster.device, self.cluster.between
+        assert between is not None
+        gbps = self.cluster.share_bytes_per_s(between) * 8 / 1e9
+        return (
+            f"{self.sizes.parameters / 1e9:.1f}B parameters ({self.sizes.depth} blocks of width "
+            f"{self.sizes.width}, {self.sizes.heads} heads), {self.global_batch} rows, on "
+            f"{self.cluster.size} GPUs of {device.memory_bytes / 1e9:.0f} GB; between nodes "
+            f"{gbps:.3g} Gb/s for each"
+        )
+
+    def report(self, layout: Layout) -> StepReport:
+        """Of a step, replayed."""
+        return _replayed(self.sizes, layout, self.global_batch, self.cluster.name)
+
+
+def _clusters() -> dict[str, Cluster]:
+    selene = cluster("selene")
+    assert selene.between is not None
+    ethernet = replace(
+        selene.between, name="Ethernet", ports=1, bytes_per_s=25e9 / 8, latency_s=30e-6
+    )  # as that of "v100-cloud"
+    half = replace(selene.device, memory_bytes=40e9)
+    every = (
+        replace(selene, name="12 nodes", nodes=12),
+        replace(selene, name="8 nodes on Ethernet", nodes=8, between=ethernet),
+        replace(selene, name="16 nodes of 40 GB", nodes=16, device=half),
+    )
+    return {one.name: one for one in every}
+
+
+CLUSTERS = _clusters()
+JOBS = {
+    "an odd cluster": Job(Sizes(6144, 40, 48), CLUSTERS["12 nodes"], 768),
+    "a slow wire": Job(Sizes(4096, 36, 32), CLUSTERS["8 nodes on Ethernet"], 512),
+    "half the memory": Job(Sizes(8192, 48, 64), CLUSTERS["16 nodes of 40 GB"], 512),
+}
+# The fastest that labkit.plan finds: tests/test_lab_18.py.
+BEST = {
+    "an odd cluster": Layout(tp=1, pp=2, dp=48, microbatch=2, chunks=4, zero=1),
+    "a slow wire": Layout(tp=8, pp=4, dp=2, microbatch=4, zero=1),
+    "half the memory": Layout(
+        tp=4, pp=2, dp=16, microbatch=2, chunks=4, zero=1, sequence=True
+    ),
+}  # fmt: skip
+
+
+@cache
+def _replayed(sizes: Sizes, layout: Layout, global_batch: int, name: str) -> StepReport:
+    return step_report(sizes, layout, global_batch, CLUSTERS[name])

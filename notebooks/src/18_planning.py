@@ -15,13 +15,16 @@ from time import perf_counter
 import matplotlib.pyplot as plt
 import torch
 
-from labkit import cluster, plot
+from labkit import Layout, Sizes, cluster, plan, plot
 from labkit import predict as formulas
 from labkit.check import lab_18 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.planning.layout import Layout, Sizes
-from labkit.plot.style import CATEGORIES
+from labkit.planning.fits import described
+from labkit.planning.reasons import seconds, why
+from labkit.planning.steps import step_report
+from labkit.plot.plans import COLOURS
+from labkit.plot.style import CATEGORIES, MEASURED, PREDICTED
 
 # %% [markdown]
 # ## 1. The question
@@ -141,7 +144,7 @@ for axes in (left, right):
 # ```
 #
 # **MFU** counts 6 of these 8, what the model needs; **HFU** counts all 8, what the hardware does. Papers
-# quote either. 
+# quote either.
 
 # %% [markdown]
 # ### Glossary
@@ -162,20 +165,577 @@ for axes in (left, right):
 # %% [markdown]
 # ## 3. Predict
 #
-# First, days. The authors report 140 TFLOP/s on each of 1,024 A100s for GPT-3 (300 billion tokens), and
-# 163 on each of 3,072 for a trillion parameters (450 billion tokens), recomputed operations counted. And
-# which rate has a V100 that takes 288 years?
+# First, days. The authors report 140 TFLOP/s on each of 1,024 A100s for GPT-3 (175 billion parameters, 300
+# billion tokens), and 163 on each of 3,072 for 1,008 billion parameters (450 billion tokens), recomputed
+# operations counted. How many days are that?
 
-# %% stub="training = predict(gpt3_days=..., trillion_days=..., v100_tflops=...)" tags=["nbval-check-output"]
+# %% stub="training = predict(gpt3_days=..., trillion_days=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-day_s, year_s = 86400, 86400 * 365
 training = predict(
-    gpt3_days=round(8 * 300e9 * 175e9 / (1024 * 140e12) / day_s),
-    trillion_days=round(8 * 450e9 * 1008e9 / (3072 * 163e12) / day_s),
-    v100_tflops=round(8 * 300e9 * 175e9 / (288 * year_s) / 1e12),
+    gpt3_days=round(8 * 300e9 * 175e9 / (1024 * 140e12) / 86400),
+    trillion_days=round(8 * 450e9 * 1008e9 / (3072 * 163e12) / 86400),
 )
 ### END SOLUTION
 training
 
 # %% tags=["nbval-check-output"]
-training.beside("the paper's", gpt3_days=34, trillion_days=84, v100_tflops=46)
+training.beside("reported", gpt3_days=34, trillion_days=84)
+
+# %% [markdown]
+# (The authors say 288 years, and not how they count. With 8 T P / X those are a V100 at 46 TFLOP/s, 37 % of
+# its peak.)
+#
+# Then one layout: GPT-3 as the authors had it, tp 8, pp 8, dp 16, b = 1, 1,536 rows of s = 2,048, plain 1F1B, on
+# 1,024 GPUs. How many micro-batches has a replica, and which part of the step is the bubble (of the total)? What
+# does a GPU hold of the states, at 16 bytes a parameter (lab 10; take 1/64 of the model)? And what does a
+# GPU of a stage in the middle send to its neighbours: two messages of b·s·w numbers of 2 bytes for each
+# micro-batch, of which each of the 8 tensor ranks sends an eighth (lab 17)?
+
+# %% stub="of_layout = predict(microbatches=..., bubble=..., states_gb=..., pipeline_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+tp, pp, dp, b, rows, s, w = 8, 8, 16, 1, 1536, 2048, 12288
+m = rows // (dp * b)
+of_layout = predict(
+    microbatches=m,
+    bubble=round((pp - 1) / (m + pp - 1), 3),
+    states_gb=round(16 * P / (tp * pp) / 1e9, 1),
+    pipeline_bytes=m * 2 * b * s * w * 2 // tp,
+)
+### END SOLUTION
+of_layout
+
+# %% [markdown]
+# ## 4. Read it
+#
+# A trillion parameters on a laptop? A GPT has three kinds of layers: embedding, block, head. One of each is
+# run dry (lab 06) as one of tp ranks, forward and backward of one micro-batch, by the code that you used
+# in labs 13 and 16:
+
+# %%
+show("planning/layers.py:_micro_batch", since="stage = _Stage")
+
+# %% [markdown]
+# What a stage computes and waits for is a sum over its layers:
+
+# %%
+show("planning/steps.py:chunk_seconds", since="groups =")
+
+# %% [markdown]
+# The schedule tiles that with all micro-batches. What a stage holds is the same for all: its states, and
+# what its layers keep for each micro-batch in flight (here 1F1B's):
+
+# %%
+show("planning/holding.py:_in_flight", since="if chunks == 1", until="found = []")
+
+# %% [markdown]
+# Which layouts are there? Whatever divides:
+
+# %%
+show("planning/layouts.py:_of_ranks", since="for tp, pp in product")
+
+# %% [markdown]
+# And why does one lose? The seconds of a report add up to its step, so the slower one has more of
+# something:
+
+# %%
+show("planning/reasons.py:cause")
+
+# %% [markdown]
+# ## 5. Run it
+#
+# ### One layout
+#
+# GPT-3 on 1,024 GPUs of Selene, the authors' cluster. Nothing of what is below needs one of them.
+
+# %%
+selene = cluster("selene")
+AUTHORS = replace(BY_AUTHORS, recompute="full")
+gpt3 = step_report(GPT3, AUTHORS, 1536, selene)
+
+# %% tags=["nbval-check-output"]
+states = ("parameters", "gradients", "optimizer state")
+of_layout.beside(
+    "replayed",
+    microbatches=AUTHORS.microbatches(1536),
+    bubble=round(gpt3.bubble_s / gpt3.step_s, 3),
+    states_gb=round(sum(gpt3.memory_bytes[name] for name in states) / 1e9, 1),
+    pipeline_bytes=int(gpt3.sent_bytes["pipeline"]),
+)
+
+# %% [markdown]
+# Bytes are equal to the last one. The states are a little more than 1/64: the first stage has the embedding as
+# well. And the bubble is longer than that of equal stages, for the last stage has the head. Where do the
+# seconds of a step go?
+
+
+# %%
+def bars(reports):
+    """A step of each, of the parts that add up to it."""
+    _, axes = plt.subplots(figsize=(8.5, 0.9 + 0.42 * len(reports)), layout="constrained")
+    begin = [0.0] * len(reports)
+    for part, colour in COLOURS.items():
+        each = [seconds(one)[part] for one in reports.values()]
+        axes.barh(list(reports), each, left=begin, color=colour, edgecolor="w", label=part)
+        begin = [one + more for one, more in zip(begin, each)]
+    for row, end in enumerate(begin):
+        axes.text(end, row, f" {end:.1f} s", va="center")
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, 1.1 * max(begin)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=6, loc="upper left", bbox_to_anchor=(0, -0.3 / len(reports)))
+
+
+bars({"the authors' layout": gpt3})
+
+# %% [markdown]
+# Computing, mostly. `tensor`, `data` and `pipeline` are **exposed**: the stage stands still for a
+# collective, or for a message. What would change that? One thing at a time:
+
+# %%
+variants = {
+    "as it was": {},
+    "4 chunks": dict(chunks=4),
+    "micro-batches of 2": dict(microbatch=2),
+    "pp 16, dp 8": dict(pp=16, dp=8),
+    "nothing recomputed": dict(recompute="none"),
+}
+variants = {name: replace(AUTHORS, **change) for name, change in variants.items()}
+found = {name: step_report(GPT3, one, 1536, selene) for name, one in variants.items()}
+bars(found)
+
+# %% tags=["nbval-check-output"]
+for name, one in found.items():
+    held = f"{one.peak_bytes / 1e9:.0f} GB held of 80"
+    print(f"{name:<24}{one.step_s:5.1f} s, MFU {one.mfu:.0%}, {held}")
+
+# %% [markdown]
+# Four chunks make the bubble shorter, larger micro-batches make it longer. Nobody needs to recompute any more:
+# this replay has flash attention, which keeps no scores (lab 11); the authors had not, in 2021. Stages of
+# half the size fit too, with room to spare, and lose by their bubble. What would **you** try next?
+
+# %% [markdown]
+# ### From 39 billion to a trillion
+#
+# The authors' models, their layouts, and the TFLOP/s of each GPU that they report (recomputed operations
+# counted). One micro-batch of one row, plain 1F1B:
+
+# %%
+REPORTED = {
+    "39B": (Sizes(8192, 48, 64), Layout(tp=8, pp=2, dp=32), 1536, 138),
+    "GPT-3": (GPT3, Layout(tp=8, pp=8, dp=16), 1536, 140),
+    "1,008B": (Sizes(25600, 128, 160), Layout(tp=8, pp=64, dp=6), 3072, 163),
+}
+scaled = {}
+for name, (sizes, layout, rows, _) in REPORTED.items():
+    scaled[name] = step_report(sizes, replace(layout, recompute="full"), rows, selene)
+
+
+def hardware_tflops(one):
+    """Of each GPU, with the forward that is computed again."""
+    of = one.sizes
+    flops = formulas.step_flops(
+        of.vocab, of.width, of.depth, of.heads, one.global_batch, of.context, recompute=True
+    )
+    return flops / one.step_s / one.layout.ranks / 1e12
+
+
+# %%
+_, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
+for place, (name, one) in enumerate(scaled.items()):
+    axes.barh(place - 0.2, REPORTED[name][3], 0.38, color=MEASURED)
+    axes.barh(place + 0.2, hardware_tflops(one), 0.38, color=PREDICTED)
+axes.set_yticks(range(3), [f"{name} on {one.layout.ranks:,}" for name, one in scaled.items()])
+axes.axvline(312, color="0.4", ls="--")
+axes.text(310, -0.4, "peak", color="0.4", ha="right")
+axes.invert_yaxis()
+axes.set(xlabel="TFLOP/s of each GPU: reported (dark), replayed (light)", xlim=(0, 320))
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% tags=["nbval-check-output"]
+for name, one in scaled.items():
+    tflops, step = hardware_tflops(one), f"a step of {one.step_s:.1f} s"
+    held = f"{one.peak_bytes / 1e9:.0f} GB held"
+    print(f"{name:<7}{step:<18} MFU {one.mfu:.0%}, {tflops:.0f} TFLOP/s in hardware, {held}")
+
+# %% [markdown]
+# The larger the model, the better it uses each GPU, though 3,072 share it: its products are larger, and
+# tensor parallelism's all-reduces grow with w where computing grows with w². A replay's GPUs are never
+# late and never break, and its network has no other users: so it is faster than what was reported. By how
+# much, on the whole? That one must **measure**.
+
+# %% [markdown]
+# ### All layouts
+#
+# Now the question of section 1: why not 4, 16 and 16? `plan` replays every layout that divides and fits. So
+# that it takes seconds here, some choices are made for it, as the authors made them:
+
+# %%
+planned = plan(
+    GPT3, selene, 1536, gpus=1024, tp=[4, 8, 16], microbatch=[1, 2],
+    recompute="full", sequence=False, zero=0,
+)  # fmt: skip
+plot.plan(planned, top=8)
+
+# %% tags=["nbval-check-output"]
+print(len(planned.reports), "layouts fit,", len(planned.too_large), "do not")
+for one in planned.reports[:5]:
+    print(f"{one.step_s:.2f} s  {described(one.layout)}")
+
+# %% [markdown]
+# On the left the seconds of the fastest, on the right the map of tp and pp: dark is fast. For each value of
+# each axis, the fastest layout that has it, and what it loses on:
+
+# %%
+planned.trades(1)
+
+# %% [markdown]
+# These are Megatron's takeaways (arXiv 2104.04473, section 3), found and not believed:
+#
+# 1. tensor parallelism up to the size of a node, then pipeline parallelism across nodes;
+# 2. tp · pp just so large that the model fits; data parallelism for all other GPUs;
+# 3. the best micro-batch is a compromise: larger products against a longer bubble.
+#
+# And one may ask how much they are worth: the second best layouts are often as good as the best.
+
+# %% [markdown]
+# Move it yourself, and see what each choice gains and loses:
+
+# %%
+plot.plan_view(planned)
+
+# %% [markdown]
+# In a terminal: `labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536`; with `--fits`
+# or `--largest` it answers whether a model fits at all, and what the largest is that does.
+
+# %% [markdown]
+# ## 6. Break it
+#
+# ### Four plans
+#
+# Four numbers from somebody's plan for GPT-3 in the authors' layout. Each has one classical mistake. Find
+# it before you run the next cell.
+
+# %%
+P, tp, pp, dp, m = GPT3.parameters, 8, 8, 16, 96
+
+
+def mfu():  # the paper: 140 TFLOP/s on each GPU; an A100 has 312
+    return 140 / 312
+
+
+def idle_days():  # of 34 days of training, in the bubble of plain 1F1B
+    return 34 * (pp - 1) / m
+
+
+def gradients_s():  # a GPU's bf16 gradients, over its 200 Gb/s
+    return 2 * (dp - 1) / dp * 2 * P / (tp * pp) / 200e9
+
+
+def held_gb():  # states, and 12 layers of one row, on a GPU of the first stage
+    layer = formulas.activation_bytes(2048, 1, 12288, 96, tp, recompute="selective")
+    return (16 * P / (tp * pp) + 12 * layer) / 1e9
+
+
+# %% tags=["nbval-check-output"]
+layer = formulas.activation_bytes(2048, 1, 12288, 96, tp, recompute="selective")
+pipe = formulas.one_f_one_b(pp, m, 1, 2)
+formulas.table(
+    theirs=dict(mfu=mfu(), idle_days=idle_days(), gradients_s=gradients_s(), held_gb=held_gb()),
+    right=dict(
+        mfu=140 / 312 * 72 / 96,
+        idle_days=34 * pipe.of_total,
+        gradients_s=formulas.least_s("all_reduce", dp, 2 * P / (tp * pp), 25e9),
+        held_gb=(16 * P / (tp * pp) + 12 * pipe.peak_microbatches * layer) / 1e9,
+    ),
+)
+
+# %% [markdown] tags=["answer"]
+# - **mfu** took the paper's TFLOP/s, which count the forward that is computed again: 96 b s L w² instead of
+#   72. That is HFU. (Whoever divides 6 T P by these 140 trains in 25 days, on paper.)
+# - **idle_days** took (p-1)/m, the bubble over the *computing*, of the whole time. Of that it is
+#   (p-1)/(m+p-1).
+# - **gradients_s** took bits for bytes: 200 Gb/s are 25 GB/s.
+# - **held_gb** counted one micro-batch. The first stage of 1F1B holds p of them.
+
+# %% [markdown]
+# ### The other mesh
+#
+# A colleague writes `Mesh(tp=8, dp=16, pp=8)`, the last axis innermost: the layout is the same, the loss
+# is the same, to the bit. But neighbours in tp stand 128 ranks apart, each on another node. That is a
+# cluster whose nodes have one GPU:
+
+# %% tags=["nbval-check-output"]
+apart = replace(selene, nodes=1024, devices_per_node=1)
+for name, where in (("Mesh(pp, dp, tp)", selene), ("Mesh(tp, dp, pp)", apart)):
+    one = step_report(GPT3, BY_AUTHORS, 1536, where)
+    waits = f"{one.tensor_s / one.step_s:.0%} of it for tensor parallelism"
+    print(f"{name}: {one.step_s:5.1f} s, {waits}, MFU {one.mfu:.0%}")
+
+# %% [markdown]
+# Nothing fails, and nothing warns. The bill tells, and the replay, before anybody pays.
+#
+# ### Sizes that do not go together
+
+# %% tags=["nbval-check-output"]
+for gpus in (1000, 8):
+    try:
+        plan(GPT3, selene, 1536, gpus=gpus, microbatch=1, chunks=1)
+    except ValueError as error:
+        print(f"{gpus} GPUs: {error}\n")
+
+# %% [markdown]
+# ## 7. Build it
+#
+# A planner of your own: what a layout holds, how long its step is, what that means in days, and whether
+# it can run at all. Then you choose.
+
+# %% [markdown]
+# ### Exercise 1: What does a GPU hold?
+#
+# Bytes on a GPU of the **first** stage, at its peak: a dict with `"parameters"`, `"gradients"`,
+# `"optimizer state"` and `"activations"`.
+#
+# - A layer has 12 w² numbers; the first stage has the embedding, v w, as well. Leave out the rest.
+# - Adam in mixed precision: 2 + 2 + 12 bytes (lab 10). `layout.zero` is 0 or 1 (lab 07).
+# - `layer_bytes`: what **one** layer keeps for **one** micro-batch on one GPU (labs 11, 13, 14).
+# - Schedules are those of lab 16: 1F1B holds min(p, m) micro-batches; with v > 1 chunks,
+#   p (1 + (p-1)/(p v)) of them, or m if there are fewer.
+
+
+# %%
+def held_bytes(sizes, layout, global_batch, layer_bytes):
+    ### BEGIN SOLUTION
+    p, v, m = layout.pp, layout.chunks, layout.microbatches(global_batch)
+    layers = sizes.depth // p
+    numbers = (12 * sizes.width**2 * layers + sizes.vocab * sizes.width) / layout.tp
+    in_flight = min(m, p if v == 1 else p * (1 + (p - 1) / (p * v)))
+    return {
+        "parameters": 2 * numbers,
+        "gradients": 2 * numbers,
+        "optimizer state": 12 * numbers / (layout.dp if layout.zero else 1),
+        "activations": layers * in_flight * layer_bytes,
+    }
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.held_bytes(held_bytes)
+
+# %% [markdown]
+# ### Exercise 2: How long is a step?
+#
+# Seconds of a step, from two numbers: a stage computes `forward_s` in the forward of a micro-batch (all
+# its chunks together), twice that in backward; in each of the two it stands still for `tensor_s`,
+# waiting for tensor parallelism. With `layout.recompute == "full"`, backward begins with the forward,
+# once more, and waits as that did. Messages are free, and gradients and the optimizer take no time.
+
+
+# %%
+def step_s(layout, global_batch, forward_s, tensor_s):
+    ### BEGIN SOLUTION
+    forward = forward_s + tensor_s
+    backward = 2 * forward_s + tensor_s
+    if layout.recompute == "full":
+        backward += forward
+    m = layout.microbatches(global_batch)
+    return (m + (layout.pp - 1) / layout.chunks) * (forward + backward)
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.step_s(step_s)
+
+# %% [markdown]
+# ### Exercise 3: MFU, and days
+#
+# From the seconds of a step: the MFU, 0 to 1, and the days for so many tokens. The operations that the
+# **model** needs for a step (lab 06, with R = `global_batch` rows of s = `sizes.context` positions):
+#
+# ```
+#   3 · (L (24 R s w² + 4 R s² w) + 2 R s w v)
+# ```
+
+
+# %%
+def mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens):
+    ### BEGIN SOLUTION
+    w, L, s, v = sizes.width, sizes.depth, sizes.context, sizes.vocab
+    positions = global_batch * s
+    flops = 3 * positions * (L * (24 * w**2 + 4 * s * w) + 2 * w * v)
+    mfu = flops / (layout.ranks * peak_flops_per_s * step_s)
+    return mfu, tokens / positions * step_s / 86400
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.mfu_and_days(mfu_and_days)
+
+# %% [markdown]
+# ### Exercise 4: Can it run?
+#
+# True or False. What must divide what: ranks, heads, blocks in v chunks on each of p stages, rows? With
+# chunks, micro-batches go in groups of p (lab 16). And it must fit: what your `held_bytes` says, all
+# categories together, may be no more than `budget_bytes`.
+
+
+# %%
+def can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes):
+    ### BEGIN SOLUTION
+    if layout.ranks != gpus or sizes.heads % layout.tp:
+        return False
+    if sizes.depth % (layout.pp * layout.chunks):
+        return False
+    if global_batch % (layout.dp * layout.microbatch):
+        return False
+    if layout.chunks > 1 and layout.microbatches(global_batch) % layout.pp:
+        return False
+    held = held_bytes(sizes, layout, global_batch, layer_bytes)
+    return sum(held.values()) <= budget_bytes
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.can_run(can_run)
+
+# %% [markdown]
+# ### Exercise 5, open: Choose
+#
+# Three jobs that the authors did not have:
+
+# %%
+from labkit.check.lab_18_cases import JOBS, layer_bytes
+from labkit.planning.layouts import layouts
+
+for name, job in JOBS.items():
+    print(f"{name}: {job}\n")
+
+# %% [markdown]
+# Return a `Layout` for each `job` (`job.sizes`, `job.cluster`, `job.global_batch`): all of its GPUs, within
+# the memory of each. You may choose all that a layout has: chunks, ZeRO (0, 1), `sequence`,
+# `recompute`. Your score is the time of its step beside that of the best known, a mean over the jobs, in
+# per mille; more than 1.25 times as long in any job does not pass.
+#
+# `step_report(job.sizes, layout, job.global_batch, job.cluster)` tells you about a layout by hand. In a
+# program you have formulas: yours. Here are the candidates that your `can_run` lets through, with 5 % of
+# the memory left for what formulas forget:
+
+
+# %%
+def candidates(job):
+    gpus, rows = job.cluster.size, job.global_batch
+    room = 0.95 * job.cluster.device.memory_bytes
+    some = dict(tp=[1, 2, 4, 8], microbatch=[1, 2, 4], zero=1)
+    for one in layouts(job.sizes, gpus, rows, **some):
+        if can_run(job.sizes, one, gpus, rows, layer_bytes(job.sizes, one), room):
+            yield one
+
+
+# %% [markdown]
+# An estimate of a step in seconds. `device.peak_flops["bfloat16"]` is what a GPU could do, `matmul_reached` the
+# part of it that large products reach, a side d of a product reaches d / (d + `tile`) of that (lab 06);
+# `inside` and `between` are the wires, with `bytes_per_s` and `reached`. Take any of it, or less:
+
+
+# %%
+def estimate_s(job, layout):
+    ### BEGIN SOLUTION
+    of, tp, there = job.sizes, layout.tp, job.cluster
+    device, w, tokens = there.device, of.width, layout.microbatch * of.context
+    layers = of.depth / layout.pp + of.vocab / (12 * w)  # the last stage has the head
+    flops = layers * formulas.layer_forward_flops(w, of.heads, layout.microbatch, of.context)
+    rate = device.peak_flops["bfloat16"] * device.matmul_reached
+    for side in (w / tp, tokens):
+        rate *= side / (side + device.tile)
+    inside_s = there.inside.bytes_per_s * there.inside.reached
+    tensor_s = 2 * layers * formulas.least_s("all_reduce", tp, 2 * tokens * w, inside_s)
+    # A ring over the replicas leaves each node once: those that stand on it share its ports.
+    near = min(layout.dp, there.devices_per_node // tp)
+    across_s = there.share_bytes_per_s(there.between) * there.between.reached * near
+    gradients = 2 * 12 * w**2 * layers / tp
+    wire_s = across_s if layout.dp > near else inside_s
+    data_s = formulas.least_s("all_reduce", layout.dp, gradients, wire_s)
+    return step_s(layout, job.global_batch, flops / tp / rate, tensor_s) + data_s
+    ### END SOLUTION
+
+
+# %%
+def choose(job):
+    ### BEGIN SOLUTION
+    return min(candidates(job), key=lambda one: estimate_s(job, one))
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.choose(choose)
+
+# %% [markdown]
+# **Defend it.** Somebody asks: why not half the tp, or twice? Half the stages? The planner's words, for
+# neighbours of your choice:
+
+
+# %%
+def defend(job, mine):
+    best = job.report(mine)
+    for change in (dict(tp=2, pp=0.5), dict(tp=0.5, pp=2), dict(pp=0.5, dp=2), dict(pp=2, dp=0.5)):
+        axes = {axis: int(getattr(mine, axis) * times) for axis, times in change.items()}
+        other = replace(mine, chunks=1, **axes)
+        try:
+            one = job.report(other)
+        except ValueError:
+            continue  # it does not divide
+        words = why(best, one, job.cluster) if one.step_s > best.step_s else "FASTER"
+        fits = "" if one.peak_bytes <= job.cluster.device.memory_bytes else "(does not fit) "
+        print(f"{other.in_words:<28}{one.step_s:6.2f} s  {fits}{words}")
+
+
+# %%
+job = JOBS["a slow wire"]
+mine = choose(job)
+print(f"{mine.in_words:<28}{job.report(mine).step_s:6.2f} s  mine")
+defend(job, mine)
+
+# %% [markdown]
+# Ideas for more: replay the five best of your estimate, and take the fastest. Or leave `zero=1` and
+# `tp=[1, 2, 4, 8]` away from the candidates.
+
+# %% tags=["nbval-check-output"]
+report("18")
+
+# %% [markdown]
+# ## 8. In the wild
+#
+# | tool | a layout is |
+# |---|---|
+# | Megatron-LM | `--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 1536`; dp is what is left of the GPUs |
+# | its other choices | `--num-layers-per-virtual-pipeline-stage`, `--sequence-parallel`, `--use-distributed-optimizer` (ZeRO-1), `--recompute-granularity full` |
+# | torch | `init_device_mesh("cuda", (8, 16, 8), mesh_dim_names=("pp", "dp", "tp"))` |
+# | torchtitan | `--parallelism.tensor_parallel_degree 8 --parallelism.pipeline_parallel_degree 8` |
+# | labkit | `Layout(tp=8, pp=8, dp=16)`, `plan(...)`, `labkit plan` |
+
+# %% [markdown]
+# Who chooses it?
+#
+# | tool | how it finds a layout |
+# |---|---|
+# | people | the three takeaways, then some runs of a few steps |
+# | DeepSpeed, `deepspeed --autotuning tune` | short real runs over ZeRO stages and micro-batches, on the machines themselves |
+# | Alpa | a search: integer programming inside a stage, dynamic programming between stages |
+# | vTrain | profiled kernels, replayed for each layout: what `labkit plan` does with a roofline |
+#
+# Llama 3 405B (arXiv 2407.21783, Table 4), by people: 16,384 H100s, tp 8, pp 16, dp 128, sequences of 8,192, 400
+# TFLOP/s on each GPU, an MFU of 41 %. For sequences of 131,072: context parallelism 16 (lab 14), and dp 8; 38 %.
+# The order of the axes, innermost first, is tp, cp, pp, dp: what waits most has the fastest wires.
+
+# %% [markdown]
+# What a plan leaves out: GPUs that fail (Llama 3's did, every three hours), slow ones, a network with other users, the
+# kernels of next year. So measure a few steps of the best three, and keep the fastest.
+#
+# Sources: Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, 2021 (arXiv
+# 2104.04473): the introduction for 288 years, section 3 for the takeaways, section 5.1 for 8 T P / (n X), Table
+# 1 for layouts and TFLOP/s; Bang et al., *vTrain*, 2023 (arXiv 2312.12391), for measured steps;
+# Zheng et al., *Alpa*, 2022 (arXiv 2201.12023); the Llama team, 2024 (arXiv 2407.21783); Brown et al., *GPT-3*,
+# 2020 (arXiv 2005.14165).
+
+# %% [markdown]
+# **You can now** say what a model costs before anybody buys GPUs, predict a step of any layout and hold it to
+# what was measured, rank all layouts, and say in one sentence why each of the others loses.

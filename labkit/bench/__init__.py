@@ -11,6 +11,7 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_pipeline": "labkit.bench.pipeline",
         "bench_plot": "labkit.bench.plot",
         "bench_precision": "labkit.bench.precision",
+        "bench_scale": "labkit.bench.scale",
         "bench_tensor_parallel": "labkit.bench.tensor_parallel",
         "bench_transfers": "labkit.bench.transfers",
         "bench_world": "labkit.bench.world",

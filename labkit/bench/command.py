@@ -183,7 +183,7 @@ def replay(
     only: Annotated[str | None, typer.Option(help="prediction or scale; both if absent.")] = None,
 ) -> None:
     """Steps over a modelled wire, predicted and measured; a dry run of 175B on 1,024 ranks."""
-    from labkit.bench import dry_run as scale
+    from labkit.bench import dry_run as at_scale
     from labkit.bench import replay as module
 
     if only not in (None, "prediction", "scale"):
@@ -191,7 +191,19 @@ def replay(
     if only != "scale":
         _shown("replay", lambda: module.table(module.bench_replay(turns=turns)))
     if only != "prediction":
-        _shown("dry run", lambda: scale.table(scale.bench_dry_run(depth)))
+        _shown("dry run", lambda: at_scale.table(at_scale.bench_dry_run(depth)))
+
+
+@bench.command(epilog="Example:  labkit bench scale --no-others")
+def scale(
+    others: Annotated[
+        bool, typer.Option(help="The ten models of 1.7B to 1008B of Megatron-LM's table, too.")
+    ] = True,
+) -> None:
+    """A step of GPT-3 on 1,024 A100, recorded without data, and replayed."""
+    from labkit.bench import scale as module
+
+    _shown("scale", lambda: module.table(module.bench_scale(others)))
 
 
 @bench.command(

@@ -3,6 +3,8 @@
 layout      a model's sizes, and the ranks along each axis
 report      what a step in a layout takes, holds and sends
 steps       step_report(sizes, layout, global_batch, cluster): that report
+traces      step_trace(...): the same as a trace, to be drawn
+published   GPTs of papers, and how they were trained
 
 How a step is found (read in this order):
 
@@ -10,6 +12,8 @@ layers      each kind of layer, recorded once without data
 stages      which layers a stage has
 places      where ranks stand on nodes
 seconds     what a layer takes there
+sends       bytes along each axis, and messages between stages
 clock       the schedule, over many micro-batches
+tail        the end of a step: gradients, the tied embedding, the optimizer
 holding     what a rank holds at its peak
 """

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labkit.schedules import Schedule, received, run_order, schedule
+from labkit.schedules import Schedule, received, schedule
 
 Array = np.ndarray
 ALIKE = 1e-12  # of the time so far: rounding
@@ -55,22 +55,28 @@ def schedule_of(stages: int, microbatches: int, chunks: int) -> Schedule:
 @lru_cache(maxsize=512)
 def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
     lists = schedule_of(stages, microbatches, chunks)
-    number: dict[tuple[str, int, int], int] = {}  # what, micro-batch, virtual stage
+    number: dict[tuple[str, int, int], int] = {}  # phase, micro-batch, virtual stage
     before, needed, takes, over = [0], [0], [0], [stages]
     of_stage: list[list[int]] = [[] for _ in lists]
-    for stage, position in run_order(lists):
-        action = lists[stage][position]
-        virtual, back = action.chunk * stages + stage, action.phase == "backward"
-        message = received(action, stage, stages, chunks)
-        before.append(of_stage[stage][-1] if of_stage[stage] else 0)
-        takes.append(2 * virtual + back)
-        needed.append(0)
-        over.append(stages)
-        if message is not None and stages > 1:
-            needed[-1] = number[action.phase, action.microbatch, message.source]
-            over[-1] = min(message.source, message.target) % stages
-        number[action.phase, action.microbatch, virtual] = len(before) - 1
-        of_stage[stage].append(len(before) - 1)
+    every = sum(map(len, lists))
+    while len(before) <= every:
+        for stage, actions in enumerate(lists):
+            done = of_stage[stage]
+            while len(done) < len(actions):  # until it waits for a stage that is not so far
+                phase, microbatch, chunk = action = actions[len(done)]
+                virtual, source, way = chunk * stages + stage, 0, stages
+                message = received(action, stage, stages, chunks) if stages > 1 else None
+                if message is not None:
+                    source = number.get((phase, microbatch, message.source), 0)
+                    way = min(message.source, message.target) % stages
+                    if not source:
+                        break
+                before.append(done[-1] if done else 0)
+                needed.append(source)
+                takes.append(2 * virtual + (phase == "backward"))
+                over.append(way)
+                number[phase, microbatch, virtual] = len(before) - 1
+                done.append(len(before) - 1)
     warm_up = [
         next(k for k, action in enumerate(one) if action.phase == "backward") - 1 for one in lists
     ]
@@ -139,22 +145,22 @@ def pipeline_timing(
     stages, chunks = forward_s.shape
     virtual = [x.T.ravel().tolist() for x in (forward_s, backward_s)]
     seconds = [x for pair in zip(*virtual, strict=True) for x in pair]
-    few = 3 * stages
-    while True:
-        count = few + microbatches % stages
-        if count >= microbatches:
-            return _timing(
-                _Ran(_compiled(stages, microbatches, chunks), seconds, messages_s.tolist()), chunks
-            )
-        ran = _Ran(_compiled(stages, count, chunks), seconds, messages_s.tolist())
-        last = count * chunks - max(ran.compiled.warm_up) - 1
-        period = ran.period(last, chunks)
+
+    def ran(count: int) -> _Ran:
+        return _Ran(_compiled(stages, count, chunks), seconds, messages_s.tolist())
+
+    count = 3 * stages
+    while count < microbatches:
+        found = ran(count)
+        last = count * chunks - max(found.compiled.warm_up) - 1
+        period = found.period(last, chunks)
         if period is not None:
             if rest := (microbatches - count) % period:
                 count += rest
-                ran = _Ran(_compiled(stages, count, chunks), seconds, messages_s.tolist())
-            return _timing(ran, chunks, last, period, (microbatches - count) // period)
-        few *= 2
+                found = ran(count)
+            return _timing(found, chunks, last, period, (microbatches - count) // period)
+        count *= 2
+    return _timing(ran(microbatches), chunks)
 
 
 def _timing(ran: _Ran, chunks: int, last: int = 0, period: int = 0, times: int = 0) -> Timing:

@@ -6,8 +6,11 @@
     and one more  at the moment in its forward or backward, or in the optimizer's step, at which a
                   layer holds the most: the logits, or what a block computes again
 
-All as recorded of a layer without data; what is added up here are whole layers. Not counted: what
-is under way between ranks, the batch of tokens, and what the device's own software takes.
+    messages      one that leaves, and one that has come ahead
+    tied          the gradient of the embedding, once more, on the first and the last stage
+
+All as recorded of a layer without data; what is added up here are whole layers. Not counted: the
+batch of tokens, and what the device's own software takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +18,28 @@ from functools import lru_cache
 
 from labkit.planning.clock import schedule_of
 from labkit.planning.layers import Bytes, recorded_update
-from labkit.planning.layout import Layout
-from labkit.planning.stages import VirtualStage
+from labkit.planning.layout import Layout, Sizes
+from labkit.planning.sends import message_bytes
+from labkit.planning.stages import VirtualStage, vocabulary_elements
 from labkit.trace import CATEGORIES
 
 NOTHING: Bytes = (0,) * len(CATEGORIES)
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # of bf16, bf16, fp32 and two moments
+COUNT_BYTES = 4  # Adam's steps, for each tensor
 
 
 def memory_of(
-    stages: Sequence[Sequence[VirtualStage]], layout: Layout, microbatches: int
+    sizes: Sizes, layout: Layout, stages: Sequence[Sequence[VirtualStage]], microbatches: int
 ) -> Mapping[str, float]:
     """Bytes by category, on a rank of the stage that holds the most."""
     in_flight = _in_flight(layout.pp, min(microbatches, 2 * layout.pp), layout.chunks)
     peaks = [_peak(chunks, layout, ways) for chunks, ways in zip(stages, in_flight, strict=True)]
+    if layout.pp > 1:
+        messages = _only("communication buffers", 2 * message_bytes(sizes, layout))
+        peaks = [_sum(peak, messages) for peak in peaks]
+        if sizes.tied:
+            aside = _only("gradients", GRADIENT_BYTES * vocabulary_elements(sizes, layout))
+            peaks[0], peaks[-1] = _sum(peaks[0], aside), _sum(peaks[-1], aside)
     return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))
 
 
@@ -39,15 +50,17 @@ def _peak(
     besides), where these are the most."""
     elements = sum(chunk.parameters for chunk in chunks)
     shares = layout.dp if layout.zero else 1
-    states = list(NOTHING)
-    states[CATEGORIES.index("parameters")] = PARAMETER_BYTES * elements
-    states[CATEGORIES.index("gradients")] = GRADIENT_BYTES * elements
-    states[CATEGORIES.index("optimizer state")] = MASTER_BYTES * elements // shares
+    tensors = sum(len(layer.gradients) * n for chunk in chunks for layer, n in chunk.recorded())
+    states = _sum(
+        _only("parameters", PARAMETER_BYTES * elements),
+        _only("gradients", GRADIENT_BYTES * elements),
+        _only("optimizer state", MASTER_BYTES * elements // shares + COUNT_BYTES * tensors),
+    )
     kept, working = zip(*(_of_micro_batch(chunk) for chunk in chunks), strict=True)
     moments = [_updating(chunks)]
     for chunk, others in ways:
         moments.append(_sum(working[chunk], *(_times(n, k) for n, k in zip(others, kept))))
-    return _sum(tuple(states), max(moments, key=sum))
+    return _sum(states, max(moments, key=sum))
 
 
 def _of_micro_batch(chunk: VirtualStage) -> tuple[Bytes, Bytes]:
@@ -89,6 +102,10 @@ def _in_flight(
                 held[action.chunk] += 1
         found.append(tuple(most.items()))
     return tuple(found)
+
+
+def _only(category: str, nbytes: int) -> Bytes:
+    return tuple(nbytes if name == category else 0 for name in CATEGORIES)
 
 
 def _sum(*some: Bytes) -> Bytes:

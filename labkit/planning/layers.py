@@ -40,7 +40,7 @@ Kind = Literal["embedding", "block", "head"]
 Bytes = tuple[int, ...]  # by category, as labkit.trace.CATEGORIES
 DTYPE = torch.bfloat16
 ELEMENT_BYTES = 2
-FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"  # spans of ours
+GRADIENT = "gradient"  # a span of ours
 
 
 class Shape(NamedTuple):
@@ -128,15 +128,13 @@ def _micro_batch(shapes: Sequence[Shape]) -> None:
     """On a rank: forward and backward. (Gradients lie in buckets, as DDP's: they are there
     before.) A span of no length says that backward is done with a parameter."""
     stage = _Stage(shapes)
-    for parameter in stage.parameters():
+    for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
         parameter.register_post_accumulate_grad_hook(_note)
     optimizer = torch.optim.SGD([stage.anchor], lr=0.0)
     optimizer.step()  # ends step 0, in which the model was built
-    with span(FORWARD):
-        end = stage()
-    with span(BACKWARD):
-        end.backward(torch.empty_like(end))
+    end = stage()
+    end.backward(torch.empty_like(end))
     optimizer.step()
 
 
@@ -250,21 +248,25 @@ class _Head(nn.Module):
 
 def _layer_of(one: RankTrace) -> Layer:
     """The two phases of a recording."""
-    ours = {x.module: x for x in one.spans if x.phase == "user"}
+    forward, backward = (
+        next(x for x in one.spans if x.phase == phase and not x.depth)
+        for phase in ("forward", "backward")
+    )
     things = [x for x in things_of(one) if x[2] in ("compute", "issue", "wait")]
     for found in one.spans:
         if found.phase == "user" and found.module.startswith(GRADIENT):
             things.append((found.began_s, 0, "gradient", int(found.module.split()[1])))
     things.sort(key=lambda x: x[:2])
-    before = [x.held_bytes for x in one.memory if x.when_s < ours[FORWARD].began_s][-1]
-    phases: dict[str, Phase] = {}
-    held: dict[str, list[Bytes]] = {}
-    for name in (FORWARD, BACKWARD):
-        began_s, ended_s = ours[name].began_s, ours[name].ended_s
-        held[name] = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
+    before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
+    phases, held = [], []
+    for began_s, ended_s in (
+        (forward.began_s, backward.began_s),
+        (backward.began_s, backward.ended_s),
+    ):
+        held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
         parts = [Part(what, of) for when_s, _, what, of in things if began_s <= when_s <= ended_s]
-        phases[name] = Phase(tuple(parts), _above(max(held[name], key=sum), before))
-    return Layer(phases[FORWARD], phases[BACKWARD], _above(held[FORWARD][-1], before))
+        phases.append(Phase(tuple(parts), _above(max(held[-1], key=sum), before)))
+    return Layer(phases[0], phases[1], _above(held[0][-1], before))
 
 
 def _above(held: Bytes, before: Bytes) -> Bytes:

@@ -9,10 +9,14 @@ go along.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from labkit.events import chunk_sizes
 from labkit.planning.layers import Layer, Shape, recorded, shape_of
 from labkit.planning.layout import Layout, Sizes
+from labkit.planning.places import tensor_groups
+from labkit.planning.seconds import layer_seconds
+from labkit.replaying.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,27 @@ def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
 def stages_of(virtual: list[VirtualStage], layout: Layout) -> list[list[VirtualStage]]:
     """Of each stage its chunks."""
     return [virtual[stage :: layout.pp] for stage in range(layout.pp)]
+
+
+class ChunkSeconds(NamedTuple):
+    """One chunk of a stage, for one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    compute_s: float  # of both
+    exposed_s: float
+    gradients: tuple[tuple[float, int], ...]  # in its backward: when, how many elements
+
+
+def chunk_seconds(chunk: VirtualStage, layout: Layout, stage: int, costs: Costs) -> ChunkSeconds:
+    """The sum over its layers."""
+    groups = tensor_groups(layout, stage, costs.cluster.devices_per_node)
+    forward_s = backward_s = compute_s = exposed_s = 0.0
+    gradients: list[tuple[float, int]] = []
+    for shape in reversed(list(chunk)):
+        forward, backward = layer_seconds(shape, costs, groups)
+        gradients += [(backward_s + when_s, numel) for when_s, numel in backward.gradients]
+        forward_s, backward_s = forward_s + forward.sum_s, backward_s + backward.sum_s
+        compute_s += forward.compute_s + backward.compute_s
+        exposed_s += forward.exposed_s + backward.exposed_s
+    return ChunkSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))

@@ -19,10 +19,12 @@ Seconds = Callable[[int, Action], float] | Mapping[str, float]
 """What an action takes: `seconds(stage, action)`, or by its phase alone, alike on all stages:
 {"forward": 1.0, "backward": 2.0}. An action on one of v chunks takes 1/v of a stage, if they are
 alike: whoever gives the seconds divides them."""
+MessageSeconds = float | Callable[[Message], float]
+"""What a message takes until it is there: alike for all, or by the message."""
 
 
 def pipeline_programs(
-    schedule: Schedule, seconds: Seconds, message_s: float = 0.0
+    schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
     """What each stage does: its actions; before each, it waits for what that needs, and after it
     sends on what has come out, which is there `message_s` later. (The message is all latency:
@@ -45,7 +47,8 @@ def pipeline_programs(
             program.append(Compute(_seconds_of(seconds, stage, action), action))
             if made is not None and stages > 1:
                 to = f"to {made.target % stages}"
-                program.append(Issue(made, (stage,), 0.0, message_s, to))
+                late_s = message_s(made) if callable(message_s) else message_s
+                program.append(Issue(made, (stage,), 0.0, late_s, to))
         programs[stage] = program
     return programs
 
@@ -96,7 +99,7 @@ def pipeline_step_s(trace: Trace) -> float:
 def pipeline_trace(
     schedule: Schedule,
     seconds: Seconds,
-    message_s: float = 0.0,
+    message_s: MessageSeconds = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
     """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last

@@ -1,0 +1,284 @@
+"""Steps of large models on large clusters, from recordings of their layers: each short way held to
+the long one, and the whole to its sums."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from labkit import plot
+from labkit.clusters import cluster
+from labkit.planning.clock import pipeline_timing, schedule_of
+from labkit.planning.layers import Layer, record_layers, recorded, shape_of
+from labkit.planning.layout import Layout, Sizes
+from labkit.planning.places import boundary, data_groups, tensor_groups
+from labkit.planning.published import GPT3, MEGATRON
+from labkit.planning.report import StepReport
+from labkit.planning.stages import virtual_stages
+from labkit.planning.steps import step_report
+from labkit.planning.traces import step_trace
+from labkit.replaying.costs import Costs
+from labkit.replaying.engine import Compute, run
+from labkit.replaying.microbatches import timed_actions
+from labkit.replaying.pipeline import pipeline_programs
+from labkit.schedules import Message
+from labkit.trace import Operation
+
+SELENE = cluster("selene")
+SMALL = Sizes(width=48, depth=4, heads=4, context=32, vocab=100)
+PARTS = ("compute_s", "tensor_s", "optimizer_s", "data_s", "pipeline_s", "bubble_s")
+
+
+# ---- the clock
+
+
+def engine_times(
+    microbatches: int, forward: Any, backward: Any, messages: Any
+) -> tuple[Any, Any, Any]:
+    """Of each stage when it ended, how long it stood still, and when the last backward of each
+    chunk began: by the engine that runs everything."""
+    stages, chunks = forward.shape
+    lists = schedule_of(stages, microbatches, chunks)
+
+    def seconds(stage: int, action: Any) -> float:
+        return float((forward if action.phase == "forward" else backward)[stage, action.chunk])
+
+    def message_s(message: Message) -> float:
+        return float(messages[min(message.source, message.target) % stages])
+
+    programs = pipeline_programs(lists, seconds, message_s)
+    timed = run(programs)
+    ended, idle, lasts = [], [], []
+    for stage, actions in enumerate(lists):
+        when = [
+            t for part, t in zip(programs[stage], timed[stage], strict=True)
+            if isinstance(part, Compute)
+        ]  # fmt: skip
+        ended.append(when[-1].ended_s)
+        idle.append(when[-1].ended_s - sum(t.ended_s - t.began_s for t in when))
+        began = {
+            one.chunk: t.began_s
+            for one, t in zip(actions, when, strict=True)
+            if one.phase == "backward"
+        }
+        lasts.append([began[chunk] for chunk in range(chunks)])
+    return np.array(ended), np.array(idle), np.array(lasts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_short_clock_tells_what_the_engine_tells(seed: int) -> None:
+    """Alike stages, unlike ones, whole numbers (which tie), and messages that hold up everything;
+    few micro-batches, and so many that periods are put in."""
+    draw = np.random.default_rng(seed)
+    stages = int(draw.integers(1, 6))
+    chunks = int(draw.choice([1, 2, 3])) if stages > 1 else 1
+    microbatches = int(draw.integers(1, 12)) * (stages if chunks > 1 else 3)
+    shape = (stages, chunks)
+    forward, messages = draw.uniform(0.5, 1.5, shape), draw.uniform(0, 0.3, stages)
+    backward = 2 * forward
+    if seed % 4 == 1:
+        forward, backward, messages = np.ones(shape), 2 * np.ones(shape), np.full(stages, 0.1)
+    if seed % 4 == 2:
+        messages *= 20
+    if seed % 4 == 3:
+        forward, backward = (draw.integers(1, 4, shape).astype(float) for _ in "fb")
+        messages = draw.integers(0, 3, stages).astype(float)
+    found = pipeline_timing(microbatches, forward, backward, messages)
+    ended, idle, lasts = engine_times(microbatches, forward, backward, messages)
+    assert found.ended_s == pytest.approx(ended, rel=1e-9)
+    assert found.last_s == pytest.approx(lasts, rel=1e-9)
+    assert found.bubble_s + found.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
+
+
+def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
+    """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
+    for chunks in (1, 2):
+        ones = np.ones((4, chunks)) / chunks
+        found = pipeline_timing(1000, ones, 2 * ones, np.zeros(4))
+        assert max(found.ended_s) == pytest.approx(3000 + 9 / chunks, rel=1e-12)
+        assert not found.pipeline_s.any()
+
+
+# ---- layers
+
+
+def operations(layer: Layer) -> Counter[Any]:
+    return Counter(
+        one._replace(when_s=0.0) for phase in (layer.forward, layer.backward)
+        for one in phase.all_of("compute")
+    )  # fmt: skip
+
+
+def sent(layer: Layer) -> Counter[Any]:
+    return Counter(
+        (one.op, one.payload_bytes, one.bus_bytes, one.blocking)
+        for phase in (layer.forward, layer.backward)
+        for one in phase.all_of("issue")
+    )
+
+
+LAYOUTS = [
+    Layout(microbatch=3),
+    Layout(tp=2, microbatch=3, recompute="full"),
+    Layout(tp=4, sequence=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"tp {one.tp} {one.recompute}")
+def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
+    """Operations, collectives and what is kept for backward, exactly. At its peak the whole holds
+    its loss and the gradient of that as well: 8 bytes, once."""
+    (stage,) = virtual_stages(replace(SMALL, tied=False), layout)
+    whole, parts = record_layers(list(stage)), [recorded(shape) for shape in stage]
+    assert operations(whole) == sum(map(operations, parts), Counter())
+    assert sent(whole) == sum(map(sent, parts), Counter())
+    assert whole.kept == tuple(map(sum, zip(*(one.kept for one in parts), strict=True)))
+    assert sorted(whole.gradients) == sorted(n for one in parts for n in one.gradients)
+    most = max(sum(whole.forward.peak), sum(whole.backward.peak))
+    report = step_report(replace(SMALL, tied=False), layout, layout.microbatch, SELENE)
+    states = 16 * stage.parameters + 4 * len(whole.gradients)
+    assert 0 <= most - (report.peak_bytes - states) <= 8
+
+
+def test_a_recording_is_made_once() -> None:
+    """GPT-3 on 1,024 ranks: three layers; other schedules, clusters and replicas need no more."""
+    recorded.cache_clear()
+    for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):
+        step_report(GPT3, layout, 1536, SELENE)
+    assert recorded.cache_info().misses == 3
+
+
+# ---- places
+
+
+def test_groups_stand_where_the_mesh_has_them() -> None:
+    """Nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2 ranks has one
+    neighbour on its node, and one on the next."""
+    assert tensor_groups(Layout(tp=8, pp=2, dp=2), 1, 8) == (tuple(range(16, 24)),)
+    assert tensor_groups(Layout(tp=16, pp=2), 1, 8) == (tuple(range(16, 32)),)
+    assert tensor_groups(Layout(tp=6, dp=4), 0, 8) == (tuple(range(6)), tuple(range(6, 12)))
+    assert data_groups(Layout(tp=2, pp=2, dp=2), 1, 8) == ((4, 6),)
+    assert boundary(Layout(tp=2, pp=4, dp=1), 0, 8) == ((0, 2),)
+    assert boundary(Layout(tp=2, pp=8, dp=1), 3, 8) == ((6, 8),)
+
+
+def test_tensor_parallelism_that_leaves_its_node_is_exposed() -> None:
+    """The same work on as many ranks, with a group inside a node and over two."""
+    inside, across = (
+        step_report(Sizes(1536, 2, 16), Layout(tp=tp, pp=pp), 16, SELENE)
+        for tp, pp in ((8, 2), (16, 1))
+    )
+    assert across.tensor_s > 3 * inside.tensor_s
+
+
+# ---- the report
+
+
+def check_sums(report: StepReport) -> None:
+    assert sum(getattr(report, name) for name in PARTS) == report.step_s
+    assert min(getattr(report, name) for name in PARTS) >= 0
+    assert 0 < report.mfu < 1
+
+
+def test_gpt_3_on_1024_ranks() -> None:
+    report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
+    check_sums(report)
+    bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
+    assert report.bubble_s / report.step_s == pytest.approx(bubble, rel=0.5)
+    elements = GPT3.parameters / 64
+    assert report.memory_bytes["parameters"] == pytest.approx(2 * elements, rel=0.1)
+    assert report.sent_bytes["data"] == 2 * 15 / 16 * report.memory_bytes["parameters"]
+    boundary_bytes = 96 * 2048 * 12288 * 2 / 8
+    assert report.sent_bytes["pipeline"] == 2 * boundary_bytes  # of a stage that has two
+    zero = step_report(GPT3, Layout(8, 8, 16, zero=1, recompute="full"), 1536, SELENE)
+    check_sums(zero)
+    ratio = report.memory_bytes["optimizer state"] / zero.memory_bytes["optimizer state"]
+    assert ratio == pytest.approx(16, rel=0.001)
+    assert zero.sent_bytes == report.sent_bytes
+
+
+@pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"{one.billions}B")
+def test_published_models_have_the_parameters_of_their_names(one: Any) -> None:
+    assert round(one.sizes.parameters / 1e9, 1) == one.billions
+    assert one.layout.ranks == one.ranks and one.batch % (one.layout.dp * one.microbatch) == 0
+
+
+@pytest.mark.slow
+def test_published_models_fit_and_take_about_what_they_took() -> None:
+    """No row is fitted here: 80 GB hold each of them, and FLOP/s as that paper counts them, with
+    what is computed again, are within a half of what it reached."""
+    for one in MEGATRON:
+        report = step_report(one.sizes, one.layout, one.batch, SELENE)
+        check_sums(report)
+        assert report.peak_bytes < 80e9
+        tflops = 4 / 3 * report.model_flops / report.step_s / one.ranks / 1e12
+        assert 0.5 < tflops / one.tflops < 1.5, one
+
+
+class TwiceAsSlow(Costs):
+    def compute_s(self, operation: Operation) -> float:
+        return 2 * super().compute_s(operation)
+
+
+def test_constants_of_ones_own() -> None:
+    layout = Layout(tp=2, pp=2)
+    plain, slow = (
+        step_report(SMALL, layout, 8, SELENE, costs=kind(SELENE)) for kind in (Costs, TwiceAsSlow)
+    )
+    assert slow.compute_s == pytest.approx(2 * plain.compute_s)
+    assert slow.optimizer_s == pytest.approx(2 * plain.optimizer_s)
+    assert slow.sent_bytes == plain.sent_bytes and slow.memory_bytes == plain.memory_bytes
+
+
+# ---- the trace
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, pp=2, dp=2), Layout(tp=2, pp=2, dp=4, chunks=2, zero=1)],
+    ids=lambda one: one.in_words,
+)
+def test_the_trace_is_the_report(layout: Layout) -> None:
+    report = step_report(SMALL, layout, 16, SELENE)
+    trace = step_trace(SMALL, layout, 16, SELENE)
+    for one in trace.ranks.values():
+        assert one.steps[0].ended_s == pytest.approx(report.step_s, rel=1e-9)
+    assert sorted(trace.record_of) == list(range(layout.ranks))
+    updates = [x for one in trace.ranks.values() for x in one.spans if x.phase == "optimizer"]
+    assert np.mean([x.ended_s - x.began_s for x in updates]) == pytest.approx(report.optimizer_s)
+    for axis, groups in (("data", ["data"]), ("pipeline", ["pipeline", "tied"])):
+        most = max(
+            sum(x.bus_bytes for x in one.comms if x.group.split()[0] in groups)
+            for one in trace.ranks.values()
+        )
+        assert most == pytest.approx(report.sent_bytes[axis], rel=1e-3)
+    assert len(timed_actions(trace)) == layout.pp
+    assert plot.timeline(trace) is not None
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "says"),
+    [
+        (Layout(dp=3), 16, "choose a multiple of 3"),
+        (Layout(pp=8), 16, "choose at most 4"),
+        (Layout(dp=4096), 4096, "nodes="),
+        (Layout(tp=3), 16, "divide"),
+        (Layout(pp=2, chunks=2), 5, "whole"),
+        (Layout(chunks=2), 4, "several stages"),
+        (Layout(zero=3), 4, "zero=3"),
+        (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_told(layout: Layout, batch: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        step_report(SMALL, layout, batch, SELENE)
+
+
+def test_shapes_leave_out_what_does_not_matter() -> None:
+    one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
+    assert one == shape_of("embedding", SMALL, Layout(tp=2))

@@ -1,0 +1,71 @@
+"""The report of a layout beside eight real ranks: what they sent along each axis, and held."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from labkit import DDP, GPT, MasterWeights, Mesh, Pipeline, World, record, split
+from labkit.clusters import cluster
+from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.planning.layout import Layout, Sizes
+from labkit.planning.steps import step_report
+from labkit.trace import CATEGORIES
+
+pytestmark = pytest.mark.slow
+SIZES = Sizes(width=32, depth=4, heads=4, context=16, vocab=64)
+BATCH, MICRO = 16, 2  # rows: 8 for each replica, 4 micro-batches
+
+Found = tuple[Counter[str], dict[str, int], int]
+
+
+def train(sequence: bool) -> Found:
+    """Two steps. Of the second: what this rank sent along each axis; what it held at most in its
+    pipeline, by category; and what held "other" when the step began (the batch, garbage)."""
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    with record(detail_step=1) as trace:
+        model = GPT(SIZES.vocab, SIZES.width, SIZES.depth, SIZES.heads, SIZES.context)
+        tensor_parallel(model.bfloat16(), mesh.tp, sequence=sequence, gather_logits=False)
+        stages = split(model, 2)
+        stages[mesh.pp.rank] = DDP(stages[mesh.pp.rank], mesh.dp)
+        loss = partial(vocab_parallel_cross_entropy, comm=mesh.tp)
+        pipeline = Pipeline(stages, mesh.pp, "1f1b", BATCH // 2 // MICRO, loss)
+        del model, stages  # the other stage is nothing of this rank's
+        optimizer = MasterWeights(pipeline.parameters(), torch.optim.AdamW)
+        x = torch.zeros(BATCH // 2, SIZES.context, dtype=torch.long)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)  # they stay in DDP's buckets
+            pipeline.step(x, x)
+            optimizer.step()
+    (one,) = trace.ranks.values()
+    axes = {mesh.tp.ranks: "tensor", mesh.dp.ranks: "data", mesh.pp.ranks: "pipeline"}
+    sent: Counter[str] = Counter()
+    for event in one.comms:
+        if event.step == 1:
+            sent[axes[tuple(event.ranks)]] += event.bus_bytes
+    began_s = [x.began_s for x in one.spans if x.kind == "MasterWeights"][-1]
+    before = [x.held_bytes for x in one.memory if x.when_s < began_s]
+    held = dict(zip(CATEGORIES, max(before, key=sum), strict=True))
+    return sent, held, before[0][CATEGORIES.index("other")]
+
+
+def test_eight_ranks_send_and_hold_what_the_report_says() -> None:
+    """Bytes of each axis are exact; so are parameters, gradients and the optimizer's state, and
+    the sum of all else: a message is an activation where it is computed, and other where it comes
+    in. Memory is that of the first stage, which holds the most."""
+    with World(8) as world:
+        for sequence in (False, True):
+            found = world.run(train, sequence)
+            layout = Layout(2, 2, 2, MICRO, sequence=sequence, scatter_gather=False)
+            report = step_report(SIZES, layout, BATCH, cluster("selene"))
+            for axis, sent_bytes in report.sent_bytes.items():
+                assert sent_bytes == max(sent[axis] for sent, _, _ in found)
+            _, held, other_bytes = found[0]
+            states = ("parameters", "gradients", "optimizer state")
+            for name in states:
+                assert held[name] == report.memory_bytes[name]
+            rest_bytes = sum(held[name] for name in CATEGORIES if name not in states) - other_bytes
+            expected = sum(report.memory_bytes[n] for n in CATEGORIES if n not in states)
+            assert rest_bytes == expected

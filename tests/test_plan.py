@@ -251,7 +251,7 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
     assert len(bars.containers) == len(seconds(planned.best))
     at = {(one.tp, one.pp) for one in planned.layouts}
     words = [text.get_text() for text in grid.texts]
-    assert f"{planned.best.step_s:.3g}" in words and "out of the node" in words
+    assert f"{planned.best.step_s:#.3g}" in words and "out of the node" in words
     assert sum(word.replace(".", "").isdigit() for word in words) == len(at)
     with pytest.raises(ValueError, match="top=0"):
         plot.plan(planned, top=0)

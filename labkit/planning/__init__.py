@@ -6,6 +6,16 @@ steps       step_report(sizes, layout, global_batch, cluster): that report
 traces      step_trace(...): the same as a trace, to be drawn
 published   GPTs of papers, and how they were trained
 
+How a layout is chosen:
+
+layouts     all that factor
+fits        which of them fit, and the largest model that does
+ranking     plan(sizes, cluster, global_batch): those that fit, the fastest first
+reasons     why the others lose
+written     a plan as a table and as JSON
+models      GPTs by name
+command     `labkit plan`
+
 How a step is found (read in this order):
 
 layers      each kind of layer, recorded once without data

@@ -101,7 +101,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport]) -> None:
     ])  # fmt: skip
     for row, one in enumerate(reports):
         axes.annotate(
-            f"{one.step_s:.3g} s", (one.step_s, row), (4, 0), textcoords="offset points",
+            f"{one.step_s:#.3g} s", (one.step_s, row), (4, 0), textcoords="offset points",
             va="center", fontsize=SMALL_PT,
         )  # fmt: skip
     axes.set_xlim(0, 1.15 * max(one.step_s for one in reports))
@@ -157,7 +157,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
 def _cell(report: StepReport | None, too_large: bool, best_s: float) -> tuple[str, str]:
     if report is None:
         return ("too\nlarge", FAINT) if too_large else ("", PAPER)
-    return f"{report.step_s:.3g}", tint(COMPUTING, min(0.9, log2(report.step_s / best_s)))
+    return f"{report.step_s:#.3g}", tint(COMPUTING, min(0.9, log2(report.step_s / best_s)))
 
 
 def _frame(axes: Axes, x: int, y: int) -> None:

@@ -47,7 +47,7 @@ for name, gb in bill.items():
     left += gb
 for name in ("selene", "v100-cloud"):
     device = cluster(name).device
-    axes.barh(device.name[7:], device.memory_bytes / 1e9, color="#4A5560")
+    axes.barh(device.name[7:], device.memory_bytes / 1e9, color=MEASURED)
 axes.invert_yaxis()
 axes.set(xlabel="GB")
 axes.spines[["top", "right"]].set_visible(False)
@@ -68,9 +68,9 @@ here = 2 * 1024**3 / best_s
 print(f"{6 * P * 300e9 / here / 86400 / 365:,.0f} years, at {here / 1e9:,.0f} GFLOP/s")
 
 # %% [markdown]
-# The authors of Megatron-LM asked the same of one V100: **288 years**. Then they trained on 1,024 A100s, and
-# needed 34 days. Somebody had to decide what each of the 1,024 does: 8 GPUs share a matrix, 8 nodes a
-# model, 16 replicas a batch. **Why not 4, 16 and 16?** Nobody can try them all on 1,024 GPUs.
+# The authors of Megatron-LM asked the same of one V100: **288 years**. On 1,024 A100s it is 34 days, by the
+# speed that they reached. Somebody had to decide what each of the 1,024 does: 8 GPUs share a matrix, 8
+# nodes a model, 16 replicas a batch. **Why not 4, 16 and 16?** Nobody can try them all on 1,024 GPUs.
 
 # %% [markdown]
 # ## 2. The idea
@@ -115,14 +115,16 @@ print(BY_AUTHORS.ranks, "ranks,", BY_AUTHORS.microbatches(1536), "micro-batches 
 n, rows = 64, 512
 d = [1, 2, 4, 8, 16, 32, 64]
 _, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
-left.plot(d, [(n - one) / rows for one in d], "o-", color="#D55E00")
-left.set(title="bubble over computing", ylim=(0, None))
+left.plot(d, [100 * (n - one) / rows for one in d], "o-", color="#D55E00")
+left.set(title="bubble, % of the computing", ylim=(0, None))
 for billion in (7.5, 39, 76):
     right.plot(d, [16 * billion * one / n for one in d], "o-", color="#0072B2")
     right.text(70, 16 * billion, f"{billion:g}B", va="center", clip_on=False)
 right.axhline(80, color="0.4", ls="--")
 right.text(1, 88, "an A100", color="0.4")
 right.set(title="states on each GPU, GB", yscale="log", ylim=(1, 2000))
+right.set(yticks=[1, 10, 100, 1000], yticklabels=[1, 10, 100, "1,000"])
+right.minorticks_off()
 for axes in (left, right):
     axes.set_xscale("log", base=2)
     axes.set(xlabel="replicas, of 64 GPUs", xticks=d, xticklabels=d)
@@ -271,7 +273,7 @@ of_layout.beside(
 # %%
 def bars(reports):
     """A step of each, of the parts that add up to it."""
-    _, axes = plt.subplots(figsize=(8.5, 0.9 + 0.42 * len(reports)), layout="constrained")
+    _, axes = plt.subplots(figsize=(8.5, 1.0 + 0.4 * len(reports)), layout="constrained")
     begin = [0.0] * len(reports)
     for part, colour in COLOURS.items():
         each = [seconds(one)[part] for one in reports.values()]
@@ -280,9 +282,9 @@ def bars(reports):
     for row, end in enumerate(begin):
         axes.text(end, row, f" {end:.1f} s", va="center")
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, 1.1 * max(begin)))
+    axes.set(xlim=(0, 1.1 * max(begin)))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=6, loc="upper left", bbox_to_anchor=(0, -0.3 / len(reports)))
+    axes.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(-0.02, 1))
 
 
 bars({"the authors' layout": gpt3})
@@ -317,7 +319,7 @@ for name, one in found.items():
 # ### From 39 billion to a trillion
 #
 # The authors' models, their layouts, and the TFLOP/s of each GPU that they report (recomputed operations
-# counted). One micro-batch of one row, plain 1F1B:
+# counted). Here with micro-batches of one row and plain 1F1B:
 
 # %%
 REPORTED = {
@@ -389,13 +391,14 @@ for one in planned.reports[:5]:
 planned.trades(1)
 
 # %% [markdown]
-# These are Megatron's takeaways (arXiv 2104.04473, section 3), found and not believed:
+# These are Megatron's takeaways (arXiv 2104.04473, section 3), found and not just believed:
 #
 # 1. tensor parallelism up to the size of a node, then pipeline parallelism across nodes;
 # 2. tp · pp just so large that the model fits; data parallelism for all other GPUs;
 # 3. the best micro-batch is a compromise: larger products against a longer bubble.
 #
-# And one may ask how much they are worth: the second best layouts are often as good as the best.
+# And now you know what they are worth: the second best is nearly as good as the best, and what breaks the
+# first rule is far behind.
 
 # %% [markdown]
 # Move it yourself, and see what each choice gains and loses:
@@ -670,7 +673,7 @@ check.choose(choose)
 
 # %% [markdown]
 # **Defend it.** Somebody asks: why not half the tp, or twice? Half the stages? The planner's words, for
-# neighbours of your choice:
+# neighbours of your choice ("the best" is yours):
 
 
 # %%
@@ -683,7 +686,7 @@ def defend(job, mine):
             one = job.report(other)
         except ValueError:
             continue  # it does not divide
-        words = why(best, one, job.cluster) if one.step_s > best.step_s else "FASTER"
+        words = why(best, one, job.cluster) if one.step_s > best.step_s else "faster than mine"
         fits = "" if one.peak_bytes <= job.cluster.device.memory_bytes else "(does not fit) "
         print(f"{other.in_words:<28}{one.step_s:6.2f} s  {fits}{words}")
 

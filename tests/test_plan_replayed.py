@@ -23,7 +23,7 @@ from labkit.planning.reasons import cause, reached, why
 from labkit.planning.report import StepReport
 
 SELENE = cluster("selene")
-GPT, GPUS, ROWS = MODELS["megatron-39b"], 512, 1536
+GPT, GPUS, ROWS = MODELS["megatron-39.1b"], 512, 1536
 
 
 @pytest.fixture(scope="module")

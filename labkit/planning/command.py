@@ -18,7 +18,7 @@ EXAMPLES = (
     "Examples:  labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536  ·  "
     "labkit plan --width 8192 --depth 48 --heads 64 --cluster selene --gpus 512 --batch 1536 "
     "--tp 4,8,16 --chunks 1 --plot plan.png  ·  "
-    "labkit plan --model megatron-1t --cluster dgx-h100 --gpus 256 --batch 512 --fits  ·  "
+    "labkit plan --model megatron-1008b --cluster dgx-h100 --gpus 256 --batch 512 --fits  ·  "
     "labkit plan --model gpt3-175b --cluster selene --gpus 64 --batch 64 --largest"
 )
 WIDTH = 168  # columns of the table

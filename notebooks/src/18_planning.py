@@ -15,14 +15,14 @@ from time import perf_counter
 import matplotlib.pyplot as plt
 import torch
 
-from labkit import Layout, Sizes, cluster, plan, plot
+from labkit import Layout, Sizes, cluster, plan, plot, step_report, step_trace
 from labkit import predict as formulas
 from labkit.check import lab_18 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.planning.fits import described
+from labkit.planning.published import MEGATRON
 from labkit.planning.reasons import seconds, why
-from labkit.planning.steps import step_report
 from labkit.plot.plans import COLOURS
 from labkit.plot.style import CATEGORIES, MEASURED, PREDICTED
 
@@ -266,8 +266,15 @@ of_layout.beside(
 
 # %% [markdown]
 # Bytes are equal to the last one. The states are a little more than 1/64: the first stage has the embedding as
-# well. And the bubble is longer than that of equal stages, for the last stage has the head. Where do the
-# seconds of a step go?
+# well. And the bubble is longer than that of equal stages, for the last stage has the head. Here is an eighth
+# of the batch; each row stands for the 128 ranks of a stage:
+
+# %%
+plot.timeline(step_trace(GPT3, AUTHORS, 1536 // 8, selene))
+
+# %% [markdown]
+# Forward and backward have tensor parallelism's all-reduces inside. `data` are the gradients, in buckets
+# (lab 05): they leave while the last backward runs. Where do the seconds of the whole step go?
 
 
 # %%
@@ -318,35 +325,31 @@ for name, one in found.items():
 # %% [markdown]
 # ### From 39 billion to a trillion
 #
-# The authors' models, their layouts, and the TFLOP/s of each GPU that they report (recomputed operations
-# counted). Here with micro-batches of one row and plain 1F1B:
+# Table 1 of the paper has ten models, their layouts, and the TFLOP/s that each GPU reached (recomputed
+# operations counted). Three of them, replayed:
 
 # %%
-REPORTED = {
-    "39B": (Sizes(8192, 48, 64), Layout(tp=8, pp=2, dp=32), 1536, 138),
-    "GPT-3": (GPT3, Layout(tp=8, pp=8, dp=16), 1536, 140),
-    "1,008B": (Sizes(25600, 128, 160), Layout(tp=8, pp=64, dp=6), 3072, 163),
-}
+TRAINED = {f"{one.billions:,.0f}B": one for one in MEGATRON if one.billions in (39.1, 310.1, 1008)}
 scaled = {}
-for name, (sizes, layout, rows, _) in REPORTED.items():
-    scaled[name] = step_report(sizes, replace(layout, recompute="full"), rows, selene)
+for name, one in TRAINED.items():
+    scaled[name] = step_report(one.sizes, one.layout, one.batch, selene)
+    print(f"{name:>6}: {one.layout.ranks:,} GPUs, {one.layout.in_words}, {one.batch:,} rows")
 
 
 def hardware_tflops(one):
     """Of each GPU, with the forward that is computed again."""
     of = one.sizes
-    flops = formulas.step_flops(
-        of.vocab, of.width, of.depth, of.heads, one.global_batch, of.context, recompute=True
-    )
+    sizes = (of.vocab, of.width, of.depth, of.heads)
+    flops = formulas.step_flops(*sizes, one.global_batch, of.context, recompute=True)
     return flops / one.step_s / one.layout.ranks / 1e12
 
 
 # %%
 _, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
 for place, (name, one) in enumerate(scaled.items()):
-    axes.barh(place - 0.2, REPORTED[name][3], 0.38, color=MEASURED)
+    axes.barh(place - 0.2, TRAINED[name].tflops, 0.38, color=MEASURED)
     axes.barh(place + 0.2, hardware_tflops(one), 0.38, color=PREDICTED)
-axes.set_yticks(range(3), [f"{name} on {one.layout.ranks:,}" for name, one in scaled.items()])
+axes.set_yticks(range(3), scaled)
 axes.axvline(312, color="0.4", ls="--")
 axes.text(310, -0.4, "peak", color="0.4", ha="right")
 axes.invert_yaxis()

@@ -22,7 +22,7 @@ def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
     rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
     assert one.device.sources.keys() == {
         "memory_bytes", "memory_bytes_per_s", "launch_s", "matmul_reached", "memory_reached",
-        *(() if "fitted" in name else ("tile",)), *(("host_s",) if "fitted" in name else ()), *rates,
+        "host_s" if "fitted" in name else "tile", *rates,
     }  # fmt: skip
     for level in filter(None, (one.inside, one.between)):
         optional = {"reached", "start_s"} & level.sources.keys()
@@ -115,15 +115,25 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
         ("ports = 1", "", r"levels\[1\]: ports = None"),
         ('latency_s = [1e-4, "ping"]', "", r"levels\[1\]: latency_s = None; a number and its"),
-        ('[12e9, "measured"]', '[12, "measured"]', "bytes_per_s = 12, which no.*bytes a second, not"),
-        ('[12e9, "measured"]', '[12e18, "measured"]', "bytes_per_s = 1.2e.19, which no cluster has"),
+        (
+            '[12e9, "measured"]',
+            '[12, "measured"]',
+            "bytes_per_s = 12, which.*bytes a second, not",
+        ),
+        (
+            '[12e9, "measured"]',
+            '[12e18, "measured"]',
+            "bytes_per_s = 1.2e.19, which no cluster",
+        ),
         ('[1e-4, "ping"]', '[100, "ping"]', "latency_s = 100, .*seconds, not microseconds"),
         (
-            '[1e-4, "ping"]', '[1e-4, "ping"]\nreached = [75, "a guess"]',
+            '[1e-4, "ping"]',
+            '[1e-4, "ping"]\nreached = [75, "a guess"]',
             r"levels\[1\]: reached = 75; it is a part: 1 at most",
         ),
         (
-            '[1e-4, "ping"]', '[1e-4, "ping"]\nreached = [0, "a guess"]',
+            '[1e-4, "ping"]',
+            '[1e-4, "ping"]\nreached = [0, "a guess"]',
             r"levels\[1\]: reached = 0; more than 0 is needed",
         ),
     ],

@@ -110,7 +110,8 @@ def _device(told: Any, where: str) -> Device:
     peak_flops, more = _numbers(rates, tuple(rates), f"{where}: peak_flops", "peak_flops")
     if not peak_flops:
         raise ValueError(
-            f'{where}: no rate of any dtype; give one: peak_flops.bfloat16 = [312e12, "who says so"]'
+            f"{where}: no rate of any dtype; give one: "
+            'peak_flops.bfloat16 = [312e12, "who says so"]'
         )
     sources |= {f"peak_flops.{dtype}": source for dtype, source in more.items()}
     return Device(str(told.get("name", where)), peak_flops, **numbers, sources=sources)

@@ -58,9 +58,7 @@ class Calibration:
         parts["each width, fitted to the others"] = without
         layouts = np.abs(self.errors(self.without_layout_s))
         parts["each layout, fitted to the others"] = layouts
-        return {
-            name: (len(x), float(x.mean()), float(np.median(x))) for name, x in parts.items()
-        }
+        return {name: (len(x), float(x.mean()), float(np.median(x))) for name, x in parts.items()}
 
 
 def save_calibration(found: Calibration, path: str | Path) -> Path:

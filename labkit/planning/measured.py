@@ -2,7 +2,7 @@
 
 Megatron-DeepSpeed, mixed precision, 1F1B, attention that stores its scores, every block recomputed.
 A vocabulary of 51,200 is assumed: the tables do not say. Source: vTrain, arXiv 2312.12391 (MIT
-licence), ground truth; see published/README.md.
+licence), ground truth; see tables/README.md.
 """
 
 import csv
@@ -12,10 +12,11 @@ from pathlib import Path
 
 from labkit.planning.layout import Layout, Sizes
 
-PUBLISHED = Path(__file__).with_name("published")
+PUBLISHED = Path(__file__).with_name("tables")
 FILES = ("a100_step_times_node.csv", "a100_step_times_cluster.csv")
 COUNTS = (
-    "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence", "tp", "dp", "pp",
+    "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence",
+    "tp", "dp", "pp",
 )  # fmt: skip
 
 
@@ -78,7 +79,9 @@ def _row(file: str, where: str, line: Mapping[str, str]) -> Row:
     )
     layout = Layout(tp=tp, pp=pp, dp=dp, microbatch=microbatch, recompute="full")
     if layout.ranks != gpus:
-        raise ValueError(f"{where}: tp x pp x dp is {layout.ranks}, and gpus {gpus}; make them equal")
+        raise ValueError(
+            f"{where}: tp x pp x dp is {layout.ranks}, and gpus {gpus}; make them equal"
+        )
     if batch % (dp * microbatch):
         raise ValueError(
             f"{where}: a batch of {batch} rows does not divide over dp {dp} and micro-batches of "

@@ -36,6 +36,7 @@ import numpy as np
 from labkit.clusters import Cluster
 from labkit.planning.clock import pipeline_timing
 from labkit.planning.holding import memory_of
+from labkit.planning.hosts import HostCosts
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.report import StepReport
 from labkit.planning.sends import messages_s, sent_bytes
@@ -70,7 +71,16 @@ def step_report(
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has.
+
+    Where the cluster tells what its hosts take to launch (`host_s`) and no costs are given, the
+    slower of device and host is reported (hosts.py).
     """
+    if costs is None and cluster.device.host_s:
+        both = Costs(cluster), HostCosts(cluster)
+        reports = (
+            step_report(sizes, layout, global_batch, cluster, costs=one, core=core) for one in both
+        )
+        return max(reports, key=lambda one: one.step_s)
     planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
     m, chunks, costs = planned.microbatches, planned.chunks, planned.costs
     timing = pipeline_timing(

@@ -17,9 +17,7 @@ TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 @styled
-def calibration(
-    found: Calibration | None = None, figure: Figure | None = None
-) -> Figure:
+def calibration(found: Calibration | None = None, figure: Figure | None = None) -> Figure:
     """Predicted over measured, and the error of each row with its interval of nine in ten; a hollow
     mark is the error where the constants were fitted to the other widths alone.
 

@@ -179,6 +179,14 @@ def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int) -> None:
     assert depth == max(fitting) and found.fits
 
 
+def test_the_largest_is_found_for_named_stages_and_chunks() -> None:
+    found = largest_that_fits(GPT, SELENE, 24, gpus=12, pp=3, chunks=(1, 2), tp=4)
+    layout = found.report.layout
+    assert (layout.tp, layout.pp) == (4, 3) and found.report.sizes.depth % 3 == 0
+    with pytest.raises(ValueError, match="no layout of 12 ranks"):
+        largest_that_fits(GPT, SELENE, 24, gpus=12, pp=8)
+
+
 def test_nothing_that_fits_is_told() -> None:
     wide = Sizes(width=200_000, depth=1, heads=1)
     with pytest.raises(ValueError, match="not one block of width 200000 for each stage fits"):

@@ -91,6 +91,13 @@ def test_what_does_not_factor_is_told_with_what_would(asked: dict, words: str) -
         layouts(GPT3, **{"ranks": 1024, "global_batch": 1536, **asked})
 
 
+def test_positions_that_do_not_divide_leave_no_sequence_parallelism() -> None:
+    odd = Sizes(width=64, depth=4, heads=4, context=7)
+    assert not any(one.sequence for one in layouts(odd, 8, 8))
+    with pytest.raises(ValueError, match="sequence=True: 7 positions divide over none of these tp"):
+        layouts(odd, 8, 8, tp=(2, 4), sequence=True)
+
+
 def test_the_ranks_that_would_do_do() -> None:
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)

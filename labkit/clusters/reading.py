@@ -12,9 +12,9 @@ from labkit.clusters.cluster import Cluster, Device, Level
 # What a number can be, so that 300 for 300 GB/s, or 5 for 5 us, is told: least, most, what of.
 PLAUSIBLE = {
     "memory_bytes": (1e8, 1e14, "bytes, not GB"),
-    "memory_bytes_per_s": (1e9, 1e15, "bytes a second, not GB/s"),
+    "memory_bytes_per_s": (1e8, 1e15, "bytes a second, not GB/s"),
     "bytes_per_s": (1e5, 1e14, "bytes a second, not GB/s"),
-    "peak_flops": (1e9, 1e18, "operations a second, not TFLOP/s"),
+    "peak_flops": (1e7, 1e18, "operations a second, not TFLOP/s"),
     "launch_s": (0.0, 1e-2, "seconds, not microseconds"),
     "host_s": (0.0, 1e-2, "seconds, not microseconds"),
     "start_s": (0.0, 10.0, "seconds, not microseconds"),

@@ -12,6 +12,7 @@ is promised more than the least that a recording has found.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from labkit.checkpoints.progress import SlowBar
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.report import StepReport
 from labkit.predict.activations import activation_terms
@@ -137,15 +138,17 @@ def least(
 ) -> Fit:
     """The layout that holds the least, recorded."""
     promised = by_promise(every, sizes, global_batch)
-    best: StepReport | None = None
-    for place, one in enumerate(promised):
-        if best is not None and one.peak_bytes >= best.peak_bytes:
-            return Fit(best, budget_bytes, len(promised) - place)
-        found = report(sizes, one.layout)
-        if best is None or found.peak_bytes < best.peak_bytes:
+    best, asked = report(sizes, promised[0].layout), 1
+    bar = SlowBar("recording layouts", len(promised))
+    for one in promised[1:]:
+        if one.peak_bytes >= best.peak_bytes:
+            break
+        found, asked = report(sizes, one.layout), asked + 1
+        if found.peak_bytes < best.peak_bytes:
             best = found
-    assert best is not None  # layouts() has at least one
-    return Fit(best, budget_bytes)
+        bar.tick()
+    bar.close()
+    return Fit(best, budget_bytes, len(promised) - asked)
 
 
 def deepest(
@@ -162,19 +165,22 @@ def deepest(
 
     promised = sorted(((one.pp * most(one), one) for one in every), key=lambda x: -x[0])
     best: StepReport | None = None
-    for place, (depth, one) in enumerate(promised):
-        if depth <= (best.sizes.depth if best else 0):
-            return Fit(best, budget_bytes, len(promised) - place) if best else None
+    asked, deep, bar = 0, 0, SlowBar("recording layouts", len(promised))
+    for depth, one in promised:
+        if depth <= deep:
+            break
         found: dict[int, StepReport] = {}
 
         def fit(blocks: int, one: Layout = one, found: dict[int, StepReport] = found) -> bool:
             found[blocks] = report(_deep(sizes, one, blocks), one)
             return found[blocks].peak_bytes <= budget_bytes
 
-        blocks = _halved(fit, depth // one.pp)
-        if blocks and one.pp * blocks > (best.sizes.depth if best else 0):
-            best = found[blocks]
-    return Fit(best, budget_bytes) if best else None
+        blocks, asked = _halved(fit, depth // one.pp), asked + 1
+        if one.pp * blocks > deep:
+            best, deep = found[blocks], one.pp * blocks
+        bar.tick()
+    bar.close()
+    return Fit(best, budget_bytes, len(promised) - asked) if best else None
 
 
 def _deep(sizes: Sizes, one: Layout, blocks: int) -> Sizes:

@@ -65,13 +65,19 @@ def layouts(
         "chunks": _several("chunks", chunks, sizes.depth, f"{sizes.depth} blocks"),
         "zero": _known("zero", zero, ZERO),
     }
-    every = [
-        one
-        for one in _of_ranks(sizes, ranks, global_batch, wanted)
-        for one in _choices(one, sizes, wanted["zero"] or ZERO, sequence, _words(recompute))
-    ]
-    if not every:
+    of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
+    if not of_ranks:
         raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
+    words = _words(recompute)
+    every = [
+        one for axes in of_ranks
+        for one in _choices(axes, sizes, wanted["zero"] or ZERO, sequence, words)
+    ]  # fmt: skip
+    if not every:
+        raise ValueError(
+            f"sequence=True: {sizes.context} positions divide over none of these tp: "
+            f"{in_a_row(sorted({one.tp for one in of_ranks}))}; take another context"
+        )
     return every
 
 
@@ -125,11 +131,18 @@ def _choices(
             )
 
 
+def several(given: Several) -> tuple[int, ...]:
+    """One number or more, each once; none if nothing is named."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
+
+
 def _several(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:
     """What was named, all of it divisors of `whole`."""
     if given is None:
         return None
-    numbers = (given,) if isinstance(given, int) else tuple(given)
+    numbers = several(given)
     if not numbers:
         raise ValueError(f"{name} has no numbers to choose from; name some, or leave it out")
     for number in numbers:
@@ -139,20 +152,20 @@ def _several(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] 
                 f"{name}={number}: {of} do not divide by {number}; "
                 f"{in_a_row(divisors(whole))} would do"
             )
-    return tuple(dict.fromkeys(numbers))
+    return numbers
 
 
 def _known(name: str, given: Several, known: tuple[int, ...]) -> tuple[int, ...] | None:
     if given is None:
         return None
-    numbers = (given,) if isinstance(given, int) else tuple(given)
+    numbers = several(given)
     for number in numbers:
         if number not in known:
             raise ValueError(
                 f"{name}={number}: a plan knows {in_a_row(known)}. Stages 2 and 3 cut gradients "
                 "and parameters, which a pipeline needs whole for each of its micro-batches"
             )
-    return tuple(dict.fromkeys(numbers)) or None
+    return numbers or None
 
 
 def _words(given: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -48,6 +48,15 @@ def boundary(
 
 
 @lru_cache(maxsize=65536)
+def moved(groups: tuple[Ranks, ...], per_node: int) -> tuple[Ranks, ...]:
+    """The same groups from the first node on, where those of other stages stand as well: what takes
+    as long has one name."""
+    return tuple(
+        tuple(rank - min(ranks) // per_node * per_node for rank in ranks) for ranks in groups
+    )
+
+
+@lru_cache(maxsize=65536)
 def _groups(sizes: tuple[int, int, int], axis: str, stage: int, per_node: int) -> tuple[Ranks, ...]:
     tp, pp, dp = sizes
     mesh = {"pp": pp, "dp": dp, "tp": tp}

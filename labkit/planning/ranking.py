@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 from typing import Any
 
+from labkit.checkpoints.progress import SlowBar
 from labkit.clusters import Cluster
 from labkit.planning.fits import Fit, Report, TooLarge, by_promise, deepest, described, least
 from labkit.planning.layout import Layout, Sizes
-from labkit.planning.layouts import layouts
+from labkit.planning.layouts import layouts, several
 from labkit.planning.reasons import why, why_not
 from labkit.planning.report import StepReport
 from labkit.planning.written import plan_json, plan_of, plan_table, trades_table
@@ -185,8 +187,9 @@ def largest_that_fits(
     chunk, which hold the least. Raises ValueError where not even a block for each stage fits."""
     ranks = devices(cluster, gpus)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
-    # Any number of stages divides some depth: that of one block for each rank stands for all.
-    every = layouts(replace(sizes, depth=ranks), ranks, global_batch, **chosen)
+    # Any number of stages divides some depth: this one, which all of them divide, stands for it.
+    depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
+    every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
     budget_bytes = budget(cluster, max_memory_bytes)
     found = deepest(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
     if found is None:
@@ -211,8 +214,6 @@ def ranked(
 ) -> tuple[tuple[StepReport, ...], tuple[TooLarge, ...]]:
     """Reports of those that fit, the fastest first (of equals, the one that holds less), and the
     others, the smallest first."""
-    from labkit.checkpoints.progress import SlowBar
-
     promised = by_promise(every, sizes, global_batch)
     large = [one for one in promised if one.peak_bytes > budget_bytes]
     fitting, bar = [], SlowBar("replaying layouts", len(promised) - len(large))

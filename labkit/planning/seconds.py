@@ -48,7 +48,7 @@ def layer_seconds(shape: Shape, costs: Costs, groups: tuple[Ranks, ...]) -> Laye
         found = [_phase_seconds(one, costs, groups) for one in (layer.forward, layer.backward)]
         return LayerSeconds(*found)
 
-    return _kept(costs, (shape, groups), find)
+    return kept(costs, (shape, groups), find)
 
 
 def update_seconds(layer: Layer, costs: Costs, shares: int = 1) -> float:
@@ -62,7 +62,7 @@ def update_seconds(layer: Layer, costs: Costs, shares: int = 1) -> float:
             for one in recorded_update(parameters).operations
         )
 
-    return _kept(costs, ("update", parameters, shares), find)
+    return kept(costs, ("update", parameters, shares), find)
 
 
 def slowest(op: str, nbytes: int, costs: Costs, groups: tuple[Ranks, ...]) -> Sending:
@@ -90,7 +90,8 @@ def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> Pha
     return PhaseSeconds(compute_s, exposed_s, tuple(gradients))
 
 
-def _kept(costs: Costs, key: Any, find: Callable[[], Any]) -> Any:
+def kept(costs: Costs, key: Any, find: Callable[[], Any]) -> Any:
+    """What was found for these costs under `key` before; else it is found now."""
     known = _known.setdefault(costs, {})
     if key not in known:
         known[key] = find()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from labkit.events import chunk_sizes
 from labkit.planning.layers import Layer, Shape, recorded, shape_of
 from labkit.planning.layout import Layout, Sizes
-from labkit.planning.places import tensor_groups
-from labkit.planning.seconds import layer_seconds
+from labkit.planning.places import moved, tensor_groups
+from labkit.planning.seconds import kept, layer_seconds
 from labkit.replaying.costs import Costs
 
 
@@ -96,7 +96,16 @@ class ChunkSeconds(NamedTuple):
 
 def chunk_seconds(chunk: VirtualStage, layout: Layout, stage: int, costs: Costs) -> ChunkSeconds:
     """The sum over its layers."""
-    groups = tensor_groups(layout, stage, costs.cluster.devices_per_node)
+    per_node = costs.cluster.devices_per_node
+    groups = moved(tensor_groups(layout, stage, per_node), per_node)
+    return kept(
+        costs, ("chunk", chunk.layers, groups), lambda: _chunk_seconds(chunk, groups, costs)
+    )
+
+
+def _chunk_seconds(
+    chunk: VirtualStage, groups: tuple[tuple[int, ...], ...], costs: Costs
+) -> ChunkSeconds:
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):

@@ -9,15 +9,16 @@
 Buckets leave while the last backward runs, as soon as they are full and the wire is free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from labkit.planning.layers import ELEMENT_BYTES, recorded
 from labkit.planning.layout import Layout, Sizes
-from labkit.planning.places import data_groups, ends_groups
+from labkit.planning.places import data_groups, ends_groups, moved
 from labkit.planning.seconds import slowest, update_seconds
 from labkit.planning.stages import ChunkSeconds, VirtualStage, vocabulary_elements
-from labkit.replaying.costs import Costs
+from labkit.replaying.costs import Costs, Sending
 
 BUCKET_BYTES = 25 * 2**20  # of DDP and ZeroOptimizer, as they come
 
@@ -105,17 +106,24 @@ def gradients_sent(
     """The buckets of a stage's gradients; empty with one replica."""
     if layout.dp == 1:
         return []
-    groups = data_groups(layout, stage, costs.cluster.devices_per_node)
     op = "reduce_scatter" if layout.zero else "all_reduce"
+    takes = _takes(op, layout, stage, costs)
     found: list[Sent] = []
     free_s = 0.0
     for last_s, chunk in sorted(zip(lasts_s, chunks, strict=True), key=lambda x: x[0]):
         for full_s, nbytes in buckets(chunk.gradients):
-            one = slowest(op, nbytes, costs, groups)
+            one = takes(nbytes)
             began_s = max(free_s, last_s + full_s)
             free_s = began_s + one.seconds
             found.append(Sent(op, "data", nbytes, last_s + full_s, began_s, free_s + one.latency_s))
     return found
+
+
+def _takes(op: str, layout: Layout, stage: int, costs: Costs) -> Callable[[int], Sending]:
+    """What a collective over the replicas takes, by its bytes."""
+    per_node = costs.cluster.devices_per_node
+    groups = moved(data_groups(layout, stage, per_node), per_node)
+    return cache(lambda nbytes: slowest(op, nbytes, costs, groups))
 
 
 def buckets(gradients: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -151,11 +159,11 @@ def _parameters_sent(
     """ZeRO's all-gathers of what each rank has stepped on."""
     if not layout.zero or layout.dp == 1:
         return []
-    groups = data_groups(layout, number, costs.cluster.devices_per_node)
+    takes = _takes("all_gather", layout, number, costs)
     gradients = [(0.0, n) for chunk in stage for shape in chunk for n in recorded(shape).gradients]
     found, free_s = [], began_s
     for _, nbytes in buckets(gradients):
-        one = slowest("all_gather", nbytes, costs, groups)
+        one = takes(nbytes)
         found.append(
             Sent(
                 "all_gather", "data", nbytes, began_s, free_s, free_s + one.seconds + one.latency_s

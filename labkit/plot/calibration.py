@@ -8,11 +8,11 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from labkit.planning.calibrated import Calibration
 from labkit.planning.calibrated import calibration as stored
 from labkit.plot.picture import Picture, styled
-from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PURPLE, SKY, VERMILION
+from labkit.plot.style import BLUE, FAINT, GREEN, IDLE, INK, MUTED, ORANGE, PURPLE, SKY, VERMILION
 
 COLOURS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILION)  # of models, as they grow wider
 MARKERS = "os^Dv*"
-NEAR, FAR = 0.05, 0.2  # shaded
+SHADED = {0.2: FAINT, 0.05: IDLE}  # so far off, and its grey
 TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -57,8 +57,8 @@ def _draw_both(axes: Axes, found: Calibration) -> None:
     measured, predicted = found.measured_s, found.predicted_s
     ends = np.array([min(measured.min(), predicted.min()), max(measured.max(), predicted.max())])
     ends *= [0.8, 1.25]
-    for part in (FAR, NEAR):
-        axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=FAINT, lw=0, alpha=0.8)
+    for part, grey in SHADED.items():
+        axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=grey, lw=0)
     axes.plot(ends, ends, color=MUTED, lw=0.8)
     for name, (here, colour, marker) in _models(found).items():
         x, y = measured[here], predicted[here]
@@ -82,8 +82,8 @@ def _draw_errors(axes: Axes, found: Calibration) -> None:
     place = 0
     errors, out = found.errors(), found.errors(found.without_model_s)
     low, high = found.errors(found.low_s), found.errors(found.high_s)
-    for part in (FAR, NEAR):
-        axes.axhspan(-part, part, color=FAINT, lw=0, alpha=0.8)
+    for part, grey in SHADED.items():
+        axes.axhspan(-part, part, color=grey, lw=0)
     axes.axhline(0, color=MUTED, lw=0.8)
     middles = {}
     for name, (here, colour, marker) in _models(found).items():
@@ -99,4 +99,4 @@ def _draw_errors(axes: Axes, found: Calibration) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xticks(list(middles), list(middles.values()))
     axes.tick_params(axis="x", length=0)
-    axes.set_title("error of each step; hollow: fitted to the other widths", loc="left")
+    axes.set_title("hollow: fitted to the other widths; grey: 5 % and 20 %", loc="left")

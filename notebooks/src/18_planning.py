@@ -186,7 +186,8 @@ training.beside("reported", gpt3_days=34, trillion_days=84)
 # %% [markdown]
 # (The authors say 288 years, and not how they count. With 8 T P / X those are a V100 at 46 TFLOP/s, 37 % of
 # its peak.)
-#
+
+# %% [markdown]
 # Then one layout: GPT-3 as the authors had it, tp 8, pp 8, dp 16, b = 1, 1,536 rows of s = 2,048, plain 1F1B, on
 # 1,024 GPUs. How many micro-batches has a replica, and which part of the step is the bubble (of the total)? What
 # does a GPU hold of the states, at 16 bytes a parameter (lab 10; take 1/64 of the model)? And what does a

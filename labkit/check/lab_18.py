@@ -283,7 +283,7 @@ def choose(student: Student) -> Iterator[str | Score]:
     yield Score(round(1000 * sum(times) / len(times)), 1000, "per mille of the best steps known")
 
 
-MOST = 1.25  # times as long as the best
+MOST = 1.2  # times as long as the best
 
 
 def _can_be(name: str, job: Job, layout: Any) -> None:

@@ -680,7 +680,7 @@ for name, job in JOBS.items():
 # Return a `Layout` for each `job` (`job.sizes`, `job.cluster`, `job.global_batch`): all of its GPUs, within
 # the memory of each. You may choose all that a layout has: chunks, ZeRO (0, 1), `sequence`,
 # `recompute`. Your score is the time of its step beside that of the best known, a mean over the jobs, in
-# per mille; more than 1.25 times as long in any job does not pass.
+# per mille; more than 1.2 times as long in any job does not pass.
 #
 # `step_report(job.sizes, layout, job.global_batch, job.cluster)` tells you about a layout by hand. In a
 # program you have formulas: yours. Here are the candidates that your `can_run` lets through, with 3 % of

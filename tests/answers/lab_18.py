@@ -1,4 +1,8 @@
+from dataclasses import replace
+
 from answers import right, wrong
+from labkit import Layout
+from labkit.check.lab_18_cases import BEST, JOBS
 
 # ---- held_bytes(sizes, layout, global_batch, layer_bytes)
 
@@ -301,3 +305,67 @@ def powers_of_two_alone(sizes, layout, *given):
 @wrong("18.can_run", "True or False")
 def as_a_number(*given):
     return int(runs(*given))
+
+
+# ---- choose(job)
+
+
+def best_of(job):
+    return next(BEST[name] for name, one in JOBS.items() if one == job)
+
+
+@right("18.choose")
+def by_heart(job):
+    return best_of(job)
+
+
+@wrong("18.choose", "choose returned None")
+def keeps_it(job):
+    best_of(job)
+
+
+@wrong("18.choose", "expected: a Layout")
+def three_numbers(job):
+    return best_of(job).tp, best_of(job).pp, best_of(job).dp
+
+
+@wrong("18.choose", "cannot be: tp pp dp is 1536")
+def always_the_authors(job):
+    return Layout(tp=8, pp=8, dp=24)
+
+
+@wrong("18.choose", "cannot be: 36 blocks do not divide into 8 x 1 pieces")
+def eight_stages(job):
+    eight = Layout(tp=2, pp=8, dp=job.cluster.size // 16, zero=1)
+    return eight if job.sizes.depth == 36 else best_of(job)
+
+
+@wrong("18.choose", "zero=3: here are 0")
+def zero_3(job):
+    return replace(best_of(job), zero=3)
+
+
+@wrong("18.choose", "no more than the 80 GB of a GPU")
+def replicas_alone(job):
+    return Layout(dp=job.cluster.size)
+
+
+@wrong("18.choose", "Which choice makes the largest of these smaller")
+def without_zero(job):
+    return replace(best_of(job), zero=0)
+
+
+@wrong("18.choose", "It computes every forward twice")
+def recomputes(job):
+    return replace(best_of(job), recompute="full")
+
+
+@wrong("18.choose", "are there wires fast enough for so much tp?")
+def tensor_parallel_everywhere(job):
+    return Layout(tp=16, pp=2, dp=job.cluster.size // 32, zero=1)
+
+
+@wrong("18.choose", "gradients travel once a step")
+def no_stages(job):
+    tp = 2 if job.sizes.width == 6144 else 8
+    return Layout(tp=tp, dp=job.cluster.size // tp, microbatch=2, zero=1)

@@ -10,16 +10,22 @@
 
 # %%
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import matplotlib.pyplot as plt
 import torch
 
-from labkit import Layout, Sizes, cluster, plan, plot, step_report, step_trace
+from labkit import DDP, GPT, Mesh, Pipeline, World, cluster, listen, plot, split
 from labkit import predict as formulas
 from labkit.check import lab_18 as check
 from labkit.check import predict, report
 from labkit.course import show
+from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+
+# %%
+from labkit import Layout, Sizes, plan, step_report, step_trace
 from labkit.planning.fits import described
 from labkit.planning.published import MEGATRON
 from labkit.planning.reasons import seconds, why
@@ -246,12 +252,59 @@ show("planning/reasons.py:cause")
 # %% [markdown]
 # ## 5. Run it
 #
+# ### Eight ranks
+#
+# First something small, that this machine can run. By a report, what does a rank of this layout send along
+# each axis in a step?
+
+# %% tags=["nbval-check-output"]
+TINY = Sizes(width=32, depth=4, heads=4, context=16, vocab=64)
+CUBE = Layout(tp=2, pp=2, dp=2, microbatch=2, scatter_gather=False)
+selene = cluster("selene")
+told = step_report(TINY, CUBE, 16, selene).sent_bytes
+print({axis: int(sent) for axis, sent in told.items()})
+
+# %% [markdown]
+# And eight real ranks, with the code of lab 17? (Each listens to its second step. `told` is of the rank that sends
+# the most.)
+
+
+# %%
+def train():
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    model = GPT(TINY.vocab, TINY.width, TINY.depth, TINY.heads, TINY.context).bfloat16()
+    tensor_parallel(model, mesh.tp, gather_logits=False)
+    stages = split(model, 2)
+    stages[mesh.pp.rank] = DDP(stages[mesh.pp.rank], mesh.dp)
+    loss = partial(vocab_parallel_cross_entropy, comm=mesh.tp)
+    pipeline = Pipeline(stages, mesh.pp, "1f1b", CUBE.microbatches(16), loss)
+    x = torch.zeros(8, TINY.context, dtype=torch.long)
+    for _ in range(2):
+        with listen() as events:
+            pipeline.step(x, x)
+    axes = {mesh.tp.ranks: "tensor", mesh.pp.ranks: "pipeline", mesh.dp.ranks: "data"}
+    sent = dict.fromkeys(axes.values(), 0)
+    for event in events:
+        sent[axes[tuple(event.ranks)]] += event.bus_bytes
+    return sent
+
+
+with World(8, device="cpu") as eight:
+    sent = eight.run(train)
+
+# %% tags=["nbval-check-output"]
+most = {f"{axis}_bytes": max(one[axis] for one in sent) for axis in told}
+formulas.table(report={f"{axis}_bytes": int(one) for axis, one in told.items()}, eight_ranks=most)
+
+# %% [markdown]
+# Equal, on every axis, to the byte: it is the same code. So we may ask for what we cannot run.
+
+# %% [markdown]
 # ### One layout
 #
 # GPT-3 on 1,024 GPUs of Selene, the authors' cluster. Nothing of what is below needs one of them.
 
 # %%
-selene = cluster("selene")
 AUTHORS = replace(BY_AUTHORS, recompute="full")
 gpt3 = step_report(GPT3, AUTHORS, 1536, selene)
 

@@ -16,20 +16,13 @@ from time import perf_counter
 import matplotlib.pyplot as plt
 import torch
 
-from labkit import DDP, GPT, Mesh, Pipeline, World, cluster, listen, plot, split
+from labkit import DDP, GPT, Mesh, Pipeline, Sizes, World, cluster, listen, plot, split
 from labkit import predict as formulas
 from labkit.check import lab_18 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
-
-# %%
-from labkit import Layout, Sizes, plan, step_report, step_trace
-from labkit.planning.fits import described
-from labkit.planning.published import MEGATRON
-from labkit.planning.reasons import seconds, why
-from labkit.plot.plans import COLOURS
 from labkit.plot.style import CATEGORIES, MEASURED, PREDICTED
 
 # %% [markdown]
@@ -94,6 +87,8 @@ print(f"{6 * P * 300e9 / here / 86400 / 365:,.0f} years, at {here / 1e9:,.0f} GF
 # ```
 
 # %%
+from labkit import Layout
+
 BY_AUTHORS = Layout(tp=8, pp=8, dp=16, microbatch=1)
 print(BY_AUTHORS.ranks, "ranks,", BY_AUTHORS.microbatches(1536), "micro-batches for each replica")
 
@@ -258,6 +253,8 @@ show("planning/reasons.py:cause")
 # each axis in a step?
 
 # %% tags=["nbval-check-output"]
+from labkit import step_report
+
 TINY = Sizes(width=32, depth=4, heads=4, context=16, vocab=64)
 CUBE = Layout(tp=2, pp=2, dp=2, microbatch=2, scatter_gather=False)
 selene = cluster("selene")
@@ -324,6 +321,8 @@ of_layout.beside(
 # of the batch; each row stands for the 128 ranks of a stage:
 
 # %%
+from labkit import step_trace
+
 plot.timeline(step_trace(GPT3, AUTHORS, 1536 // 8, selene))
 
 # %% [markdown]
@@ -332,6 +331,10 @@ plot.timeline(step_trace(GPT3, AUTHORS, 1536 // 8, selene))
 
 
 # %%
+from labkit.planning.reasons import seconds
+from labkit.plot.plans import COLOURS
+
+
 def bars(reports):
     """A step of each, of the parts that add up to it."""
     _, axes = plt.subplots(figsize=(8.5, 1.0 + 0.4 * len(reports)), layout="constrained")
@@ -429,6 +432,8 @@ for i in sorted(range(len(errors)), key=lambda i: -abs(errors[i]))[:5]:
 # on Selene by its datasheets, and with the constants that were fitted elsewhere:
 
 # %%
+from labkit.planning.published import MEGATRON
+
 small, large = (one for one in MEGATRON if one.billions in (39.1, 1008))
 gpt3_row = replace(large, depth=96, width=12288, heads=96, pp=8, ranks=1024, batch=1536, tflops=140)
 TRAINED = {"39B": small, "GPT-3": gpt3_row, "1,008B": large}
@@ -489,6 +494,8 @@ for (name, row), one, tokens in zip(TRAINED.items(), by_fit, (300e9, 300e9, 450e
 # that it takes seconds here, some choices are made for it, as the authors made them:
 
 # %%
+from labkit import plan
+
 planned = plan(
     GPT3, fitted_selene, 1536, gpus=1024, tp=[4, 8, 16], microbatch=[1, 2],
     recompute="full", sequence=False, zero=0,
@@ -496,6 +503,8 @@ planned = plan(
 plot.plan(planned, top=8)
 
 # %% tags=["nbval-check-output"]
+from labkit.planning.fits import described
+
 print(len(planned.reports), "layouts fit,", len(planned.too_large), "do not")
 for one in planned.reports[:5]:
     print(f"{one.step_s:.2f} s  {described(one.layout)}")
@@ -794,6 +803,9 @@ check.choose(choose)
 
 
 # %%
+from labkit.planning.reasons import why
+
+
 def defend(job, mine):
     best = job.report(mine)
     for change in (dict(tp=2, pp=0.5), dict(tp=0.5, pp=2), dict(pp=0.5, dp=2), dict(pp=2, dp=0.5)):

@@ -290,6 +290,21 @@ def test_a_widget_is_kept_as_its_picture_alone():
     assert notebook.metadata.keys() == editions.METADATA.keys()
 
 
+@pytest.mark.slow
+def test_a_bar_is_gone_from_what_is_kept():
+    lines = [
+        "from time import sleep",
+        "from labkit import progress",
+        "for _ in progress(range(4)):",
+    ]
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+    notebook.cells = [
+        nbformat.v4.new_code_cell("\n".join([*lines, "    sleep(0.3)", "print('on')"]))
+    ]
+    (output,) = build.execute(notebook).cells[0].outputs
+    assert output.text == "on\n"
+
+
 @pytest.mark.parametrize("edition", ["student", "solved"])
 @pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
 def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):

@@ -1,5 +1,6 @@
 """Build the editions of the labs, and say which are out of step with their source."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def execute(notebook: Notebook) -> Notebook:
         kernel_name="python3",
         record_timing=False,
         store_widget_state=False,
+        coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(NOTEBOOKS)}},
     )
@@ -54,7 +56,16 @@ def execute(notebook: Notebook) -> Notebook:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET, None)
+            if "text" in output:  # of all that a cell printed, together
+                output.text = _as_shown(output.text)
+        if "outputs" in cell:
+            cell.outputs = [one for one in cell.outputs if one.get("text") != ""]
     return notebook
+
+
+def _as_shown(text: str) -> str:
+    """Lines as a terminal leaves them: what a bar wrote is gone when it has written anew."""
+    return re.sub(r"[^\n]*\r(?!\n)", "", text)
 
 
 def write(notebook: Notebook, path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 from labkit.world.attach import current
+from labkit.world.output import in_notebook
 
 T = TypeVar("T")
 EVERY_S = 0.1
@@ -26,14 +27,18 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
         yield from things
     elif me is not None and me.control is not None:
         yield from _printed(things, label, total)
+    elif in_notebook():  # rich would make a widget, over which nbclient may stumble
+        yield from _printed(things, label, total, transient=True)
     else:
         from rich.progress import track
 
         yield from track(things, label, total=total, transient=True)
 
 
-def _printed(things: Iterable[T], label: str, total: int | None) -> Iterator[T]:
-    """A rank's bar: its line is written anew after a carriage return."""
+def _printed(
+    things: Iterable[T], label: str, total: int | None, transient: bool = False
+) -> Iterator[T]:
+    """A bar whose line is written anew after a carriage return; `transient`: gone at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
     for count, thing in enumerate(things, 1):
         yield thing
@@ -42,7 +47,8 @@ def _printed(things: Iterable[T], label: str, total: int | None) -> Iterator[T]:
             drawn_s = now_s
             sys.stdout.write(f"\r{_bar(label, count, total, now_s - began_s)}")
     if drawn_s:
-        sys.stdout.write(f"\r{_bar(label, count, total, time.monotonic() - began_s)}\n")
+        last = _bar(label, count, total, time.monotonic() - began_s)
+        sys.stdout.write(f"\r{' ' * (len(last) + 9)}\r" if transient else f"\r{last}\n")
 
 
 def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:

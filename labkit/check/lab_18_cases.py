@@ -1,0 +1,247 @@
+"""What the checks of lab 18 ask about, and what is right: by labkit.predict and by replay.
+
+A case is a model in a layout. None of them is square: heads, blocks, rows and ranks have a 3 or a 5
+somewhere, so that a formula with two axes in each other's place does not pass.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from labkit.clusters import Cluster, cluster
+from labkit.planning.fits import described
+from labkit.planning.layout import Layout, Sizes
+from labkit.planning.report import StepReport
+from labkit.planning.steps import step_report
+from labkit.predict import (
+    MIXED_ADAM,
+    activation_bytes,
+    interleaved,
+    mfu,
+    model_state_bytes,
+    step_flops,
+)
+from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
+from labkit.schedules import schedule
+
+GPT3 = Sizes(width=12288, depth=96, heads=96)
+SMALL = Sizes(width=1920, depth=30, heads=24, context=1536)
+
+
+class Case(NamedTuple):
+    """A model, a layout, the rows of a step."""
+
+    sizes: Sizes
+    layout: Layout
+    global_batch: int
+
+    def __str__(self) -> str:
+        model = f"{self.sizes.depth} blocks of width {self.sizes.width}"
+        return f"{model}, {described(self.layout)}, {self.global_batch} rows"
+
+    @property
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.global_batch)
+
+
+CASES = (
+    Case(GPT3, Layout(tp=8, pp=8, dp=16), 1536),
+    Case(GPT3, Layout(tp=8, pp=8, dp=16, zero=1, microbatch=2), 1536),
+    Case(SMALL, Layout(tp=2, pp=5, dp=3, zero=1, recompute="full"), 36),
+    Case(SMALL, Layout(tp=1, pp=1, dp=8, microbatch=2), 48),
+    Case(SMALL, Layout(tp=3, pp=10, dp=1, microbatch=4, sequence=True), 20),  # 5 micro-batches
+    Case(SMALL, Layout(tp=4, pp=5, dp=2, chunks=3, recompute="full"), 40),
+    Case(GPT3, Layout(tp=8, pp=12, dp=2, chunks=2, sequence=True), 96),
+)
+
+
+# ---- memory
+
+
+def layer_bytes(sizes: Sizes, layout: Layout) -> float:
+    """What a layer keeps for one micro-batch on one rank; without scores, which one kernel of
+    attention never stores (lab 11)."""
+    return activation_bytes(
+        sizes.context, layout.microbatch, sizes.width, sizes.heads, layout.tp, layout.sequence,
+        "full" if layout.recompute == "full" else "selective",
+    )  # fmt: skip
+
+
+def in_flight(layout: Layout, global_batch: int) -> float:
+    """Micro-batches that the first stage holds at most."""
+    count = layout.microbatches(global_batch)
+    return interleaved(layout.pp, count, 1, 2, layout.chunks).peak_microbatches
+
+
+def right_bytes(case: Case) -> dict[str, float]:
+    """Of the first stage, on one rank, by category."""
+    sizes, layout, _ = case
+    blocks = sizes.depth // layout.pp
+    numbers = (12 * sizes.width**2 * blocks + sizes.vocab * sizes.width) / layout.tp
+    sharded = model_state_bytes(numbers, layout.dp, layout.zero, MIXED_ADAM)
+    plain = numbers * (MIXED_ADAM.parameter + MIXED_ADAM.gradient)
+    return {
+        "parameters": numbers * MIXED_ADAM.parameter,
+        "gradients": numbers * MIXED_ADAM.gradient,
+        "optimizer state": sharded - plain,
+        "activations": layer_bytes(sizes, layout) * blocks * in_flight(layout, case.global_batch),
+    }
+
+
+# ---- time
+
+FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: computing, and standing still
+
+
+def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_s: float) -> float:
+    """By lab 16's replay; each chunk takes its part of a stage."""
+    chunks = layout.chunks
+    forward = forward_s + tensor_s
+    backward = 2 * forward_s + tensor_s + (forward if layout.recompute == "full" else 0.0)
+    costs = {"forward": forward / chunks, "backward": backward / chunks}
+    count, name = layout.microbatches(global_batch), "1f1b" if chunks == 1 else "interleaved"
+    its = schedule(name, layout.pp, count) if chunks == 1 else schedule(
+        name, layout.pp, count, chunks=chunks
+    )  # fmt: skip
+    return pipeline_step_s(pipeline_trace(its, costs))
+
+
+def right_mfu_and_days(
+    case: Case, step_s: float, peak_flops_per_s: float, tokens: float
+) -> tuple[float, float]:
+    sizes, layout, rows = case
+    flops = step_flops(
+        sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context
+    )  # fmt: skip
+    steps = tokens / (rows * sizes.context)
+    return mfu(flops, step_s, peak_flops_per_s, layout.ranks), steps * step_s / 86400
+
+
+# ---- what can run
+
+
+class Candidate(NamedTuple):
+    """A case, for so many GPUs that may hold so much each."""
+
+    case: Case
+    gpus: int
+    budget_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.case}, on {self.gpus:,} GPUs of {self.budget_bytes / 1e9:g} GB"
+
+    @property
+    def given(self) -> tuple[Sizes, Layout, int, int, float, float]:
+        sizes, layout, rows = self.case
+        divides = sizes.heads % layout.tp == 0
+        kept = layer_bytes(sizes, layout) if divides else 0.0
+        return sizes, layout, self.gpus, rows, kept, self.budget_bytes
+
+
+def candidates() -> list[Candidate]:
+    """Layouts that can run, and some that fail in one thing alone."""
+    of_96 = [
+        Layout(tp=tp, pp=pp, dp=96 // (tp * pp), microbatch=b, chunks=v, zero=1)
+        for tp in (1, 2, 3, 8, 12, 16)
+        for pp in (1, 2, 3, 4, 5, 6)
+        for b in (1, 4, 5)
+        for v in (1, 2, 3)
+        if tp * pp <= 96 and (v == 1 or pp > 1)
+    ]
+    found = [Candidate(Case(SMALL, one, 480), 96, 80e9) for one in of_96]
+    interleaved_2 = Layout(tp=4, pp=2, dp=8, chunks=3)
+    found += [Candidate(Case(SMALL, interleaved_2, rows), 64, 80e9) for rows in (48, 40, 16)]
+    for_gpt3 = [
+        Layout(tp=tp, pp=pp, dp=1024 // (tp * pp), microbatch=b, zero=z, recompute=r)
+        for tp in (4, 8, 16)
+        for pp in (4, 8, 16)
+        for b in (1, 2)
+        for z in (0, 1)
+        for r in ("none", "full")
+    ]
+    found += [Candidate(Case(GPT3, one, 1536), 1024, 80e9) for one in for_gpt3]
+    return found
+
+
+def problem(one: Candidate) -> str:
+    """Why it cannot run; "" where it can."""
+    (sizes, layout, rows), gpus, budget_bytes = one
+    if layout.ranks != gpus:
+        return f"tp pp dp is {layout.ranks}"
+    if sizes.heads % layout.tp:
+        return f"{sizes.heads} heads do not divide over tp {layout.tp}"
+    if sizes.depth % (layout.pp * layout.chunks):
+        return f"{sizes.depth} blocks do not divide into {layout.pp} x {layout.chunks} pieces"
+    if rows % (layout.dp * layout.microbatch):
+        return f"{rows} rows do not divide over dp {layout.dp} x {layout.microbatch}"
+    if layout.chunks > 1 and layout.microbatches(rows) % layout.pp:
+        return (
+            f"interleaved, {layout.microbatches(rows)} micro-batches do not divide into groups of "
+            f"pp {layout.pp}"
+        )
+    held = sum(right_bytes(one.case).values())
+    if held > budget_bytes:
+        return f"it holds {held / 1e9:.1f} GB"
+    return ""
+
+
+# ---- what to choose
+
+
+class Job(NamedTuple):
+    """A model to train on all devices of a cluster, `global_batch` rows a step."""
+
+    sizes: Sizes
+    cluster: Cluster
+    global_batch: int
+
+    def __str__(self) -> str:
+        device, between = self.cluster.device, self.cluster.between
+        assert between is not None
+        gbps = self.cluster.share_bytes_per_s(between) * 8 / 1e9
+        return (
+            f"{self.sizes.parameters / 1e9:.1f}B parameters ({self.sizes.depth} blocks of width "
+            f"{self.sizes.width}, {self.sizes.heads} heads), {self.global_batch} rows, on "
+            f"{self.cluster.size} GPUs of {device.memory_bytes / 1e9:.0f} GB; between nodes "
+            f"{gbps:.3g} Gb/s for each"
+        )
+
+    def report(self, layout: Layout) -> StepReport:
+        """Of a step, replayed."""
+        return _replayed(self.sizes, layout, self.global_batch, self.cluster.name)
+
+
+def _clusters() -> dict[str, Cluster]:
+    selene = cluster("selene")
+    assert selene.between is not None
+    ethernet = replace(
+        selene.between, name="Ethernet", ports=1, bytes_per_s=25e9 / 8, latency_s=30e-6
+    )  # as that of "v100-cloud"
+    half = replace(selene.device, memory_bytes=40e9)
+    every = (
+        replace(selene, name="12 nodes", nodes=12),
+        replace(selene, name="8 nodes on Ethernet", nodes=8, between=ethernet),
+        replace(selene, name="16 nodes of 40 GB", nodes=16, device=half),
+    )
+    return {one.name: one for one in every}
+
+
+CLUSTERS = _clusters()
+JOBS = {
+    "an odd cluster": Job(Sizes(6144, 40, 48), CLUSTERS["12 nodes"], 768),
+    "a slow wire": Job(Sizes(4096, 36, 32), CLUSTERS["8 nodes on Ethernet"], 512),
+    "half the memory": Job(Sizes(8192, 48, 64), CLUSTERS["16 nodes of 40 GB"], 512),
+}
+# The fastest that labkit.plan finds: tests/test_lab_18.py.
+BEST = {
+    "an odd cluster": Layout(tp=1, pp=2, dp=48, microbatch=2, chunks=4, zero=1),
+    "a slow wire": Layout(tp=8, pp=4, dp=2, microbatch=4, zero=1),
+    "half the memory": Layout(
+        tp=4, pp=2, dp=16, microbatch=2, chunks=8, zero=1, sequence=True
+    ),
+}  # fmt: skip
+
+
+@cache
+def _replayed(sizes: Sizes, layout: Layout, global_batch: int, name: str) -> StepReport:
+    return step_report(sizes, layout, global_batch, CLUSTERS[name])

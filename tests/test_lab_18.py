@@ -1,0 +1,96 @@
+"""Lab 18's checks: what is right in them is the library's, and the best known can be had."""
+
+from dataclasses import replace
+
+import pytest
+
+from labkit.check import lab_18 as check
+from labkit.check.lab_18_cases import (
+    BEST,
+    CASES,
+    CLUSTERS,
+    JOBS,
+    Candidate,
+    Case,
+    candidates,
+    problem,
+    replayed_step_s,
+    right_bytes,
+)
+from labkit.planning.fits import least_bytes
+from labkit.planning.layouts import layouts
+from labkit.predict import interleaved
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_a_rank_holds_is_what_a_plan_says(case) -> None:
+    """The plan's formulas leave out the masks of dropout, of which the lab has told."""
+    right, plan = right_bytes(case), least_bytes(*case)
+    states = ("parameters", "gradients", "optimizer state")
+    assert [right[name] for name in states] == pytest.approx([plan[name] for name in states])
+    if case.layout.recompute == "full":
+        assert right["activations"] == pytest.approx(plan["activations"])
+    else:
+        assert 0.8 * right["activations"] < plan["activations"] < right["activations"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_replayed_step_is_the_closed_form(case) -> None:
+    layout = case.layout
+    again = 5.0 if layout.recompute == "full" else 0.0
+    step = interleaved(layout.pp, case.microbatches, 5.0, 9.0 + again, layout.chunks)
+    assert replayed_step_s(layout, case.global_batch, 4.0, 1.0) == pytest.approx(step.step_s)
+
+
+def test_what_can_run_is_what_a_plan_tries() -> None:
+    """Of those whose memory is no question; a plan tries powers of two alone."""
+    for one in candidates():
+        layout = one.case.layout
+        if any(n & (n - 1) for n in (layout.microbatch, layout.chunks)) or layout.pp == 1:
+            continue
+        why = problem(one._replace(budget_bytes=float("inf")))
+        tried = layouts(one.case.sizes, one.gpus, one.case.global_batch)
+        assert (layout in tried) == (not why), f"{one}: {why}"
+
+
+def test_every_reason_is_among_the_candidates() -> None:
+    told = [problem(one) for one in candidates()]
+    assert "" in told
+    for words in ("tp pp dp is", "heads", "blocks", "rows", "groups", "it holds"):
+        assert any(words in one for one in told), words
+
+
+def test_the_clusters_are_selene_with_one_thing_changed() -> None:
+    assert [one.size for one in CLUSTERS.values()] == [96, 64, 128]
+    assert "between nodes 3.12 Gb/s for each" in str(JOBS["a slow wire"])
+    assert "128 GPUs of 40 GB" in str(JOBS["half the memory"])
+
+
+@pytest.mark.slow
+def test_the_best_known_can_be_had_and_no_neighbour_is_faster() -> None:
+    score = check.choose(lambda job: next(BEST[name] for name in JOBS if JOBS[name] == job)).score
+    assert score is not None and score.value == score.best
+    for name, job in JOBS.items():
+        best = job.report(BEST[name])
+        for other in _neighbours(BEST[name]):
+            case = Case(job.sizes, other, job.global_batch)
+            if problem(Candidate(case, job.cluster.size, float("inf"))):
+                continue
+            try:
+                one = job.report(other)
+            except ValueError:
+                continue
+            if one.peak_bytes <= job.cluster.device.memory_bytes:
+                assert one.step_s >= best.step_s, f"{name}: {other} is faster"
+
+
+def _neighbours(layout):
+    """With one choice changed; none needs another recording of a layer."""
+    for chunks in (1, 2, 4, 8, 16):
+        yield replace(layout, chunks=chunks)
+        for times in (2, 4):
+            yield replace(layout, pp=layout.pp * times, dp=layout.dp // times, chunks=chunks)
+            if layout.pp >= times:
+                more = dict(pp=layout.pp // times, dp=layout.dp * times)
+                yield replace(layout, **more, chunks=chunks)
+    yield replace(layout, zero=0)

@@ -789,7 +789,7 @@ eight.close()  # eight processes less
 # `axes` are sizes, outermost first, as `{"pp": 2, "dp": 2, "tp": 2}`, in any order; `rows` is the global
 # batch. Return for `rank` four things:
 #
-# - `(begin, end)`: its rows, of which all replicas have equally many
+# - `(begin, end)`: its rows, as in `x[begin:end]`; all replicas have equally many, the first the first ones
 # - the rank to which it sends activations, or None
 # - the ranks with which it averages gradients, in order (it is one of them)
 # - the two ranks of its embedding group, or None

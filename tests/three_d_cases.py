@@ -70,7 +70,11 @@ class Case:
     scatter_gather: bool = False
 
     def __str__(self) -> str:
-        flags = [one for one in ("sequence", "recompute", "mixed", "scatter_gather") if getattr(self, one)]
+        flags = [
+            one
+            for one in ("sequence", "recompute", "mixed", "scatter_gather")
+            if getattr(self, one)
+        ]
         return " ".join([f"pp{self.pp} dp{self.dp} tp{self.tp} {self.sharder}", *flags])
 
     @property
@@ -328,7 +332,11 @@ def hard_cases() -> dict[str, Case]:
         ),
         "scattered": Case(recompute=True, scatter_gather=True),
         "scattered, interleaved, zero-1": Case(
-            sharder="zero-1", mixed=True, schedule="interleaved", chunks=2, depth=5,
+            sharder="zero-1",
+            mixed=True,
+            schedule="interleaved",
+            chunks=2,
+            depth=5,
             scatter_gather=True,
         ),
         "frozen": Case(frozen=True),

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from labkit.planning.clock import schedule_of
-from labkit.planning.layers import Bytes, recorded_update
+from labkit.planning.layers import Bytes
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.sends import message_bytes
 from labkit.planning.stages import VirtualStage, vocabulary_elements
+from labkit.planning.updates import recorded_update
 from labkit.trace import CATEGORIES
 
 NOTHING: Bytes = (0,) * len(CATEGORIES)
@@ -63,6 +64,7 @@ def _peak(
     return _sum(states, max(moments, key=sum))
 
 
+@lru_cache(maxsize=4096)
 def _of_micro_batch(chunk: VirtualStage) -> tuple[Bytes, Bytes]:
     """What it keeps between forward and backward, and what it holds at most in either."""
     kept, most = NOTHING, NOTHING

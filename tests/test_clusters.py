@@ -22,7 +22,7 @@ def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
     rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
     assert one.device.sources.keys() == {
         "memory_bytes", "memory_bytes_per_s", "launch_s", "matmul_reached", "memory_reached",
-        "tile", *rates,
+        "host_s" if "fitted" in name else "tile", *rates,
     }  # fmt: skip
     for level in filter(None, (one.inside, one.between)):
         optional = {"reached", "start_s"} & level.sources.keys()
@@ -113,6 +113,29 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ('[12e9, "measured"]', '[true, "measured"]', "a number and its source are needed"),
         ('[12e9, "measured"]', f'[{10**400}, "measured"]', "a number and its source are needed"),
         ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
+        ("ports = 1", "", r"levels\[1\]: ports = None"),
+        ('latency_s = [1e-4, "ping"]', "", r"levels\[1\]: latency_s = None; a number and its"),
+        (
+            '[12e9, "measured"]',
+            '[12, "measured"]',
+            "bytes_per_s = 12, which.*bytes a second, not",
+        ),
+        (
+            '[12e9, "measured"]',
+            '[12e18, "measured"]',
+            "bytes_per_s = 1.2e.19, which no cluster",
+        ),
+        ('[1e-4, "ping"]', '[100, "ping"]', "latency_s = 100, .*seconds, not microseconds"),
+        (
+            '[1e-4, "ping"]',
+            '[1e-4, "ping"]\nreached = [75, "a guess"]',
+            r"levels\[1\]: reached = 75; it is a part: 1 at most",
+        ),
+        (
+            '[1e-4, "ping"]',
+            '[1e-4, "ping"]\nreached = [0, "a guess"]',
+            r"levels\[1\]: reached = 0; more than 0 is needed",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(
@@ -121,6 +144,39 @@ def test_what_is_wrong_in_a_file_is_named(
     assert was in OWN
     with pytest.raises(ValueError, match=message):
         own(tmp_path, OWN.replace(was, then, 1))
+
+
+DEVICE = """
+[devices.own]
+memory_bytes = [80e9, "printed on it"]
+memory_bytes_per_s = [2e12, "printed on it"]
+launch_s = [5e-6, "a guess"]
+peak_flops.bfloat16 = [312e12, "printed on it"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("was", "then", "message"),
+    [
+        ("[80e9", "[80", "memory_bytes = 80, which no cluster has: .*bytes, not GB"),
+        ("[2e12", "[2000", "memory_bytes_per_s = 2000, .*bytes a second, not GB/s"),
+        ("[312e12", "[312", "peak_flops: bfloat16 = 312, .*operations a second, not TFLOP/s"),
+        ("[5e-6", "[5", "launch_s = 5, .*seconds, not microseconds"),
+        ("[5e-6", "[-5e-6", "launch_s = -5e-06; more than 0 is needed"),
+        ('launch_s = [5e-6, "a guess"]', "", "launch_s = None; a number and its source are needed"),
+        ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
+        ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
+        ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
+    ],
+)
+def test_what_is_wrong_with_a_device_is_named(
+    tmp_path: Path, was: str, then: str, message: str
+) -> None:
+    assert was in DEVICE
+    text = OWN.replace('"v100"', '"own"') + DEVICE
+    assert own(tmp_path, text)["mine"].device.peak_flops == {"bfloat16": 312e12}
+    with pytest.raises(ValueError, match=message):
+        own(tmp_path, text.replace(was, then, 1))
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
@@ -133,18 +189,18 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     write_clusters(path, known_clusters())
     assert read_clusters(path) == known_clusters()
     assert list(read_clusters(path)) == list(known_clusters())
-    assert path.read_text().count("[devices.") == 5  # workstation and internet have the same
+    assert path.read_text().count("[devices.") == 6  # workstation and internet have the same
 
 
 def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> None:
     told = 'say "who"\\ \n\t\x7f\x01 é 卡 \U0001f600 [a] = #'
     numbers = ("memory_bytes", "memory_bytes_per_s", "launch_s", "peak_flops.my dtype", "tile")
     device = Device(
-        told, {"my dtype": 2 / 3 * 1e13}, 1e299, 123456.0, 0.0, tile=1 / 3,
+        told, {"my dtype": 2 / 3 * 1e13}, 1e14, 1234567890.125, 0.0, tile=1 / 3,
         sources=dict.fromkeys(numbers, told),
     )  # fmt: skip
     twin = replace(device, launch_s=1e-300)  # of the same name: two devices in the file
-    wires = Level(told, 99999.9, 0.0, 3, sources={"bytes_per_s": told, "latency_s": told})
+    wires = Level(told, 100000.1, 0.0, 3, sources={"bytes_per_s": told, "latency_s": told})
     rest = {"nodes": 2, "devices_per_node": 3, "inside": wires, "between": wires}
     both = {
         name: Cluster(name, told, one, **rest)  # type: ignore[arg-type]

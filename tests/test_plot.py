@@ -899,6 +899,7 @@ def test_plot_names_what_it_has():
         "bandwidth",
         "bill",
         "bits",
+        "calibration",
         "compare",
         "flip_bits",
         "front",

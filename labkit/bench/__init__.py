@@ -5,6 +5,7 @@ from labkit.lazy import lazy
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
+        "bench_calibrate": "labkit.bench.calibrate",
         "bench_collectives": "labkit.bench.collectives",
         "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_door": "labkit.bench.door",

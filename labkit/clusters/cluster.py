@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Device:
     """`peak_flops`: of matrix products by dtype, "bfloat16", a multiplication and an addition being
-    two. `launch_s`: what each operation takes at least. `sources`: of each number, by its name.
+    two. `launch_s`: what each operation takes at least. `host_s`: what the host takes to launch
+    one; it runs ahead, and counts only where it is the slower of the two over a whole step (see
+    labkit.planning.hosts). `sources`: of each number, by its name.
 
     A matrix product is cut into tiles, and a side d reaches d / (d + tile) of `matmul_reached`,
     which large products have (see `matmul_flops_per_s`)."""
@@ -27,6 +29,7 @@ class Device:
     matmul_reached: float = 1.0
     memory_reached: float = 1.0
     tile: float = 0.0
+    host_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def peak_flops_of(self, dtype: str) -> float:

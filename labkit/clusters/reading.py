@@ -9,7 +9,19 @@ from typing import Any
 
 from labkit.clusters.cluster import Cluster, Device, Level
 
-MAY_BE_0 = ("launch_s", "latency_s", "start_s", "tile")
+# What a number can be, so that 300 for 300 GB/s, or 5 for 5 us, is told: least, most, what of.
+PLAUSIBLE = {
+    "memory_bytes": (1e8, 1e14, "bytes, not GB"),
+    "memory_bytes_per_s": (1e8, 1e15, "bytes a second, not GB/s"),
+    "bytes_per_s": (1e5, 1e14, "bytes a second, not GB/s"),
+    "peak_flops": (1e7, 1e18, "operations a second, not TFLOP/s"),
+    "launch_s": (0.0, 1e-2, "seconds, not microseconds"),
+    "host_s": (0.0, 1e-2, "seconds, not microseconds"),
+    "start_s": (0.0, 10.0, "seconds, not microseconds"),
+    "latency_s": (0.0, 2.0, "seconds, not microseconds"),
+    "tile": (0.0, 4096.0, "a side of a matrix"),
+}
+MAY_BE_0 = ("launch_s", "host_s", "latency_s", "start_s", "tile")
 
 
 def cluster(name: str) -> Cluster:
@@ -91,11 +103,16 @@ def _cluster(name: str, told: Any, devices: Mapping[str, Any], where: str) -> Cl
 def _device(told: Any, where: str) -> Device:
     told = _table(told, where)
     plain = ("memory_bytes", "memory_bytes_per_s", "launch_s")
-    parts = ("matmul_reached", "memory_reached", "tile")
+    parts = ("matmul_reached", "memory_reached", "tile", "host_s")
     _no_others(told, {"name", "peak_flops", *plain, *parts}, where)
     numbers, sources = _numbers(told, (*plain, *_given(told, parts)), where)
     rates = _table(told.get("peak_flops"), f"{where}: peak_flops")
-    peak_flops, more = _numbers(rates, tuple(rates), f"{where}: peak_flops")
+    peak_flops, more = _numbers(rates, tuple(rates), f"{where}: peak_flops", "peak_flops")
+    if not peak_flops:
+        raise ValueError(
+            f"{where}: no rate of any dtype; give one: "
+            'peak_flops.bfloat16 = [312e12, "who says so"]'
+        )
     sources |= {f"peak_flops.{dtype}": source for dtype, source in more.items()}
     return Device(str(told.get("name", where)), peak_flops, **numbers, sources=sources)
 
@@ -112,9 +129,10 @@ def _level(told: Any, inside: bool, where: str) -> Level:
 
 
 def _numbers(
-    told: Mapping[str, Any], names: tuple[str, ...], where: str
+    told: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str | None = None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Numbers and their sources. Some may be 0; a part is no more than the whole."""
+    """Numbers and their sources. Some may be 0; a part is no more than the whole; the others, which
+    are of one `kind` or each of its own, must be plausible."""
     numbers, sources = {}, {}
     for name in names:
         match told.get(name):
@@ -123,6 +141,7 @@ def _numbers(
                     raise ValueError(f"{where}: {name} = {number}; more than 0 is needed")
                 if name.endswith("reached") and number > 1:
                     raise ValueError(f"{where}: {name} = {number}; it is a part: 1 at most")
+                _check_plausible(kind or name, number, f"{where}: {name}")
                 numbers[name], sources[name] = float(number), source
             case other:
                 raise ValueError(
@@ -130,6 +149,15 @@ def _numbers(
                     f'{name} = [1e9, "who says so"]'
                 )
     return numbers, sources
+
+
+def _check_plausible(kind: str, number: float, what: str) -> None:
+    least, most, unit = PLAUSIBLE.get(kind, (0.0, float("inf"), ""))
+    if not least <= number <= most:
+        raise ValueError(
+            f"{what} = {number:g}, which no cluster has: {least:g} to {most:g} is plausible "
+            f"({unit})"
+        )
 
 
 def _given(told: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:

@@ -27,4 +27,12 @@ sends       bytes along each axis, and messages between stages
 clock       the schedule, over many micro-batches
 tail        the end of a step: gradients, the tied embedding, the optimizer
 holding     what a rank holds at its peak
+hosts       the host, which launches every operation, as a clock of its own
+
+How the A100's constants were found:
+
+measured    step times that others have measured (tables/)
+fitting     few constants from many rows
+calibrate   the fit, its intervals, and what it says of models that it has not seen
+calibrated  what was found, in a file: plot.calibration() draws it
 """

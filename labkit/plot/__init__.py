@@ -22,6 +22,7 @@
     plot.schedules({"GPipe": one, "1F1B": other})  # several, on one axis of time
     plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
     plot.flip_bits(0.1, "fp16")  # the same, with bits to flip
+    plot.calibration()  # step times that others measured beside those that labkit tells
     plot.number_line()  # what each number format can hold
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
@@ -35,6 +36,7 @@ __all__, __getattr__, __dir__ = lazy(
         "bandwidth": "labkit.plot.bandwidths",
         "bill": "labkit.plot.activations",
         "bits": "labkit.plot.bit_patterns",
+        "calibration": "labkit.plot.calibration",
         "compare": "labkit.plot.strategies",
         "flip_bits": "labkit.plot.bit_flips",
         "front": "labkit.plot.activations",

@@ -7,7 +7,8 @@
                   layer holds the most: the logits, or what a block computes again
 
     messages      one that leaves, and one that has come ahead
-    tied          the gradient of the embedding, once more, on the first and the last stage
+    tied          the gradient of the embedding, once more, on the first and the last stage; with
+                  ZeRO this rank's share of it
 
 All as recorded of a layer without data; what is added up here are whole layers. Not counted: the
 batch of tokens, and what the device's own software takes.
@@ -19,14 +20,14 @@ from functools import lru_cache
 from labkit.planning.clock import schedule_of
 from labkit.planning.layers import Bytes
 from labkit.planning.layout import Layout, Sizes
-from labkit.planning.sends import message_bytes
-from labkit.planning.stages import VirtualStage, vocabulary_elements
+from labkit.planning.sends import message_bytes, tied_bytes
+from labkit.planning.stages import VirtualStage
 from labkit.planning.updates import recorded_update
 from labkit.trace import CATEGORIES
 
 NOTHING: Bytes = (0,) * len(CATEGORIES)
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # of bf16, bf16, fp32 and two moments
-COUNT_BYTES = 4  # Adam's steps, for each tensor
+COUNT_BYTES = 4  # Adam's steps, for each tensor; with ZeRO a rank has a part of these
 
 
 def memory_of(
@@ -39,7 +40,7 @@ def memory_of(
         messages = _only("communication buffers", 2 * message_bytes(sizes, layout))
         peaks = [_sum(peak, messages) for peak in peaks]
         if sizes.tied:
-            aside = _only("gradients", GRADIENT_BYTES * vocabulary_elements(sizes, layout))
+            aside = _only("other" if layout.zero else "gradients", tied_bytes(sizes, layout))
             peaks[0], peaks[-1] = _sum(peaks[0], aside), _sum(peaks[-1], aside)
     return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))
 

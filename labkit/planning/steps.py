@@ -174,7 +174,11 @@ def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> 
             "micro-batches: interleaved 1F1B needs several stages, and micro-batches in whole "
             "groups of pp"
         )
-    if layout.zero not in (0, 1, 2):
-        raise ValueError(f"zero={layout.zero}: here are 0 (DDP), 1 and 2")
+    if layout.zero not in (0, 1):
+        raise ValueError(
+            f"zero={layout.zero}: choose 0 (DDP) or 1. Stages 2 and 3 keep a share of gradients "
+            "and weights, which then travel for every micro-batch; labkit.predict.bytes_by_axis "
+            "says how much that is"
+        )
     if layout.recompute not in ("none", "full"):
         raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")

@@ -61,7 +61,9 @@ def train(sequence: bool, zero: int = 0) -> Found:
             sent[axes[tuple(event.ranks)]] += event.bus_bytes
     began_s = [x.began_s for x in one.spans if x.kind == type(optimizer).__name__][-1]
     before = [x.held_bytes for x in one.memory if x.when_s < began_s]
-    held = dict(zip(CATEGORIES, max(before, key=sum), strict=True))
+    gradients = CATEGORIES.index("gradients")  # what is new is entered there a moment later
+    most = max(before, key=lambda some: (sum(some), some[gradients]))
+    held = dict(zip(CATEGORIES, most, strict=True))
     return sent, held, before[0][CATEGORIES.index("other")]
 
 

@@ -218,6 +218,36 @@ def test_published_models_fit_and_take_about_what_they_took() -> None:
         assert 0.5 < tflops / one.tflops < 1.5, one
 
 
+ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2, dp=5),
+        Layout(tp=2, pp=2, dp=5, zero=1),
+        Layout(tp=4, pp=2, dp=7, zero=1, chunks=2, sequence=True),
+        Layout(pp=1, dp=7, zero=1),
+        Layout(tp=2, pp=3, dp=2, zero=1, scatter_gather=False),
+    ],
+    ids=lambda one: f"{one.in_words} zero {one.zero}",
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
+    layout: Layout, tied: bool
+) -> None:
+    """What does not divide into shares is padded; ends of a tied model sum a share each."""
+    sizes = replace(ODD, tied=tied)
+    sent = step_report(sizes, layout, 12 * layout.dp, SELENE).sent_bytes
+    formula = bytes_by_axis(
+        vocab=21, width=12, depth=5, context=8, rows=12, sequence=8, microbatches=12,
+        pp=layout.pp, dp=layout.dp, tp=layout.tp, chunks=layout.chunks, zero=layout.zero,
+        sequence_parallel=layout.sequence, scatter_gather=layout.scatter_gather, tied=tied,
+    )  # fmt: skip
+    assert sent["data"] == pytest.approx(max(one["data"] for one in formula), rel=1e-12)
+    assert sent["pipeline"] == max(one["pipeline"] + one["embedding"] for one in formula)
+
+
 class TwiceAsSlow(Costs):
     def compute_s(self, operation: Operation) -> float:
         return 2 * super().compute_s(operation)

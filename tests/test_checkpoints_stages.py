@@ -103,6 +103,13 @@ FOUR = {
         Layout(pp=2, dp=2, strategy="masters"),
         Layout(pp=2, tp=2, chunks=2, sequence=True),
     ],
+    "tied and sharded": [
+        Layout(pp=2, dp=2, strategy="zero-1"),
+        Layout(dp=4, strategy="ddp"),
+        Layout(pp=2, dp=2, strategy="zero-2"),
+        Layout(dp=4, strategy="ddp"),
+        Layout(pp=2, dp=2, chunks=2, strategy="zero-1"),
+    ],
     "untied": [
         Layout(pp=2, dp=2, strategy="zero-3"),
         Layout(pp=2, dp=2, chunks=2, strategy="zero-1"),
@@ -127,10 +134,10 @@ EIGHT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FOUR)
-def test_a_dozen_layouts_go_on_from_each_other(
+def test_many_layouts_go_on_from_each_other(
     world4: World, kind: str, tmp_path: pathlib.Path
 ) -> None:
-    goes_round(world4, FOUR[kind], kind == "tied", tmp_path)
+    goes_round(world4, FOUR[kind], kind != "untied", tmp_path)
 
 
 @pytest.mark.slow
@@ -192,6 +199,7 @@ WRITTEN = [
     (Layout(pp=2, tp=2, chunks=2), True),
     (Layout(pp=2, dp=2, strategy="zero-3"), False),
     (Layout(pp=2, dp=2, chunks=2, strategy="zero-1"), False),
+    (Layout(pp=2, dp=2, strategy="zero-2"), True),
 ]
 
 

@@ -120,6 +120,10 @@ def cuts_ties_where_they_fall() -> Any:
         return stack.pop_all()
 
 
+def sends_it_whole_from_each_rank() -> Any:
+    return patch.object(pipeline, "scatter_gather_over", lambda *_: None)
+
+
 FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case, str]] = [
     (forgets_the_embedding_group, DEEP, "norm of step|is off by"),
     (forgets_the_embedding_group, Case(2, 2, 1, "zero-1"), "norm of step|is off by"),
@@ -133,6 +137,7 @@ FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case, str]] = [
     (averages_in_every_micro_batch, DEEP, "data .* bytes, not"),
     (sends_in_every_micro_batch, Case(2, 2, 1, "zero-1"), "data .* bytes, not"),
     (averages_over_the_wrong_ranks, Case(), "losses|norm of step|is off by"),
+    (sends_it_whole_from_each_rank, Case(2, 1, 2, scatter_gather=True), "tensor .* bytes, not"),
     (averages_over_nobody, DEEP, "losses|norm of step|is off by"),
     (takes_all_replicas_for_equal, Case(2, 2, 1, rows=7), "losses|norm of step|is off by"),
     (scales_the_loss_of_one_micro_batch, DEEP, "norm of step|is off by"),

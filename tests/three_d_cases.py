@@ -67,9 +67,14 @@ class Case:
     schedule: str = "1f1b"
     chunks: int = 1
     frozen: bool = False
+    scatter_gather: bool = False
 
     def __str__(self) -> str:
-        flags = [one for one in ("sequence", "recompute", "mixed") if getattr(self, one)]
+        flags = [
+            one
+            for one in ("sequence", "recompute", "mixed", "scatter_gather")
+            if getattr(self, one)
+        ]
         return " ".join([f"pp{self.pp} dp{self.dp} tp{self.tp} {self.sharder}", *flags])
 
     @property
@@ -182,7 +187,7 @@ def built(case: Case, mesh: Mesh) -> tuple[Pipeline, Any, Any, Spoil]:
     weigh = Weighted()
     pipe = Pipeline(
         split(edited, case.pp * case.chunks), mesh.pp, case.schedule, case.microbatches, weigh,
-        wrap=wrap,
+        wrap=wrap, scatter_gather=mesh.tp if case.scatter_gather else None,
     )  # fmt: skip
     parameters = list(pipe.parameters())
     if case.sharder in ("zero-1", "zero-2"):
@@ -301,7 +306,7 @@ def predicted_bytes(case: Case) -> list[dict[str, float]]:
         rows=case.rows // case.dp, sequence=LENGTH, microbatches=case.microbatches, pp=case.pp,
         dp=case.dp, tp=case.tp, chunks=case.chunks, zero=SHARDERS.index(case.sharder),
         sequence_parallel=case.sequence, recompute=case.recompute, tied=case.tied,
-        element_bytes=2 if case.mixed else 8,
+        scatter_gather=case.scatter_gather, element_bytes=2 if case.mixed else 8,
     )  # fmt: skip
 
 
@@ -321,6 +326,18 @@ def hard_cases() -> dict[str, Case]:
         ),
         "interleaved, zero-3": Case(
             2, 2, 1, "zero-3", tied=False, schedule="interleaved", chunks=2, depth=4
+        ),
+        "scattered, three stages": Case(
+            3, 1, 2, depth=5, rows=7, microbatches=3, scatter_gather=True
+        ),
+        "scattered": Case(recompute=True, scatter_gather=True),
+        "scattered, interleaved, zero-1": Case(
+            sharder="zero-1",
+            mixed=True,
+            schedule="interleaved",
+            chunks=2,
+            depth=5,
+            scatter_gather=True,
         ),
         "frozen": Case(frozen=True),
         "frozen, zero-1": Case(sharder="zero-1", frozen=True, microbatches=3),

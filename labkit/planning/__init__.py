@@ -19,6 +19,7 @@ command     `labkit plan`
 How a step is found (read in this order):
 
 layers      each kind of layer, recorded once without data
+updates     the optimizer's step on one, likewise
 stages      which layers a stage has
 places      where ranks stand on nodes
 seconds     what a layer takes there

@@ -7,7 +7,8 @@
                   layer holds the most: the logits, or what a block computes again
 
     messages      one that leaves, and one that has come ahead
-    tied          ZeRO's gradient of the embedding, once more, on the first and the last stage
+    tied          ZeRO's share of the gradient of the embedding, once more, on the first and the
+                  last stage
 
 All as recorded of a layer without data; what is added up here are whole layers. Not counted: the
 batch of tokens, and what the device's own software takes.
@@ -17,15 +18,16 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from labkit.planning.clock import schedule_of
-from labkit.planning.layers import Bytes, recorded_update
+from labkit.planning.layers import Bytes
 from labkit.planning.layout import Layout, Sizes
-from labkit.planning.sends import message_bytes
-from labkit.planning.stages import VirtualStage, vocabulary_elements
+from labkit.planning.sends import message_bytes, tied_bytes
+from labkit.planning.stages import VirtualStage
+from labkit.planning.updates import recorded_update
 from labkit.trace import CATEGORIES
 
 NOTHING: Bytes = (0,) * len(CATEGORIES)
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # of bf16, bf16, fp32 and two moments
-COUNT_BYTES = 4  # Adam's steps, for each tensor
+COUNT_BYTES = 4  # Adam's steps, for each tensor; with ZeRO a rank has a part of these
 
 
 def memory_of(
@@ -38,7 +40,7 @@ def memory_of(
         messages = _only("communication buffers", 2 * message_bytes(sizes, layout))
         peaks = [_sum(peak, messages) for peak in peaks]
         if sizes.tied and layout.zero:
-            aside = _only("gradients", GRADIENT_BYTES * vocabulary_elements(sizes, layout))
+            aside = _only("other", tied_bytes(sizes, layout))
             peaks[0], peaks[-1] = _sum(peaks[0], aside), _sum(peaks[-1], aside)
     return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))
 
@@ -63,6 +65,7 @@ def _peak(
     return _sum(states, max(moments, key=sum))
 
 
+@lru_cache(maxsize=4096)
 def _of_micro_batch(chunk: VirtualStage) -> tuple[Bytes, Bytes]:
     """What it keeps between forward and backward, and what it holds at most in either."""
     kept, most = NOTHING, NOTHING

@@ -3,21 +3,22 @@
     source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
 
 A model of a trillion parameters has three kinds of layers. Each is recorded once, through labkit's
-own code (GPT's parts, `tensor_parallel`, `Recompute`, `MasterWeights`), between a source that makes
+own code (GPT's parts, `tensor_parallel`, `Recompute`), between a source that makes
 its input and a sink that takes its output: so what a stage computes, sends and keeps is the sum
 over its layers, to the byte. A recording is kept for whoever asks next; what it takes on a cluster
 is another matter (`seconds.py`).
 
-Parameters and gradients are bfloat16, 2 + 2 bytes; the optimizer is AdamW on fp32 masters, 12.
-Dropout is 0.
+Parameters and gradients are bfloat16, 2 + 2 bytes. Dropout is 0.
 
 Legend: b rows of a micro-batch, s positions, w width, t ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +28,14 @@ from labkit.comm import Comm
 from labkit.memory.edits import Recompute
 from labkit.models.attention import PlainAttention
 from labkit.models.gpt import GPT
+from labkit.parallel import tensor
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
 from labkit.planning.layout import Layout, Sizes
-from labkit.precision import MasterWeights
 from labkit.recording import span
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.programs import things_of
-from labkit.trace import Operation, RankTrace
+from labkit.trace import RankTrace
 
 Kind = Literal["embedding", "block", "head"]
 Bytes = tuple[int, ...]  # by category, as labkit.trace.CATEGORIES
@@ -87,12 +88,12 @@ class Layer:
     backward: Phase
     kept: Bytes
 
-    @property
+    @cached_property
     def gradients(self) -> list[int]:
         """Elements of each parameter on this rank, as backward is done with them."""
         return self.backward.all_of("gradient")
 
-    @property
+    @cached_property
     def sent_bytes(self) -> int:
         """Bus bytes of rank 0, for one micro-batch."""
         return sum(
@@ -180,10 +181,29 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
-    model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False).to(DTYPE)
-    if first.tp > 1:
-        tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
+    with _without_numbers():
+        model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
+        if first.tp > 1:
+            tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
     return model
+
+
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    """Models are built in bfloat16, and their numbers, which are not there, neither drawn nor made
+    the same on all ranks."""
+    default = torch.get_default_dtype()
+    with ExitStack() as left_out:
+        for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
+            left_out.enter_context(patch.object(kind, "reset_parameters", _nothing))
+        left_out.enter_context(patch.object(tensor, "copy_from_rank_0", _nothing))
+        left_out.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(DTYPE)
+        yield
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _edited(block: Any, shape: Shape) -> nn.Module:
@@ -265,36 +285,9 @@ def _layer_of(one: RankTrace) -> Layer:
     ):
         held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
         parts = [Part(what, of) for when_s, _, what, of in things if began_s <= when_s <= ended_s]
-        phases.append(Phase(tuple(parts), _above(max(held[-1], key=sum), before)))
-    return Layer(phases[0], phases[1], _above(held[0][-1], before))
+        phases.append(Phase(tuple(parts), above(max(held[-1], key=sum), before)))
+    return Layer(phases[0], phases[1], above(held[0][-1], before))
 
 
-def _above(held: Bytes, before: Bytes) -> Bytes:
+def above(held: Bytes, before: Bytes) -> Bytes:
     return tuple(one - other for one, other in zip(held, before, strict=True))
-
-
-class Update(NamedTuple):
-    """The optimizer's step on some parameters; `peak` as in a Phase."""
-
-    operations: tuple[Operation, ...]
-    peak: Bytes
-
-
-@lru_cache(maxsize=4096)
-def recorded_update(parameters: tuple[int, ...]) -> Update:
-    """`MasterWeights` of AdamW on parameters of so many elements each: its second step."""
-    one = dry_run(_updates, parameters, ranks=1).ranks[0]
-    step = next(x for x in one.spans if x.phase == "optimizer" and not x.depth)
-    held = [x.held_bytes for x in one.memory]
-    inside = [x for x, point in zip(held, one.memory, strict=True) if point.when_s >= step.began_s]
-    before = held[len(held) - len(inside) - 1]
-    return Update(tuple(one.operations), _above(max(inside, key=sum, default=before), before))
-
-
-def _updates(parameters: Sequence[int]) -> None:
-    every = [nn.Parameter(torch.empty(numel, dtype=DTYPE)) for numel in parameters]
-    for parameter in every:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = MasterWeights(every, torch.optim.AdamW)
-    for _ in range(2):
-        optimizer.step()

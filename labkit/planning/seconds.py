@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from labkit.planning.layers import Layer, Phase, Shape, recorded, recorded_update
+from labkit.planning.layers import Layer, Phase, Shape, recorded
+from labkit.planning.updates import recorded_update
 from labkit.replaying.costs import Costs, Sending
 
 Ranks = tuple[int, ...]

@@ -2,8 +2,8 @@
 
     tensor     as recorded, for each micro-batch and layer
     pipeline   b s w elements (or one of tp parts) a boundary, direction and micro-batch; once in a
-               step the gradient of a tied embedding, between the ends
-    data       2(dp-1)/dp of the gradients, once in a step
+               step the gradient of a tied embedding, between the ends; of ZeRO's, a share, 1/dp
+    data       2(dp-1)/dp of the gradients, once in a step; ZeRO's are padded to dp equal shares
 
 With scatter/gather each of tp ranks sends one part, and the receivers put it together: that
 all-gather is of the tensor axis, and is in a message's time. With sequence parallelism what travels
@@ -29,10 +29,13 @@ def message_bytes(sizes: Sizes, layout: Layout) -> int:
 
 
 def tied_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of a tied embedding's gradient, what goes between the ends from one rank: with ZeRO its
-    share, 1/dp."""
-    shares = layout.dp if layout.zero else 1
-    return -(-vocabulary_elements(sizes, layout) // shares) * ELEMENT_BYTES
+    """Of a tied embedding's gradient, what a rank of the first stage sums with one of the last:
+    V w / t elements, or of ZeRO's this rank's share."""
+    return -(-vocabulary_elements(sizes, layout) // _shares(layout)) * ELEMENT_BYTES
+
+
+def _shares(layout: Layout) -> int:
+    return layout.dp if layout.zero else 1
 
 
 def messages_s(sizes: Sizes, layout: Layout, costs: Costs) -> list[float]:
@@ -76,6 +79,14 @@ def sent_bytes(
     if layout.scatter_gather and layout.tp > 1 and not layout.sequence and layout.pp > 1:
         gathered = bus_factor("all_gather", layout.tp) * message * layout.tp
         tensor += microbatches * max(ways) * gathered
-    gradients = max(sum(chunk.parameters for chunk in its) for its in stages) * ELEMENT_BYTES
-    data = gradients * bus_factor("all_reduce", layout.dp)  # with ZeRO in two halves
+    gradients = max(_averaged(its, sizes, layout, k) for k, its in enumerate(stages))
+    data = gradients * ELEMENT_BYTES * bus_factor("all_reduce", layout.dp)  # ZeRO's in two halves
     return {"tensor": float(tensor), "pipeline": float(max(pipeline)), "data": float(data)}
+
+
+def _averaged(chunks: Sequence[VirtualStage], sizes: Sizes, layout: Layout, stage: int) -> int:
+    """Elements of a stage, over its replicas; under ZeRO what is tied lies in a bucket alone."""
+    elements, shares = sum(chunk.parameters for chunk in chunks), _shares(layout)
+    at_end = sizes.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
+    alone = vocabulary_elements(sizes, layout) if at_end else 0
+    return sum(-(-one // shares) * shares for one in (elements - alone, alone))

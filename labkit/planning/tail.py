@@ -2,7 +2,7 @@
 
     last backward   ████████████│           │
     data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
-    tied                                    [embedding]   first and last stage
+    tied                                    [embedding]   first and last stage; of ZeRO's a share
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 

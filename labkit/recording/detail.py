@@ -36,6 +36,7 @@ from labkit.recording.spans import Spans
 from labkit.trace import CATEGORIES, MemoryPoint, Operation
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
+ASKS_DEVICE = torch.ops.prim.device.default  # torch asks so of a fake tensor, all the time
 
 
 class Ledger:
@@ -234,6 +235,8 @@ class _Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return args[0].device
         out = func(*args, **(kwargs or {}))
         if func.namespace != "prim":  # those ask what a tensor is
             self._detail.count(func, args, kwargs or {}, out)

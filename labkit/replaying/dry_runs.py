@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from labkit.recording import record
+from labkit.recording.detail import ASKS_DEVICE
 from labkit.trace import RankTrace, Trace
 from labkit.world.attach import on_paper
 
@@ -174,12 +175,18 @@ class _ShownFake(FakeTensorMode):
         self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if self._in_notebook else LONG_S)
         self._operations = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in labkit.recording.detail
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:  # most of what comes, and no operation
+            return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
             self._show()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
     def stop_showing(self) -> None:
         if self.shown.live.is_started:  # (else it would print an empty line into a file)

@@ -190,7 +190,7 @@ def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
     """This rank's part along `dim` of the sum of all ranks' `x`."""
-    parts = list(x.chunk(comm.size, dim))
+    parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)
 

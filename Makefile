@@ -20,6 +20,9 @@ SUITS   := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 HERE := $(if $(PYTHON),$(PYTHON),python3)
 # make test ARGS="-k ddp -x" hands options to pytest, and likewise for demo, check and lab.
 ARGS ?=
+# So many test files run at the same time; make test WORKERS=0 runs all in one process, as --pdb needs.
+WORKERS ?= 2
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lab notebooks test check test-here lint types format hooks clean
@@ -40,10 +43,10 @@ notebooks: $(STAMP) ## Build the labs' editions from notebooks/src (ARGS="00", A
 	$(PY) -m labkit.course.build $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite (ARGS="..." goes to pytest).
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(PYTEST) $(ARGS)
 
 check: $(STAMP) ## Run the fast part of the test suite, in under five minutes.
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) $(PYTEST) -m "not slow" $(ARGS)
 
 test-here: ## Run the whole suite on the Python and torch this machine has, installing nothing (PYTHON=...).
 	@$(HERE) -c 'import importlib.util as u, sys; \

@@ -3,15 +3,17 @@
 `labkit compare` and `labkit run` train through these; a new strategy is added here once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.comm import Comm
+from labkit.comm import Comm, Mesh
+from labkit.comm.mesh import coordinates
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
@@ -23,6 +25,7 @@ from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.stages import split
 from labkit.parallel.tensor import tensor_parallel
 from labkit.predict.context import ring_attention_bytes
+from labkit.predict.three_d import bytes_by_axis
 
 Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -177,6 +180,76 @@ def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
     return f"{model.depth} blocks are not {ranks} stages" if model.depth < ranks else ""
 
 
+def mesh_sizes(ranks: int) -> dict[str, int]:
+    """Of pipeline, data and tensor parallelism, tensor innermost: the prime factors of `ranks`,
+    dealt out in turn, to the axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
+    sizes = {"pp": 1, "dp": 1, "tp": 1}
+    for axis, factor in zip(cycle(["tp", "pp", "dp"]), _prime_factors(ranks)):
+        sizes[axis] *= factor
+    return sizes
+
+
+def _prime_factors(number: int) -> Iterator[int]:
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            yield factor
+            number //= factor
+        factor += 1
+
+
+def _replica(batch: Batch, comm: Comm) -> Batch:
+    """What three dimensions give a rank: the rows of its index in data parallelism."""
+    sizes = mesh_sizes(comm.size)
+    return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
+
+
+def _three_d(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = Mesh(comm, **mesh_sizes(comm.size))
+    stages = split(tensor_parallel(module, mesh.tp), mesh.pp.size)
+    model = Pipeline(
+        stages, mesh.pp, "1f1b", MICROBATCHES, _mean_loss, wrap=partial(DDP, comm=mesh.dp)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def _three_d_pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
+    """The last stages have their replicas' losses, and count for all stages."""
+    value = wrapped.step(batch.x, batch.y)
+    return torch.zeros(()) if value is None else value * wrapped.comm.size
+
+
+def _of_three_d(module: GPT, size: int, tokens: int) -> Footprint:
+    """The mean of the ranks: a stage's parameters, those that are cut 1/t of them, and what each
+    axis carries."""
+    sizes = mesh_sizes(size)
+    held_bytes = tensor_footprint.held_bytes(module, sizes["tp"])
+    stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
+    trained = [p for stage in stages for p in stage if p.requires_grad]
+    gradient_bytes = sum(held_bytes[p] for p in trained)
+    sent = bytes_by_axis(
+        pp=sizes["pp"], dp=sizes["dp"], tp=sizes["tp"], vocab=module.vocab, width=module.width,
+        depth=module.depth, context=module.context,
+        key_width=module.width // module.heads * module.kv_heads, tied=module.tied,
+        rows=1, sequence=tokens // sizes["dp"], microbatches=MICROBATCHES,
+        element_bytes=module.head.weight.element_size(),
+    )  # fmt: skip
+    return Footprint(
+        sum(held_bytes[p] for stage in stages for p in stage) / len(stages),
+        gradient_bytes / len(stages),
+        (2 * gradient_bytes + 4 * len(trained)) / len(stages),
+        sum(sum(stage.values()) for stage in sent) / len(stages),
+    )
+
+
+def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
+    sizes = mesh_sizes(ranks)
+    if rows % sizes["dp"]:
+        return f"{rows} rows are not as many for each of {sizes['dp']} replicas"
+    mine = rows // sizes["dp"]
+    return _heads(model, mine, length, sizes["tp"]) or _stages(model, mine, length, sizes["pp"])
+
+
 MICROBATCHES = 4  # of a pipeline
 TENSOR = "tensor parallel"
 RECIPES = {
@@ -195,6 +268,10 @@ RECIPES = {
         Recipe(
             "pipeline", "pipeline", _pipeline, _of_pipeline, everything,
             unfit=_stages, step=_pipeline_step,
+        ),
+        Recipe(
+            "three-d", "three dimensions", _three_d, _of_three_d, _replica,
+            unfit=_three_d_unfit, step=_three_d_pipeline_step,
         ),
     ]
 }  # fmt: skip

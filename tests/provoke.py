@@ -87,7 +87,9 @@ def say(*things):
         self.folder.mkdir()
         self.file = folder / "driver_script.py"
         self.file.write_text(self.PRELUDE + textwrap.dedent(script))
-        self.env = {**os.environ, "TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)}
+        own = {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")  # else torch makes it in TMPDIR
+        self.env = os.environ | own
         self.process = subprocess.Popen(
             [sys.executable, str(self.file)],
             stdout=subprocess.PIPE,

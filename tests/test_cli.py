@@ -74,6 +74,16 @@ def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Pa
     assert "All equal" in done.output and all(f" {name} " in done.output for name in names)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["4", "8"])
+def test_compare_holds_three_dimensions(ranks: str, tmp_path: Path) -> None:
+    """4 ranks are two stages of two, 8 have replicas, too."""
+    args = ["compare", "three-d", "--model", "tiny", "--steps", "3", "--rows", "8"]
+    done = CliRunner().invoke(app, [*args, "--ranks", ranks, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "All equal" in done.output and " three-d " in done.output
+
+
 @pytest.mark.parametrize(
     ("ranks", "rows", "words"),
     [("3", "5", "2 blocks are not 3 stages"), ("2", "3", "3 rows are not 4 micro-batches")],
@@ -389,6 +399,7 @@ def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_bench_of_worlds_measures_all_it_shows() -> None:
+def test_bench_of_worlds_measures_all_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.bench.world.SIZE", 2)  # each spawned rank imports torch
     times = bench.bench_world(tries=1)
     assert 0 < times.empty_run_s < times.warm_s < times.spawn_s

@@ -39,9 +39,14 @@ FILE = Path(__file__).name
 
 
 KINDS = [(n, transport) for transport in ("shm", "gloo") for n in (1, 2, 3, 4)]
+SLOW = [(2, "gloo"), (4, "gloo")]  # tests/test_algorithms.py has what they send, at all sizes
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[1]}-{kind[0]}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS],
+    ids=lambda kind: f"{kind[1]}-{kind[0]}",
+)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, transport = request.param
     with World(size, transport=transport) as world:

@@ -148,8 +148,7 @@ def subgroup_leaves_one_out(trace: Trace) -> None:
             event.group, event.ranks = "pair", (0, 1)
         if one.rank > 1:
             one.comms[:] = [x for x in one.comms if x.op != "all_reduce"]
-        else:
-            one.comms.remove(reduces(trace, one.rank)[3])
+    trace.ranks[1].comms.remove(reduces(trace, 1)[3])
 
 
 def never_ends(trace: Trace) -> None:
@@ -204,7 +203,7 @@ def memory_lacks_a_category(trace: Trace) -> None:
         (message_grows, "is sent with 1024 bytes and received with 1032"),
         (number_is_left_out, "rank 0: the messages to rank 1, tag 0, group default go from number"),
         (number_comes_twice, "rank 0: the collectives of group default go from number 1 to 1"),
-        (subgroup_leaves_one_out, "rank 1: the collectives of group pair go from number 3 to 5"),
+        (subgroup_leaves_one_out, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
         (never_ends, "rank 3: all_reduce 9 of group default never ended"),
         (step_never_ends, "rank 3: step 2 never ended"),
         (span_never_ends, "rank 3: optimizer of the whole model in step 2 never ended"),

@@ -15,12 +15,14 @@ from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
 from labkit.planning.fits import Report, described, least_bytes
 from labkit.planning.layers import recorded
-from labkit.planning.layout import Layout
+from labkit.planning.layout import Layout, Sizes
 from labkit.planning.layouts import layouts
 from labkit.planning.models import MODELS
 from labkit.planning.ranking import Plan, reporter
 from labkit.planning.reasons import cause, reached, why
 from labkit.planning.report import StepReport
+from labkit.planning.steps import step_report
+from labkit.replaying.costs import Costs
 
 SELENE = cluster("selene")
 GPT, GPUS, ROWS = MODELS["megatron-39.1b"], 512, 1536
@@ -128,3 +130,12 @@ def test_the_largest_that_fits_fits_and_one_block_more_does_not() -> None:
         asked |= {"microbatch": 1, "chunks": 1}
         assert not fits(replace(SMALL, depth=deeper), SELENE, 8, **asked).fits
     assert sum(found.report.memory_bytes.values()) <= 4e9
+
+
+def test_a_plan_knows_the_host_that_launches() -> None:
+    """Of narrow layers the host is slower than the device, and a plan on a cluster that tells so
+    has the step that is reported there."""
+    narrow, layout, where = Sizes(256, 4, 4, 128, 512), Layout(dp=2), cluster("selene-fitted")
+    found = reporter(where, 8)(narrow, layout)
+    assert found == step_report(narrow, layout, 8, where)
+    assert found.step_s > step_report(narrow, layout, 8, where, costs=Costs(where)).step_s

@@ -461,7 +461,7 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["loading", "pipelines", "states", "steps", "tables", "transformer"]
+    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
@@ -473,6 +473,11 @@ def test_examples_are_true(name: str) -> None:
 
 S = {"sequence": 8, "rows": 1, "width": 4}
 SHAPE = {"width": 4, "depth": 1, "heads": 1, "vocab": 2}
+THREE_D = {
+    **{"vocab": 2, "width": 4, "depth": 4, "context": 8, "rows": 1, "sequence": 8},
+    **{"microbatches": 1, "pp": 2, "dp": 2, "tp": 2, "chunks": 2, "element_bytes": 2},
+    **{"key_width": 4},
+}
 TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
 
 
@@ -493,6 +498,7 @@ TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
         (predict.tensor_parallel_bytes, {**S, "depth": 1, "ranks": 2, "element_bytes": 2}),
         (predict.pipeline_parallel_bytes, {**S, "depth": 2, "layers_per_stage": 1}),
         (predict.stage_boundary_bytes, {**S, "element_bytes": 2}),
+        (predict.bytes_by_axis, THREE_D),
         (predict.least_s, {"collective": "reduce", "ranks": 2, "nbytes": 1.0, "bytes_per_s": 1.0}),
         (
             predict.algorithm_s,
@@ -551,6 +557,8 @@ def test_no_size_may_be_less_than_nothing(
         (lambda: predict.parameters(9, 12, 1, 4, 8, kv_heads=3), "kv_heads=3; choose"),
         (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
         (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
+        (lambda: predict.bytes_by_axis(**THREE_D | {"depth": 3}), "depth=3: 4 stages"),  # type: ignore[arg-type]
+        (lambda: predict.bytes_by_axis(**THREE_D, zero=4), "zero=4: 0 for DDP, or a stage"),  # type: ignore[arg-type]
         (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
         (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
         (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),

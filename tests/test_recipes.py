@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labkit.models import GPT
-from labkit.recipes import RECIPES
+from labkit.recipes import RECIPES, mesh_sizes
 
 
 def unfit(name: str, length: int, ranks: int, heads: int = 4, kv_heads: int = 2) -> str:
@@ -24,6 +24,18 @@ def test_key_value_heads_divide_too() -> None:
         assert unfit(name, 16, 4) == "2 key-value heads do not divide over 4 ranks"
         assert unfit(name, 15, 3) == "4 heads do not divide over 3 ranks"
     assert unfit("context", 16, 4) == "", "the ring takes any heads"
+
+
+def test_three_dimensions_share_the_ranks() -> None:
+    found = {ranks: [*mesh_sizes(ranks).values()] for ranks in (1, 2, 3, 4, 6, 8, 12, 16)}
+    assert found == {  # pp, dp, tp
+        1: [1, 1, 1], 2: [1, 1, 2], 3: [1, 1, 3], 4: [2, 1, 2], 6: [3, 1, 2], 8: [2, 2, 2],
+        12: [2, 3, 2], 16: [2, 2, 4],
+    }  # fmt: skip
+    assert unfit("three-d", 16, 2) == ""
+    assert unfit("three-d", 16, 4) == "1 blocks are not 2 stages"
+    assert unfit("three-d", 16, 3) == "4 heads do not divide over 3 ranks"
+    assert unfit("three-d", 16, 12) == "8 rows are not as many for each of 3 replicas"
 
 
 def test_a_sequence_divides() -> None:

@@ -82,10 +82,10 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     return Ran(list(values), list(events), list(peaks))
 
 
-def warm(size: int, play: Callable[[], Any]) -> None:
+def warm(size: int, play: Callable[[], Any]) -> list[Any]:
     """Call `play()` on the ranks, with no limit: what takes long only once, and is nobody's answer,
-    happens there before others wait for it."""
-    _world(size).run(play)
+    happens there before others wait for it. Returns one value per rank."""
+    return _world(size).run(play)
 
 
 def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:

@@ -10,13 +10,14 @@ pieces of parameters (precision/pieces.py); several may have the same one, then 
 parameter that is cut over tensor-parallel ranks has its plain name and its whole shape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import check_same_on_all_ranks
 from labkit.parallel.parts.in_stages import InStages
@@ -30,9 +31,9 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The ranks that hold the model together: those of its strategy; all, where it has none or
-    where parameters are cut over further ranks."""
-    if not comms_of(plain_module(model).parameters()):
+    """The ranks that hold the model together: those of its strategy; all, where it has none, where
+    parameters are cut over further ranks, or where it is in stages."""
+    if not comms_of(plain_module(model).parameters()) and not isinstance(model, InStages):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
                 return comm
@@ -42,85 +43,106 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 class Contents:
     """What this rank holds of a model and its optimizer, and what all ranks hold together.
 
-    pieces      this rank's pieces of parameters
-    shapes      name -> shape of every parameter that any rank has, whole
-    buffers     name -> buffer, of those that a state dict has; the same on all ranks
-    also        a further name of a tied parameter or buffer -> its first name
-    groups      for each parameter group the names of its parameters, of all ranks
-    stateful    names of the parameters that the optimizer steps on
+    pieces         this rank's pieces of parameters
+    shapes         name -> shape of every parameter that any rank has, whole
+    buffers        name -> buffer, of those that a state dict has and this rank has
+    buffer_shapes  name -> shape of those that any rank has; buffer_rank: the first that has it
+    also           a further name of a tied parameter or buffer -> its first name
+    groups         for each parameter group the names of its parameters, of all ranks
+    stateful       names of the parameters that the optimizer steps on
+
+    Raises ValueError where the ranks have different models or optimizers, or some are missing.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
-        if isinstance(model, InStages):
-            raise ValueError(
-                "each rank of a Pipeline has other stages, and a checkpoint is of one model; save "
-                "the weights as state = pipeline.full_state_dict(), and torch.save it on one rank; "
-                "to go on, model.load_state_dict(state) before split (the optimizer's state is not "
-                "saved)"
-            )
-        self.optimizer = optimizer
-        self.module = plain_module(model)
-        self.strategy = _sharder(model, optimizer)
-        self.buffers, self.also = _buffers(self.module)
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        if self.strategy is None:
+        self.optimizer, self.owners = optimizer, Owners(model, optimizer)
+        self._check_all_stages(comm)
+        self.buffers, self.also = _buffers(self.owners)
+        if not self.owners.strategies and self.owners.pipeline is None:
             named = [(name, _without_cut(p)) for name, p in self._named()]
             check_same_on_all_ranks(named, comm, averaged=False)
-            self.pieces = [_whole(name, p, optimizer) for name, p in self._named()]
-        else:
-            other = self.module if self.strategy is optimizer else optimizer
-            self.pieces = list(self.strategy.owned(other))
         self._shards = {name: shard_of(p) for name, p in self._named()}
-        self.pieces = [replace(one, shard=self._shards[one.name]) for one in self.pieces]
+        self.pieces = [self._marked(one) for one in self.owners.pieces()]
+        self._take(comm.all_gather_object(self._told()))
+        self._add_what_no_optimizer_owns(comm)
+        self._find_tied()
+
+    def _told(self) -> dict[str, Any]:
+        """What all ranks have to know of this one."""
+        names = {id(p): name for name, p in self._named()}
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
-        mine = (
-            {piece.name: piece.whole_shape for piece in self.pieces},
-            {piece.name for piece in self.pieces if piece.optimizer is not None},
-            [[names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups],
-        )
-        everyone = comm.all_gather_object(mine)
-        if len({len(groups) for _, _, groups in everyone}) > 1:
+        return {
+            "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
+            "stateful": {piece.name for piece in self.pieces if piece.optimizer is not None},
+            "groups": [
+                [names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups
+            ],
+            "buffers": {name: x.shape for name, x in self.buffers.items()},
+        }
+
+    def _take(self, everyone: list[dict[str, Any]]) -> None:
+        counts = [len(told["groups"]) for told in everyone]
+        if len(set(counts)) > 1:
             raise ValueError(
                 "the ranks have different optimizers: the number of parameter groups is "
-                f"{', '.join(str(len(groups)) for _, _, groups in everyone)}; build the same on all"
+                f"{', '.join(map(str, counts))}; build the same on all"
             )
-        self.shapes = {name: shape for shapes, _, _ in everyone for name, shape in shapes.items()}
-        self.stateful = set().union(*(stateful for _, stateful, _ in everyone))
+        self.shapes = _together([told["shapes"] for told in everyone])
+        self.stateful = set().union(*(told["stateful"] for told in everyone))
         self.groups = [
-            list(dict.fromkeys(name for _, _, groups in everyone for name in groups[k]))
-            for k in range(len(self._groups))
+            list(dict.fromkeys(name for told in everyone for name in told["groups"][k]))
+            for k in range(counts[0])
         ]
-        self._add_what_no_optimizer_owns()
-        self._find_tied()
+        self.buffer_shapes = _together([told["buffers"] for told in everyone])
+        self.buffer_rank = {
+            name: next(rank for rank, told in enumerate(everyone) if name in told["buffers"])
+            for name in self.buffer_shapes
+        }
+
+    def _check_all_stages(self, comm: Comm) -> None:
+        pipeline = self.owners.pipeline
+        if pipeline is not None and not {*pipeline.comm.ranks} <= {*comm.ranks}:
+            raise ValueError(
+                f"the stages of this Pipeline are on ranks {list(pipeline.comm.ranks)}, and ranks "
+                f"{list(comm.ranks)} would save a part of the model; give comm=mesh.comm"
+            )
+
+    def _marked(self, piece: OwnedPiece) -> OwnedPiece:
+        return replace(piece, shard=self._shards[piece.name])
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.module.named_parameters())
+        return self.owners.named()
 
-    def _add_what_no_optimizer_owns(self) -> None:
-        """A sharded optimizer may leave out frozen parameters: they are whole on all ranks. Also
-        those without elements, of which nobody can own a piece."""
-        sharded_module = self.strategy is not None and self.strategy is not self.optimizer
-        for name, parameter in self._named():
-            if name not in self.shapes and not sharded_module:
-                piece = replace(_whole(name, parameter, None), shard=self._shards[name])
-                self.pieces.append(piece)
-                self.shapes[name] = piece.whole_shape
+    def _add_what_no_optimizer_owns(self, comm: Comm) -> None:
+        added = [self._marked(one) for one in self.owners.unowned(self.shapes)]
+        self.pieces += added
+        mine = {piece.name: piece.whole_shape for piece in added}
+        # Without a pipeline all ranks add the same.
+        every = [mine] if self.owners.pipeline is None else comm.all_gather_object(mine)
+        self.shapes = _together([self.shapes, *every])
 
     def _find_tied(self) -> None:
         first = {id(p): name for name, p in self._named()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        for name, parameter in self.owners.module.named_parameters(remove_duplicate=False):
             if first[id(parameter)] != name:
                 self.also[name] = first[id(parameter)]
+        there = self.shapes | self.buffer_shapes
+        self.also = {name: first for name, first in self.also.items() if first in there}
 
     def to_write(self) -> Iterator[OwnedPiece]:
         """This rank's pieces, of what all tensor-parallel ranks have only on the first of them:
-        data-parallel ranks may cut it at other places on the others."""
+        data-parallel ranks may cut it at other places on the others. Of what several stages have,
+        on the first of these."""
         first = all(comm.rank == 0 for comm in comms_of(p for _, p in self._named()))
-        return (piece for piece in self.pieces if first or piece.shard is not None)
+        here = self.owners.written_here()
+        return (
+            piece for piece in self.pieces
+            if piece.name in here and (first or piece.shard is not None)
+        )  # fmt: skip
 
     def has_elements(self, name: str) -> bool:
         """Whether there is anything of a parameter; where not, a strategy may leave it out."""
@@ -136,8 +158,8 @@ class Contents:
 
     def after_load(self) -> None:
         """The pieces were written to: what the strategy makes of them has to follow."""
-        if self.strategy is not None:
-            self.strategy.after_load()
+        for strategy in self.owners.strategies:
+            strategy.after_load()
 
 
 def state_of(piece: OwnedPiece) -> dict[str, Any]:
@@ -164,23 +186,17 @@ def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
         )
 
 
-def _sharder(model: nn.Module, optimizer: Any) -> Any:
-    """Who says what this rank owns; None where every rank has all."""
-    found = [x for x in (optimizer, model) if hasattr(x, "owned")]
-    if len(found) > 1:
-        names = " and ".join(type(x).__name__ for x in found)
-        raise ValueError(
-            f"{names} both say what a rank owns; under {type(model).__name__} use a plain "
-            "torch optimizer, which it gives its pieces to step on"
-        )
-    return found[0] if found else None
-
-
-def _whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
-    steps = optimizer is not None and any(
-        parameter is p for group in optimizer.param_groups for p in group["params"]
-    )
-    return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
+def _together(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
+    """All names that the ranks have. Raises ValueError where one is of several shapes."""
+    found: dict[str, torch.Size] = {}
+    for rank, mine in enumerate(shapes):
+        for name, shape in mine.items():
+            if found.setdefault(name, shape) != shape:
+                raise ValueError(
+                    f"the ranks have different models: {name} is {list(shape)} on rank {rank} and "
+                    f"{list(found[name])} on one before; build the same model on every rank"
+                )
+    return found
 
 
 def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
@@ -191,14 +207,15 @@ def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
     return whole.requires_grad_(parameter.requires_grad)
 
 
-def _buffers(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The buffers that a state dict has, and further names of those that have several."""
+def _buffers(owners: Owners) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The buffers that a state dict has, and further names of those that have several; of a
+    pipeline, further names in all stages."""
     buffers: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
-    also: dict[str, str] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
+    also = dict(owners.pipeline.further_names) if owners.pipeline else {}
+    for prefix, part in owners.module.named_modules(remove_duplicate=False):
         for key, buffer in part._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
+            name = owners.first_name(f"{prefix}.{key}" if prefix else key)
             if buffer is None or key in part._non_persistent_buffers_set:
                 continue
             if first.setdefault(id(buffer), name) == name:

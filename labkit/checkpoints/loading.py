@@ -66,6 +66,7 @@ def load_checkpoint(
 
     def look() -> None:
         stored = Stored(path)
+        stored.call_by(contents.also)
         record = check_format(stored)
         check_model(stored, contents)
         groups = []

@@ -31,7 +31,7 @@ def check_model(stored: Stored, contents: Contents) -> None:
             f"{stored.folder} has no `model`; it was saved under other names. Save "
             '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
         )
-    here = contents.shapes | {name: x.shape for name, x in contents.buffers.items()}
+    here = contents.shapes | contents.buffer_shapes
     missing = [name for name, shape in here.items() if name not in there and shape.numel()]
     unexpected = [
         name
@@ -71,7 +71,9 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     groups: dict[Any, dict[Any, Any]] = {}
     for path in paths:
         groups.setdefault(path[2], {})[path[3]] = stored.value(path)
-    group_of = {name: k for k, group in groups.items() for name in group.pop("params")}
+    group_of = {
+        contents.also.get(name, name): k for k, group in groups.items() for name in group["params"]
+    }
     found = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
         names = [name for name in names if contents.has_elements(name)]
@@ -84,7 +86,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
                 "in several; make the groups of the optimizer as they were"
             )
         before = groups[next(iter(first))] if first else {}
-        before.pop("param_names", None)
+        before = {key: x for key, x in before.items() if key not in ("params", "param_names")}
         gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
         if first and gone and new - {"initial_lr"}:
             raise ValueError(

@@ -60,12 +60,13 @@ def save_checkpoint(
 
     Args:
         folder: where the checkpoints of a run lie; all ranks must see it.
-        model: a module, or the strategy around it. (No Pipeline: see its `full_state_dict`.)
+        model: a module, or the strategy around it; a Pipeline, all whose stages are one model.
         optimizer: its optimizer, or the strategy around that; None: the weights alone.
         step, extra: `load_checkpoint` gives them back; of `extra`, what rank 0 has.
         keep: how many checkpoints stay, this one included.
         comm: the ranks that hold the model together, as `mesh.comm`; None: those of the strategy,
-            and all ranks where there is none or where parameters are cut (tensor parallelism).
+            and all ranks where there is none, where parameters are cut (tensor parallelism), or of
+            a Pipeline.
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
@@ -127,7 +128,8 @@ def _whole_plan(
 
 class PiecePlanner(DefaultSavePlanner):
     """Plans what this rank owns. Of what several ranks own, torch's global plan lets one write, so
-    that all write about as many bytes. What is no tensor, and the buffers, are rank 0's."""
+    that all write about as many bytes. What is no tensor is rank 0's; a buffer is of the first rank
+    that has it."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int):
         super().__init__()
@@ -148,9 +150,10 @@ class PiecePlanner(DefaultSavePlanner):
                 elif piece.start == 0:
                     check_one_for_all(piece, key, value.shape)
                     self._whole(path, value)
-        if self._rank == 0:
-            for name, buffer in self._contents.buffers.items():
+        for name, buffer in self._contents.buffers.items():
+            if self._contents.buffer_rank[name] == self._rank:
                 self._whole(("model", name), buffer)
+        if self._rank == 0:
             for path, value in self._contents.hyperparameters():
                 self._thing(path, value)
             self._thing(("labkit",), self._record)

@@ -2,7 +2,7 @@
 
 import pathlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
@@ -78,6 +78,14 @@ class Stored:
                     f"{file} has {there} of its {nbytes} bytes; this checkpoint is damaged, load "
                     "another one beside it"
                 )
+
+    def call_by(self, also: Mapping[str, str]) -> None:
+        """Have the optimizer's state of tied parameters under the names in `also` (a further name
+        -> the first): which is first may be another in a pipeline than in the plain model."""
+        for path in [path for path in self.entries if path[:2] == ("optimizer", "state")]:
+            here = (*path[:2], also.get(str(path[2]), path[2]), *path[3:])
+            if here not in self.entries:
+                self.entries[here], self._keys[here] = self.entries.pop(path), self._keys.pop(path)
 
     def under(self, *prefix: str | int) -> dict[Any, Any]:
         """Name -> entry of all that lies one below `prefix`, as in `under("model")`."""

@@ -60,6 +60,8 @@ class Comm:
     CommError when the operation fails under way.
     """
 
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
+
     def __init__(self, group: Any = None):
         if not dist.is_initialized():
             raise RuntimeError(
@@ -89,15 +91,20 @@ class Comm:
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
 
         All ranks call it, with the same ranks: also those that are not to be members. So it is a
-        method of the `Comm` of all ranks: torch makes groups with everybody's help.
+        method of the `Comm` of all ranks: torch makes groups with everybody's help. On an axis of
+        a mesh all ranks of the mesh call it, and each gets the group of its own line.
         """
+        for rank in ranks:
+            check_member(rank, self.size)
+        if self.parallel is not None:
+            every, lines = self.parallel
+            made = [every.subgroup([line[rank] for rank in ranks]) for line in lines]
+            return next((one for one in made if one is not None), None)
         if self.size != dist.get_world_size():
             raise ValueError(
                 f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
                 "on the Comm of all ranks, on every rank"
             )
-        for rank in ranks:
-            check_member(rank, self.size)
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
             raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")

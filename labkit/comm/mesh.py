@@ -88,8 +88,10 @@ class Mesh:
         """Every line along `axes` becomes a group, made by all ranks in the same order."""
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
-        own = [self.comm.subgroup(line) for line in lines(self.sizes, *axes)]
-        return next(one for one in own if one is not None)
+        every = list(lines(self.sizes, *axes))
+        own = next(one for one in [self.comm.subgroup(line) for line in every] if one is not None)
+        own.parallel = self.comm, every
+        return own
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:

@@ -9,7 +9,8 @@
     each rank holds   its layers' parameters and gradients, 1/p of the model; the activations of
                       the micro-batches in flight, which the schedule bounds: p - rank with 1F1B
     travels           over each boundary, for each micro-batch: its activations forward, their
-                      gradient back, rows x rest elements each (b s h of a GPT)
+                      gradient back, rows x rest elements each (b s h of a GPT; over t
+                      tensor-parallel ranks b s h / t from each, with scatter_gather)
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 Who computes what, and when, is data: a schedule (labkit.schedules), a list of actions for each
@@ -21,10 +22,12 @@ is virtual stage c p + r of p v.
 
     virtual_stage.py     one piece: forward, backward, and their halves
     pipeline_mail.py     messages: receives posted ahead, sends that nobody waits for
+    scatter_gather.py    ... of which tensor-parallel ranks send a part each
     pipeline_checks.py   what is said of bad input
     deferred_weights.py  the gradient of weights apart: zero-bubble schedules
     weight_versions.py   PipeDream: updates without a flush
     tied.py              one embedding on two ranks
+    synchronising.py     when replicas of a stage average their gradients
     in_stages.py         whose parameters are here: for norms over all stages
     ../stages.py         a model cut into stages
 
@@ -32,7 +35,8 @@ Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.0
 the runner over lists of actions: torch.distributed.pipelining.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import proxy
@@ -50,14 +54,22 @@ from labkit.parallel.parts.pipeline_checks import (
     check_has_gradient,
     check_loss,
     check_phases,
+    check_scaler,
     check_stages,
     optimizer_of,
 )
 from labkit.parallel.parts.pipeline_mail import Mail
-from labkit.parallel.parts.tied import Tied, owners_of
+from labkit.parallel.parts.scatter_gather import scatter_gather_over
+from labkit.parallel.parts.synchronising import (
+    last_backward,
+    optimizers_that_send_once,
+    wrapped,
+)
+from labkit.parallel.parts.tied import Tied, check_ties, owners_of
 from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
-from labkit.parallel.stages import Layers, layers_in
+from labkit.parallel.stages import Layers, further_names, layers_in, prefix_of
+from labkit.precision.scaler import GradScaler
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -82,11 +94,16 @@ class Pipeline(nn.Module):
         recompute: keep only the inputs of each stage, and run its forward again for backward.
         optimizer: of schedules that update weights on their way ("pipedream"): an optimizer, or
             what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+        scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
+            1/t of what all have (parts/scatter_gather.py). Not where the sequence is cut, too.
+        wrap: what to put around each of this rank's stages that has something to train, as
+            `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped already.
 
-    A stage may be in DDP: it averages in the last backward of the step. A parameter that is on
-    several ranks (a tied embedding) has the sum of its gradients there; it cannot be in pieces, as
-    in a ZeroOptimizer. `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is
-    by the norm of all stages. `full_state_dict` is what to save.
+    Data parallelism: see parts/synchronising.py. A parameter that is on several ranks (a tied
+    embedding) has the sum of its gradients there, also as shares of a ZeroOptimizer, if that is
+    made after the pipeline; it cannot be in ZeRO3. `clip_grad_norm` of the pipeline, or of an
+    optimizer of its parameters, is by the norm of all stages. `save_checkpoint` writes what all
+    stages have, as one model.
 
     Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or the ranks
     gave different ones; ScheduleError, which is a ValueError, naming the first rule that a schedule
@@ -104,6 +121,8 @@ class Pipeline(nn.Module):
         chunks: int | None = None,
         recompute: bool = False,
         optimizer: Optimizer | None = None,
+        scatter_gather: Comm | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
     ):
         super().__init__()
         self.comm = comm = comm or Comm()
@@ -111,13 +130,16 @@ class Pipeline(nn.Module):
         self.schedule, self.microbatches = agreed_schedule(
             schedule, comm, microbatches, self.chunks
         )
-        check_phases(stages, self.schedule, comm)
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
+        own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
+        stages = wrapped(stages, own, wrap)
+        check_phases(stages, self.schedule, comm)
+        check_ties(stages, owners, comm)
         self._tied = Tied(owners, comm)
         self._owners: dict[Any, tuple[int, ...]] = {**owners}
+        self.further_names = further_names(stages)
 
-        own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
         self.module = Layers.together(stages, own)
         mark_stages(self.module.parameters(), self)
         place = comm.rank, comm.size, self.chunks
@@ -139,21 +161,27 @@ class Pipeline(nn.Module):
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip
+        self._last_backward = last_backward(self.schedule[comm.rank], self._stages)
+        self._send_once: list[Any] = []  # optimizers that hold gradients back until then
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
+        self._scaler: GradScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
-        self._mail = Mail(comm, self.schedule)
+        parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
+        self._mail = Mail(comm, self.schedule, parts)
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
 
     # --- the runner ---------------------------------------------------------------------------
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor, scaler: GradScaler | None = None) -> Tensor | None:
         """Forward and backward of one batch; afterwards the gradients are in `.grad`.
 
         x, y: the same batch on all ranks, [rows, ...]; the first stage looks at x, the last at y.
         It is cut into `microbatches` that differ by at most one row, and the loss of each counts
         by its rows: gradients are those of the whole batch's mean.
+        scaler: of the loss, on the last stage; give it on all ranks, which decide together. Then
+        `scaler.step(optimizer)` and `scaler.update()` as ever.
 
         Returns that mean, detached, on the rank of the last stage; None on the others. Inside
         `torch.no_grad()` only forwards run: that is how to evaluate. Modes (train or eval,
@@ -165,10 +193,11 @@ class Pipeline(nn.Module):
         before hands on; CommError, naming stage, micro-batch and rank, where a message does not
         come.
         """
-        self._begin(x, y)
+        self._begin(x, y, scaler)
         for action, needed, leaving in self._program:
             came = self._mail.receive(needed) if needed else self._of_batch(action)
-            result = self._stages[action.chunk].do(action, came)
+            with self._without_sync(action):
+                result = self._stages[action.chunk].do(action, came)
             if leaving:
                 self._mail.send(leaving, result)
             del came, result  # their memory goes as soon as nobody needs it
@@ -177,6 +206,16 @@ class Pipeline(nn.Module):
         self._xs = self._ys = ()
         return self._loss if self._has_last else None
 
+    @contextmanager
+    def _without_sync(self, action: Action) -> Iterator[None]:
+        """A ZeroOptimizer has the parameters of all chunks, and sends in the last backward of
+        them. (What is around one stage sends in that stage's last.)"""
+        with ExitStack() as stack:
+            if action != self._last_backward:
+                for optimizer in self._send_once:
+                    stack.enter_context(optimizer.no_sync())
+            yield
+
     def _of_batch(self, action: Action) -> Tensor | None:
         """Rows of it, for a forward of the first stage. What else needs no message begins at the
         loss, or has all that it needs."""
@@ -184,7 +223,7 @@ class Pipeline(nn.Module):
 
     # --- around it ----------------------------------------------------------------------------
 
-    def _begin(self, x: Tensor, y: Tensor) -> None:
+    def _begin(self, x: Tensor, y: Tensor, scaler: GradScaler | None) -> None:
         check_batch(x, y, self.microbatches, self.comm, self._has_last)
         for stage in self._stages:
             stage.unchanged.check()
@@ -196,7 +235,13 @@ class Pipeline(nn.Module):
         looks = check_alike(x, self, self._looked)
         self._mail.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
+        self._scaler = scaler if torch.is_grad_enabled() else None
+        if self._scaler is not None:
+            check_scaler(self._scaler, self)
+            if not self._has_last:
+                self._scaler.scale(torch.zeros(()))  # in place of a loss
         self._tied.begin()
+        self._send_once = optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
         """The part of the batch's mean that micro-batch k has. (PipeDream updates by each alone,
@@ -212,7 +257,10 @@ class Pipeline(nn.Module):
         check_has_gradient(loss, self._wants_gradient(), at)
         loss = loss.reshape(())
         self._loss += loss.detach() * self._shares[k]
-        return loss if self._optimizer else loss * self._shares[k]
+        if self._optimizer:
+            return loss
+        mine = loss * self._shares[k]
+        return mine if self._scaler is None else self._scaler.scale(mine)
 
     def _wants_gradient(self) -> bool:
         """Whether the last stage does, for its parameters or for the stages before it."""
@@ -220,13 +268,26 @@ class Pipeline(nn.Module):
         before = self._mail.has_gradient(self._last_index - 1)
         return before or any(p.requires_grad for p in parameters)
 
+    def owners(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks that have it."""
+        return self._owners.get(parameter, (self.comm.rank,))
+
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank is the first, or only one that has it (see parts/in_stages.py)."""
-        return self._owners.get(parameter, (self.comm.rank,))[0] == self.comm.rank
+        return self.owners(parameter)[0] == self.comm.rank
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
         return super()._apply(fn, recurse)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """That of a schedule that updates weights on its way, as `save_checkpoint` wants it."""
+        return self._optimizer
+
+    def stages_here(self) -> list[tuple[str, nn.Module]]:
+        """The stages of this rank, as they were given (see parts/in_stages.py)."""
+        return [(prefix_of(one.index, one.module), one.module) for one in self._stages]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank, on the CPU; all ranks call it together, of

@@ -76,6 +76,26 @@ def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 
 
+def prefix_of(index: int, stage: nn.Module) -> str:
+    """What the names of the parts of stage `index` begin with in the whole model."""
+    inner: Any = stage.module if hasattr(stage, "no_sync") else stage
+    return "" if isinstance(inner, Layers) else f"{index}."
+
+
+def further_names(stages: Sequence[nn.Module]) -> dict[str, str]:
+    """Of parameters and buffers that are in the whole model several times, wherever it is cut, the
+    further names, each with the first: {"head.weight": "embed.tokens.weight"}."""
+    first: dict[int, str] = {}
+    further: dict[str, str] = {}
+    for index, stage in enumerate(stages):
+        layers = Layers(layers_in(index, stage))
+        for named in (layers.named_parameters, layers.named_buffers):
+            for name, x in named(remove_duplicate=False):
+                if (known := first.setdefault(id(x), name)) != name:
+                    further[name] = known
+    return further
+
+
 def _check_names(stages: Sequence[Mapping[str, nn.Module]]) -> None:
     """Raises ValueError where two stages have a layer of one name, unless it is the same one."""
     first: dict[str, int] = {}

@@ -36,6 +36,7 @@ from labkit.parallel.parts.agreement import check_same_on_all_ranks, claim
 from labkit.parallel.parts.buckets import MB, cut
 from labkit.parallel.parts.clipping import clip_grad_norm
 from labkit.parallel.parts.elementwise import check_elementwise
+from labkit.parallel.parts.in_stages import piece_of, tied_with
 from labkit.parallel.parts.replicas import copy_from_rank_0
 from labkit.parallel.parts.shards import marked_as
 from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
@@ -108,7 +109,10 @@ class ZeroOptimizer(StandIns):
         claim(named, self)
         copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
         kind = ZeroBucket if stage == 1 else FreeingBucket
-        self._buckets = [kind(some, self.comm) for some in cut(trainable, bucket_mb * MB)]
+        copies = [p for p in trainable if tied_with(p)]
+        others = [p for p in trainable if not tied_with(p)]
+        some_together = cut(others, bucket_mb * MB) + [[p] for p in copies]
+        self._buckets = [kind(some, self.comm) for some in some_together]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         in_flight = len(self._buckets) if stage == 1 else IN_FLIGHT
@@ -124,6 +128,26 @@ class ZeroOptimizer(StandIns):
             yield
         finally:
             self._sends.synchronise = before
+
+    # --- in a pipeline ---
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether whole gradients stay here between backwards, so that they may leave after the
+        last one of a step. Stage 2 sends in each: that is how it does without them."""
+        return self.stage == 1
+
+    def bucket_of_copy(self, p: nn.Parameter) -> ZeroBucket:
+        """That of a parameter which is tied over stages: it is alone there, so that all of its
+        owners have the same elements of it. Raises ValueError where it is not."""
+        bucket = self._bucket_of[p]
+        if len(bucket.parameters) > 1:
+            raise ValueError(
+                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline, which this "
+                "optimizer was not told of; make the Pipeline first, then "
+                "ZeroOptimizer(pipeline.parameters(), ...)"
+            )
+        return bucket
 
     # --- step: each rank on its share, then all get all ---
 
@@ -188,7 +212,7 @@ class ZeroOptimizer(StandIns):
     def own_gradients(self) -> list[torch.Tensor]:
         self._sends.check_averaged()
         return [
-            marked_as(bucket.parameters[one.index], g)
+            piece_of(bucket.parameters[one.index], marked_as(bucket.parameters[one.index], g))
             for bucket in self._buckets
             for one, g in zip(bucket.pieces, bucket.own_gradients(), strict=True)
             if g is not None

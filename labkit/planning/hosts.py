@@ -9,6 +9,7 @@ launch, one after the other, through the same schedule. Models of a width of 1,0
 micro-batches are held up by their host; models of billions of parameters never are.
 """
 
+from labkit.clusters import Cluster
 from labkit.events import CommEvent
 from labkit.replaying.costs import Costs, Sending
 from labkit.trace import Operation
@@ -27,3 +28,9 @@ class HostCosts(Costs):
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         return AT_ONCE
+
+
+def costs_of(cluster: Cluster) -> tuple[Costs, ...]:
+    """Of the device, and of the host, where the cluster tells what that takes to launch."""
+    device = (Costs(cluster),)
+    return (*device, HostCosts(cluster)) if cluster.device.host_s else device

@@ -58,8 +58,9 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
     held = sum(memory_bytes.values())
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     said = "at least " if at_least else ""
+    digits = 1 if f"{held / GB:.1f}" != f"{budget_bytes / GB:.1f}" else 3
     return (
-        f"does not fit: {said}{held / GB:.1f} GB of {budget_bytes / GB:.1f} GB, "
+        f"does not fit: {said}{held / GB:.{digits}f} GB of {budget_bytes / GB:.{digits}f} GB, "
         f"{largest} {memory_bytes[largest] / GB:.1f}"
     )
 

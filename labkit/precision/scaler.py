@@ -86,8 +86,8 @@ class GradScaler:
             as torch does. Otherwise `step` says so: a smaller scale cannot help there.
 
     Takes torch's optimizers on fp32 weights (also on ZeRO3's shards), MasterWeights, ZeroOptimizer.
-    All ranks of `comm` call `unscale_`, `step` and `update` alike; a rank without a loss (a stage
-    of a pipeline) calls `scale(torch.zeros(()))` in its stead.
+    All ranks of `comm` call `unscale_`, `step` and `update` alike; a rank without a loss calls
+    `scale(torch.zeros(()))` in its stead, as `pipeline.step(x, y, scaler=scaler)` does.
     """
 
     def __init__(

@@ -15,6 +15,7 @@
     bills.py         the same, term by term, beside what is really kept
     transformer.py   parameters and operations of a GPT
     volumes.py       bytes that data, tensor and pipeline parallelism send in a step
+    three_d.py       the same by axes of a mesh, of each stage, exactly
     context.py       what ring attention and Ulysses send, and when the ring's way is hidden
     wires.py         the least time of a collective, and that of an algorithm
     pipelines.py     bubble and activations of pipeline schedules
@@ -60,6 +61,7 @@ from labkit.predict.states import (
 )
 from labkit.predict.steps import compute_s, ddp_step_s, ddp_step_without_overlap_s, mfu
 from labkit.predict.tables import Table, table
+from labkit.predict.three_d import bytes_by_axis
 from labkit.predict.transformer import (
     dense_flops,
     forward_flops,
@@ -89,6 +91,7 @@ __all__ = [
     "activation_terms",
     "algorithm_s",
     "bus_factor",
+    "bytes_by_axis",
     "compute_s",
     "data_parallel_bytes",
     "ddp_step_s",

@@ -190,7 +190,9 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """But in the group of all ranks making a subgroup takes a number, too."""
+    """But among collectives: making a subgroup takes a number, too, and so does comparing notes (a
+    pipeline's batch, the input of a layer that is cut). What one rank has lost, the others have.
+    """
     for one in trace.ranks.values():
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():
@@ -200,8 +202,7 @@ def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
                 what = f"messages {way}, tag {event.tag}, group {event.group}"
                 numbers[what, False].append(event.seq)
             else:
-                holes = len(event.ranks) == one.size
-                numbers[f"collectives of group {event.group}", holes].append(event.seq)
+                numbers[f"collectives of group {event.group}", True].append(event.seq)
         for (what, holes), seqs in numbers.items():
             for last, seq in pairwise(sorted(seqs)):
                 if seq == last or (seq > last + 1 and not holes):

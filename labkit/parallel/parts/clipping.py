@@ -17,7 +17,8 @@ What is whole on all ranks must count once, so only the sums of shards travel:
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-The stages of a pipeline are parts, too (parts/in_stages.py): the ranks add what each has.
+The stages of a pipeline are parts, too (parts/in_stages.py): the ranks add what each has, of an
+embedding tied over stages the first one alone.
 
     travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
                  whole; then over tensor-parallel ranks that of shards; then over the ranks of a
@@ -34,7 +35,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.parts.in_stages import pipeline_of
+from labkit.parallel.parts.agreement import owner_of
+from labkit.parallel.parts.in_stages import InStages, piece_counts_here, pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as, shard_of
 from labkit.precision.stand_ins import LOW, StandIns
 from labkit.precision.unscaling import mark_clipped
@@ -69,12 +71,12 @@ def clip_grad_norm(
     """
     factor = trained.gradient_factor if isinstance(trained, StandIns) else None
     parameters = _parameters_of(trained)
-    _check_owner(trained, parameters)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
-    if isinstance(trained, OwnsGradientPieces):
-        pieces, comm = trained.gradient_pieces()
-        once = pieces
+    if owners := _owners_of_pieces(trained, parameters):
+        found = [owner.gradient_pieces() for owner in owners]
+        pieces, comm = [x for some, _ in found for x in some], found[0][1]
+        once = [x for x in pieces if piece_counts_here(x)]
     elif groups or stages or isinstance(trained, StandIns):
         have = [(p, marked_as(p, p.grad)) for p in parameters if p.grad is not None]
         pieces = [g for _, g in have]
@@ -91,15 +93,24 @@ def clip_grad_norm(
     return norm
 
 
-def _check_owner(trained: Any, parameters: list[torch.Tensor]) -> None:
-    """Of what is in pieces, `.grad` is a part or nothing, and its norm is not that of all."""
-    owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
-    if owner is not trained and isinstance(owner, OwnsGradientPieces):
-        name = type(owner).__name__
+def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
+    """Who has the gradients in pieces: `trained` itself; of a pipeline, the ZeRO3 around each of
+    this rank's stages.
+
+    Raises ValueError for another: of what is in pieces, `.grad` is a part or nothing, and its norm
+    is not that of all."""
+    if isinstance(trained, OwnsGradientPieces):
+        return [trained]
+    every = {id(one): one for one in map(owner_of, parameters)}.values()
+    owners = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    in_stages = isinstance(trained, InStages) and all(isinstance(x, nn.Module) for x in owners)
+    if owners and not in_stages:
+        name = type(owners[0]).__name__
         raise ValueError(
             f"clip_grad_norm: a {name} has these gradients in pieces, and the "
             f"{type(trained).__name__} knows but some of them; call it with the {name}"
         )
+    return owners
 
 
 def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.zero3_state import WholeState
+from labkit.precision.scaler import GradScaler
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -185,12 +186,32 @@ def optimizer_of(
                 f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
             )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
-    trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-    nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates are steps all the same
-    return make(trained or [nothing])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = optimizer
+        trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
+        nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates all the same
+        optimizer = make(trained or [nothing])
+    if hasattr(optimizer, "no_sync"):
+        raise ValueError(
+            f"a {type(optimizer).__name__} averages once in a step, and this schedule updates "
+            "after each micro-batch; give an optimizer of torch"
+        )
+    return optimizer
+
+
+def check_scaler(scaler: GradScaler, pipeline: Any) -> None:
+    """Raises ValueError for one whose decision is not that of all stages, or comes too late."""
+    if any(one.phase == "update" for actions in pipeline.schedule for one in actions):
+        raise ValueError(
+            "this schedule updates after each micro-batch, before a scaler has seen all gradients; "
+            "train in bf16, which needs no loss scaling, or choose a schedule with a flush"
+        )
+    if scaler.comm is not None and not {*pipeline.comm.ranks} <= {*scaler.comm.ranks}:
+        raise ValueError(
+            f"GradScaler: the pipeline spans ranks {list(pipeline.comm.ranks)}, the scaler only "
+            f"{list(scaler.comm.ranks)}: some stages would skip a step that the others take; make "
+            "the scaler with a comm of all of them, as Mesh.comm"
+        )
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:

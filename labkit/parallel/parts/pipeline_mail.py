@@ -11,6 +11,9 @@ tensor belongs to it until it is over, and is let go then.
 
 What travels is [rows, ...]: the rows of each micro-batch are known to all, the rest (its shape, its
 type, whether a gradient comes back) is told once for each boundary, before its first message.
+
+Where tensor-parallel ranks have the same to send, each can send a part (scatter_gather.py). A part
+arrives in its place in the whole, and the others join it when the message is taken.
 """
 
 from collections import deque
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm import Comm, CommError, Handle
+from labkit.parallel.parts.scatter_gather import ScatterGather
 from labkit.schedules.actions import Schedule, chunks_of
 from labkit.schedules.messages import Message, sent
 
@@ -76,10 +80,11 @@ def _version(x: Tensor) -> int:
 
 
 class Mail:
-    """What this rank sends and receives in one step after the other of `schedule`."""
+    """What this rank sends and receives in one step after the other of `schedule`: whole tensors,
+    or its `parts` of them."""
 
-    def __init__(self, comm: Comm, schedule: Schedule):
-        self.comm, self._chunks = comm, chunks_of(schedule)
+    def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
+        self.comm, self._chunks, self._parts = comm, chunks_of(schedule), parts
         self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
         self._looks: dict[int, Look] = {}  # by boundary: that behind virtual stage 0, 1, ...
         self._leaving: deque[_Leaving] = deque()
@@ -131,10 +136,11 @@ class Mail:
     def _post_send(self, x: Tensor, message: Message) -> None:
         target = message.target % self.comm.size
         what = "output" if message.what == "activation" else "gradient"
-        self._leave(
-            x, target, message.what, f"the {what} of stage {message.source} (rank "
-            f"{self.comm.rank}), micro-batch {message.microbatch},"
-        )  # fmt: skip
+        what = f"{what} of stage {message.source} (rank {self.comm.rank}), micro-batch "
+        what += f"{message.microbatch},"
+        if self._parts:
+            x = self._parts.own_part(x, what)
+        self._leave(x, target, message.what, f"the {what}")
 
     def _leave(self, x: Tensor, target: int, kind: str, what: str) -> None:
         before = _version(x)
@@ -197,6 +203,8 @@ class Mail:
             self._post_next(source, wanted=False)
             handle, x = self._posted.pop(message)
             handle.wait()
+            if self._parts:
+                self._parts.gather(x)
         except CommError as error:
             raise CommError(
                 f"stage {message.target} (rank {self.comm.rank}) waited for the {message.what} of "
@@ -223,7 +231,8 @@ class Mail:
         if message.what == "activation" or look.has_gradient:
             shape = self._rows[message.microbatch], *look.rest
             x = torch.empty(shape, dtype=look.dtype, device=self._device)
-            self._posted[message] = self.comm.irecv(x, source, TAGS[message.what]), x
+            room = self._parts.room(x) if self._parts else x
+            self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
 
 
 def _told(look: Look) -> str:

@@ -26,14 +26,9 @@ def footprint(
     """Of one rank of `size`, in a step of AdamW on `tokens` (b s) of a plain `GPT`."""
     item_bytes = next(module.parameters()).element_size()
     by_rows, cut = _vocabularies(module), _cut(module)
-    held_bytes = {
-        p: ceil(p.shape[0] / size) * p[0].nbytes if p in by_rows
-        else p.nbytes // size if p in cut
-        else p.nbytes
-        for p in module.parameters()
-    }  # fmt: skip
-    trained = [p for p in held_bytes if p.requires_grad]
-    gradient_bytes = sum(held_bytes[p] for p in trained)
+    held = held_bytes(module, size)
+    trained = [p for p in held if p.requires_grad]
+    gradient_bytes = sum(held[p] for p in trained)
 
     layers = [one for one in module.modules() if is_attention(one)]
     width: int = module.embed.tokens.embedding_dim
@@ -47,11 +42,22 @@ def footprint(
         partial = sum(p.nbytes for p in trained if p not in by_rows and p not in cut)
         sent_bytes += 2 * partial
     return Footprint(
-        parameter_bytes=sum(held_bytes.values()),
+        parameter_bytes=sum(held.values()),
         gradient_bytes=gradient_bytes,
         optimizer_bytes=2 * gradient_bytes + 4 * len(trained),
         bus_bytes=(size - 1) / size * sent_bytes,
     )
+
+
+def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
+    """What one rank of `size` has of each parameter of a plain model."""
+    by_rows, cut = _vocabularies(module), _cut(module)
+    return {
+        p: ceil(p.shape[0] / size) * p[0].nbytes if p in by_rows
+        else p.nbytes // size if p in cut
+        else p.nbytes
+        for p in module.parameters()
+    }  # fmt: skip
 
 
 def _vocabularies(module: nn.Module) -> set[Tensor]:

@@ -4,18 +4,28 @@
     stage 3   ... ─ head           dE from scoring tokens         ╱  one all-reduce of the two ranks
 
 In one process it is one parameter, with the sum of both gradients. Here each owner has a copy, all
-start as the first owner's, and all take the same step by the same sum.
+start as the first owner's, and all take the same step by the same sum. The owners are a group of
+their own, the embedding group; on a mesh there is one for each data- and tensor-parallel index:
 
-Source: Megatron-LM (Narayanan et al., arXiv 2104.04473, section 2.2); its embedding group.
+    Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
+
+    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after its replicas are averaged.
+                Of a ZeroOptimizer's, this rank's share of that, 1/dp: both owners have the same
+                elements of it, for it is alone in its bucket.
+
+Source: Megatron-LM, the embedding groups of `initialize_model_parallel`, and the bucket of its own
+that a shared embedding has under the distributed optimizer (`_ParamAndGradBuffer`).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import owner_of
+from labkit.parallel.parts.zero3_state import WholeState
 
 TAG = 104
 
@@ -36,46 +46,80 @@ class Tied:
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
         self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
+        self._gradients: list[tuple[Any, Any]] = []  # of the step, each with its group
         for parameter, group in self._copies:
             group.broadcast(parameter.detach(), 0)
 
     def begin(self) -> None:
-        """Before a step: the gradients of earlier steps, summed already, are put aside. Raises
-        ValueError for a copy whose gradients a strategy has in pieces: the sum would miss them."""
-        for parameter, _ in self._copies:
-            check_whole(parameter)
-        self._before = [p.grad for p, _ in self._copies]
-        for parameter, _ in self._copies:
-            parameter.grad = None
+        """Before a step: the gradients of earlier steps, summed already, are put aside."""
+        trained = [(p, group) for p, group in self._copies if p.requires_grad]
+        there = trained if torch.is_grad_enabled() else []
+        self._gradients = [(_gradient_of(parameter), group) for parameter, group in there]
+        for gradient, _ in self._gradients:
+            gradient.put_aside()
 
     def sum_gradients(self) -> None:
         """After the last backward: every owner gets the sum of all owners' gradients."""
-        for (parameter, group), before in zip(self._copies, self._before, strict=True):
-            if parameter.requires_grad and torch.is_grad_enabled():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                group.all_reduce(parameter.grad)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before + parameter.grad
+        for gradient, group in self._gradients:
+            gradient.sum_copies(group)
 
 
-def check_whole(parameter: nn.Parameter) -> None:
-    """Raises ValueError where it is in a ZeroOptimizer or ZeRO3."""
+class WholeGradient:
+    """That of `parameter`, as it lies in `.grad`."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter, self._aside = parameter, parameter.grad
+
+    def put_aside(self) -> None:
+        """Begin anew."""
+        self.parameter.grad = None
+
+    def sum_copies(self, group: Any) -> None:
+        """All owners' gradients of this step, and this rank's of the steps before."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        group.all_reduce(parameter.grad)
+        if self._aside is not None:
+            parameter.grad = self._aside + parameter.grad
+
+
+def _gradient_of(parameter: nn.Parameter) -> Any:
+    """Whole, or this rank's share of it."""
     owner = owner_of(parameter)
-    if hasattr(owner, "gradient_pieces"):
-        raise ValueError(
-            f"a parameter of shape {list(parameter.shape)} is tied over ranks of the pipeline and "
-            f"in a {type(owner).__name__}, which keeps a part of its gradient: its copies would "
-            "come apart; untie it (as tied=False), or put the stage in DDP and step with a torch "
-            "optimizer"
-        )
+    if hasattr(owner, "bucket_of_copy"):
+        return owner.bucket_of_copy(parameter)
+    return WholeGradient(parameter)
+
+
+def check_ties(
+    stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
+) -> None:
+    """Raises ValueError, on all ranks, where a tied parameter is in a ZeRO3: it cuts what is in
+    front of it and behind it, too, elsewhere on each owner. One that is cut already has left a
+    parameter in another stage that belongs to it."""
+    mine = ""
+    for index, stage in enumerate(stages):
+        own = {*stage.parameters()}
+        for name, p in stage.named_parameters():
+            owner = owner_of(p)
+            strange = isinstance(owner, nn.Module) and own.isdisjoint(owner.parameters())
+            if isinstance(owner, WholeState) and (p in owners or strange):
+                mine = mine or f"{name} {list(p.shape)} of stage {index}"
+    for told in comm.all_gather_object(mine):
+        if told:
+            raise ValueError(
+                f"{told} is tied over stages, and one of them is in ZeRO3, which keeps another "
+                "part of it on each owner, so that the copies would come apart; untie it (as "
+                "tied=False), or use DDP or a ZeroOptimizer"
+            )
 
 
 def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
     """The owners as a group of their own; None on the others."""
     if len(ranks) == comm.size:
         return comm
-    if comm.size == Comm().size:
+    if comm.parallel is not None or comm.size == Comm().size:
         return comm.subgroup(ranks)
     return Owners(ranks, comm) if comm.rank in ranks else None
 

@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
-from labkit.parallel.parts.agreement import Unchanged
+from labkit.parallel.parts.agreement import Unchanged, owner_of
 from labkit.parallel.parts.deferred_weights import Later, deferring, run_later
 from labkit.parallel.parts.weight_versions import WeightVersions
 from labkit.parallel.parts.zero3_passes import running_backward
@@ -167,12 +167,17 @@ class VirtualStage:
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weight(self, flight: InFlight, action: Action, k: int) -> None:
-        synchronised = action in self._synchronised and hasattr(self.module, "no_sync")
+        synchronised = action in self._synchronised and self._is_shared()
         if not flight.later:
             flight.later.append(NOTHING)
         run_later(flight.later, self._with_gradient() if synchronised else ())
         if self.versions:
             self.versions.backward_done(k)
+
+    def _is_shared(self) -> bool:
+        """Whether somebody waits for gradients, to send them."""
+        owned = any(owner_of(p) is not None for p in self.module.parameters())
+        return owned or hasattr(self.module, "no_sync")
 
     def _with_gradient(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]

@@ -34,7 +34,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module whose names count: without the strategy around it, which has nothing but it."""
+    """The module whose names count: without the strategy around it, which has nothing but it. Of a
+    Pipeline, what it has on this rank."""
+    if isinstance(model, InStages):
+        return model.module
     inside = getattr(model, "module", None)
     if isinstance(inside, nn.Module) and (
         hasattr(model, "owned")

@@ -64,10 +64,16 @@ def _walk(
         if parameter is not None:
             full_name = f"{name}{attribute}"
             yield parameter, Place(full_name, module, attribute, owner, unit or owner)
-    lists = isinstance(module, (nn.ModuleList, nn.Sequential)) or (listed and not can_be_called)
+    lists = _is_list(module) or (listed and not can_be_called)
     for child_name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, f"{name}{child_name}.", owner, unit, lists, chosen)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Also what has its parts under numbers, as a stage of `split` has those of a list."""
+    numbered = bool(module._modules) and all(name.isdecimal() for name in module._modules)
+    return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _chooser(units: Choice | None) -> Callable[[nn.Module, bool], bool]:

@@ -15,6 +15,7 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,7 @@ class ZeroBucket:
         self._unused: list[int] = []
         self._sending: Handle | None = None
         self._gathering: Handle | None = None
+        self._aside: torch.Tensor | None = None
 
     def has(self, p: torch.Tensor) -> bool:
         """Whether `p` still lies where it was put."""
@@ -158,6 +160,27 @@ class ZeroBucket:
     def forget_gradients(self, set_to_none: bool) -> None:
         """For `zero_grad`, which has done so with the parameters' own."""
 
+    # --- parameters that other ranks of a pipeline have, too: tied.py ---
+
+    def put_aside(self) -> None:
+        """Before a step: what earlier ones have left is summed over the copies already."""
+        gradients = [g for g in self.own_gradients() if g is not None]
+        self._aside = self.averaged.clone() if gradients else None
+        for p in self.parameters:
+            p.grad = None
+
+    def sum_copies(self, copies: Any) -> None:
+        """Of this rank's share, over the ranks that have copies of these parameters, alone in
+        their bucket and therefore cut alike."""
+        copies.all_reduce(self.averaged)
+        if self._aside is not None:
+            self.averaged.add_(self._aside)
+        self._all_have_gradients()
+
+    def _all_have_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad = self.view[p]
+
     # --- parameters are stepped on, and gathered ---
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -239,6 +262,15 @@ class FreeingBucket(ZeroBucket):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         super().step(optimizer)
         self._stepped_on = True
+
+    def put_aside(self) -> None:
+        if self._stepped_on:
+            self.forget_gradients(True)
+        super().put_aside()
+        self.averaged_for.clear()
+
+    def _all_have_gradients(self) -> None:
+        self.averaged_for.update(self.parameters)
 
     def forget_gradients(self, set_to_none: bool) -> None:
         self._stepped_on = False

@@ -1,0 +1,161 @@
+"""What each axis of a mesh carries in one training step of a GPT: Mesh(pp=, dp=, tp=).
+
+    x is S = b s w g bytes, of all m micro-batches of one replica, of b rows. One rank sends
+
+    tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
+                embedding    2              2
+                head         2              3         and its logits gathered, V/w of S
+                sequence parallelism, too: the gradients of norms and biases, 6 w g a block and
+                micro-batch, 2 w g of the last norm, and the table of positions: all-reduced
+    pipeline    over each boundary S forward and S back; S/t where the sequence is cut, or with
+                scatter/gather, which has the rest, (t-1)/t S, gathered over tensor
+    data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
+                                                                ZeRO-2    (m+1) (d-1)/d G
+                                                                ZeRO-3       3m (d-1)/d G
+    embedding   where it is tied, first and last stage: 2(2-1)/2 V w g / t, and of ZeRO's shares
+                1/d of that
+
+Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
+ranks of the axes.
+
+Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor 8 b s h (t-1)/t a
+layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section 4.2.2; Rajbhandari et
+al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3) travel once for each
+micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
+"""
+
+from dataclasses import dataclass
+
+from labkit.events import chunk_sizes
+from labkit.predict.sizes import check_counts
+from labkit.predict.volumes import stage_boundary_bytes
+
+AXES = ("tensor", "pipeline", "data", "embedding")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What of the model one rank of the pipeline has: blocks of each of its chunks, and ends."""
+
+    chunks: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+
+
+def bytes_by_axis(
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    context: int,
+    rows: int,
+    sequence: int,
+    microbatches: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    chunks: int = 1,
+    zero: int = 0,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    dropout: bool = False,
+    scatter_gather: bool = False,
+    gather_logits: bool = True,
+    tied: bool = True,
+    key_width: int | None = None,
+    element_bytes: int = 2,
+) -> list[dict[str, float]]:
+    """For each stage, what one of its ranks sends along each axis in a step: bus bytes, the mean of
+    the stage's ranks.
+
+    Args:
+        vocab, width, depth, context, tied: of the GPT.
+        key_width: of its keys, where they are fewer than its queries; `width` otherwise.
+        rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
+        chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
+        zero: 0 for DDP, or the stage of ZeRO over dp.
+        recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
+        dropout: the blocks have some; then their last collective is sent again, too.
+        scatter_gather: see above; without effect where the sequence is cut.
+        gather_logits: the logits of all the vocabulary on every rank.
+        element_bytes: of activations, weights and gradients, as they travel.
+
+    ZeRO's buckets are padded to dp equal shares, those of stage 3 block by block: counted as if a
+    rank's parameters were one bucket. Not counted: the numbers of clipping and of a loss scaler.
+
+    >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)
+    >>> gpt3 = bytes_by_axis(**gpt, rows=96, sequence=2048, microbatches=96, pp=8, dp=16, tp=8)
+    >>> {axis: f"{sent / 2**30:.1f} GiB" for axis, sent in gpt3[1].items()}
+    {'tensor': '378.0 GiB', 'pipeline': '9.0 GiB', 'data': '9.5 GiB', 'embedding': '0.0 GiB'}
+    """
+    check_counts(vocab=vocab, width=width, depth=depth, context=context, microbatches=microbatches)
+    keys = width if key_width is None else key_width
+    check_counts(pp=pp, dp=dp, tp=tp, chunks=chunks, key_width=keys)
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero}: 0 for DDP, or a stage of ZeRO, 1 to 3")
+    if depth < pp * chunks:
+        raise ValueError(
+            f"depth={depth}: {pp * chunks} stages (pp x chunks) need a block each; choose fewer"
+        )
+    x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
+    padded = -(-vocab // tp) * tp
+    is_cut = sequence_parallel and tp > 1
+    scatters = scatter_gather and not is_cut
+    found = []
+    for stage in _stages(depth, pp, chunks):
+        table = padded // tp * width  # elements, on one rank
+        is_tied = tied and pp > 1 and (stage.is_first or stage.is_last)
+        boundaries = 0 if pp == 1 else 2 * len(stage.chunks) - stage.is_first - stage.is_last
+
+        units = _tensor_units(stage, is_cut, recompute, dropout)
+        tensor = (units + (boundaries if scatters else 0)) * x_bytes
+        if stage.is_last and gather_logits:
+            tensor += rows * sequence * padded * element_bytes
+        if is_cut:
+            numbers = 6 * width * sum(stage.chunks)
+            numbers += stage.is_first * context * width + stage.is_last * 2 * width
+            tensor += 2 * microbatches * numbers * element_bytes
+
+        own = _units_of_weights(stage, width, keys, context, table, tp, tied)
+        together = [sum(own) - is_tied * table, is_tied * table]
+        weights = own if zero == 3 else together if zero else [sum(own)]
+        times = {0: 2, 1: 2, 2: microbatches + 1, 3: 3 * microbatches}[zero]
+        elements = sum(_padded(n, dp if zero else 1) for n in weights)
+        shared = _padded(table, dp) / dp if zero else table
+        found.append({
+            "tensor": (tp - 1) / tp * tensor,
+            "pipeline": boundaries * x_bytes / (tp if is_cut or scatters else 1),
+            "data": times * (dp - 1) / dp * elements * element_bytes,
+            "embedding": float(is_tied * shared * element_bytes),
+        })  # fmt: skip
+    return found
+
+
+def _stages(depth: int, pp: int, chunks: int) -> list[Stage]:
+    blocks = chunk_sizes(depth, pp * chunks)
+    return [Stage(tuple(blocks[rank::pp]), rank == 0, rank == pp - 1) for rank in range(pp)]
+
+
+def _tensor_units(stage: Stage, is_cut: bool, recompute: bool, dropout: bool) -> int:
+    """Halves of an all-reduce of x: gathers and scatters count once, all-reduces twice."""
+    again = (4 if dropout else 2) + (1 if not dropout else 0) * is_cut if recompute else 0
+    block = (10 if is_cut else 8) + again
+    return sum(stage.chunks) * block + 2 * stage.is_first + (3 if is_cut else 2) * stage.is_last
+
+
+def _units_of_weights(
+    stage: Stage, width: int, keys: int, context: int, table: int, tp: int, tied: bool
+) -> list[int]:
+    """Elements that one rank has of each part: the matrices and their columns' biases cut, norms
+    and the biases of `out` and `down` whole."""
+    matrices = 10 * width**2 + 2 * width * keys
+    block = (matrices + 5 * width + 2 * keys) // tp + 6 * width
+    parts = [table, context * width] if stage.is_first else []
+    parts += [block] * sum(stage.chunks)
+    if stage.is_last:
+        parts += [2 * width] if tied and stage.is_first else [2 * width, table]
+    return parts
+
+
+def _padded(elements: int, parts: int) -> int:
+    return -(-elements // parts) * parts

@@ -1,0 +1,135 @@
+"""Lab 17's checks: what its jobs and trainings are said to send is what ranks send."""
+
+import pytest
+
+from labkit import predict
+from labkit.check import lab_17 as check
+from labkit.check.lab_17_cases import (
+    GPT_SIZES,
+    MESHES,
+    MICROBATCHES,
+    NORM_MESHES,
+    PLACES,
+    ROWS,
+    counted,
+    right_place,
+    squares,
+)
+from labkit.check.lab_17_jobs import (
+    JOBS,
+    TINY,
+    Job,
+    best,
+    by_rule,
+    held_gb,
+    idle,
+    layouts,
+    leaving_bytes,
+    left_on_4_ranks,
+    of_the_rule,
+    parameters_of,
+    why_not,
+)
+from labkit.models import GPT
+
+
+def test_places_are_those_of_megatron() -> None:
+    """By hand, for Mesh(pp=2, dp=2, tp=2) and for one with tp outermost."""
+    axes = PLACES[0][0]
+    assert right_place(0, axes, 16) == ((0, 8), 4, [0, 2], [0, 4])
+    assert right_place(3, axes, 16) == ((8, 16), 7, [1, 3], [3, 7])
+    assert right_place(7, axes, 16) == ((8, 16), None, [5, 7], [3, 7])
+    assert right_place(3, {"tp": 2, "dp": 2, "pp": 2}, 16) == ((8, 16), None, [1, 3], [2, 3])
+    assert right_place(5, {"pp": 3, "dp": 2, "tp": 2}, 8).tied is None, "a stage in the middle"
+    assert right_place(5, {"pp": 1, "dp": 4, "tp": 2}, 8).tied is None, "one stage"
+
+
+@pytest.mark.slow
+def test_what_ranks_send_is_the_closed_form() -> None:
+    """The check counts on ranks; here beside labkit.predict, which knows no loss."""
+    sizes = {name: n for name, n in GPT_SIZES.items() if name != "heads"}
+    for training, of_stages in counted():
+        axes, of_replica = training.axes, ROWS // training.axes["dp"]
+        formulas = predict.bytes_by_axis(
+            **sizes, rows=of_replica, sequence=sizes["context"], microbatches=MICROBATCHES,
+            gather_logits=False, element_bytes=8, **axes,
+        )  # fmt: skip
+        t = axes["tp"]
+        formulas[-1]["tensor"] += 2 * (t - 1) / t * 3 * of_replica * sizes["context"] * 8
+        assert of_stages == formulas
+    assert {axis for training, _ in counted() for axis, n in training.axes.items() if n == 4} == {
+        "pp", "dp", "tp"
+    }, "2 (n-1)/n is 1 for two ranks"  # fmt: skip
+    assert len(counted()) == len(MESHES)
+
+
+def test_every_way_to_count_the_norm_wrong_is_another_number() -> None:
+    """Else a check could pass one of them, or name another."""
+    for axes in NORM_MESHES:
+        cut, whole, tied = squares(axes)
+        right = sum(cut) + sum(whole) + tied
+        t, d = axes["tp"], axes["dp"]
+        wrong = [sum(cut) + t * sum(whole) + tied, right - tied]
+        wrong += [right + tied] if axes["pp"] > 1 else []
+        wrong += [d * right] if d > 1 else []
+        wrong += [cut[0] + whole[0] + tied] if axes["pp"] > 1 else []
+        found = [right, *wrong]
+        assert len({round(x, 6) for x in found}) == len(found)
+
+
+@pytest.mark.slow
+def test_bytes_that_leave_a_node_are_those_of_ranks() -> None:
+    some = list(layouts(TINY))[::5]
+    assert len(some) >= 3 and len({tuple(sorted(axes.items())) for axes in some}) >= 2
+    for axes in some:
+        assert left_on_4_ranks(axes) == leaving_bytes(TINY, axes), axes
+
+
+def test_parameters_are_those_of_a_gpts_layers() -> None:
+    job = JOBS["nodes of two"]._replace(width=8, heads=2, depth=3)
+    layers = GPT(vocab=4, width=8, depth=3, heads=2, context=4).blocks
+    one = {"pp": 1, "dp": 1, "tp": 1}
+    assert parameters_of(job, one) == sum(p.numel() for p in layers.parameters())
+    assert held_gb(job, one) == 16e-9 * parameters_of(job, one)
+    assert idle(job, {"pp": 4, "dp": 16, "tp": 1}) == 3 / (8 + 3)
+
+
+def test_a_pipeline_leaves_a_node_where_its_last_stage_there_sends() -> None:
+    job = Job(2, 4, 1.0, 8, 16, 4, 8, 8, 1.0)
+    x = 8 * 8 * 16 * 2
+    assert leaving_bytes(job, {"dp": 1, "tp": 1, "pp": 8}) == 2 * x
+    assert leaving_bytes(job, {"pp": 2, "dp": 1, "tp": 4}) == 4 * 2 * x
+
+
+def test_the_rule_of_thumb_can_be_beaten_but_not_always() -> None:
+    for job in (*JOBS.values(), TINY):
+        assert not why_not(job, by_rule(job))
+    beaten = [
+        leaving_bytes(job, best(job)) < leaving_bytes(job, by_rule(job)) for job in JOBS.values()
+    ]
+    assert any(beaten) and not all(beaten)
+    assert of_the_rule({name: by_rule(job) for name, job in JOBS.items()}) == 100
+    assert round(of_the_rule({name: best(job) for name, job in JOBS.items()})) == 80
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ({"pp": 2, "dp": 2}, "has not the axes"),
+        ({"pp": 16, "dp": 2, "tp": 0.5}, "a whole number each"),
+        ({"pp": 4, "dp": 2, "tp": 2}, "takes 16 GPUs of 32"),
+        ({"pp": 32, "dp": 1, "tp": 1}, "divides 24 layers by 32"),
+        ({"pp": 2, "dp": 8, "tp": 2}, "GB on a GPU, of 32"),
+        ({"pp": 8, "dp": 4, "tp": 1}, "GB on a GPU, of 32"),
+        ({"pp": 8, "dp": 2, "tp": 2}, ""),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_told_why(axes: dict[str, int], says: str) -> None:
+    found = why_not(JOBS["nodes of two"], axes)
+    assert says in found and bool(found) == bool(says)
+
+
+@pytest.mark.slow
+def test_the_best_known_score_can_be_reached() -> None:
+    score = check.choose(best).score
+    assert score is not None and score.value == score.best == 80

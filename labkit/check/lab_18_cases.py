@@ -149,6 +149,8 @@ def candidates() -> list[Candidate]:
         if tp * pp <= 96 and (v == 1 or pp > 1)
     ]
     found = [Candidate(Case(SMALL, one, 480), 96, 80e9) for one in of_96]
+    # Four micro-batches on six stages: a long bubble, but it runs.
+    found.append(Candidate(Case(SMALL, Layout(2, 6, 8, microbatch=15, zero=1), 480), 96, 80e9))
     interleaved_2 = Layout(tp=4, pp=2, dp=8, chunks=3)
     found += [Candidate(Case(SMALL, interleaved_2, rows), 64, 80e9) for rows in (48, 40, 16)]
     for_gpt3 = [

@@ -68,8 +68,8 @@ print(f"{6 * P * 300e9 / here / 86400 / 365:,.0f} years, at {here / 1e9:,.0f} GF
 
 # %% [markdown]
 # The authors of Megatron-LM asked the same of one V100: **288 years**. On 1,024 A100s it is 34 days, by the
-# speed that they reached. Somebody had to decide what each of the 1,024 does: 8 GPUs share a matrix, 8
-# nodes a model, 16 replicas a batch. **Why not 4, 16 and 16?** Nobody can try them all on 1,024 GPUs.
+# speed that they reached. Somebody has to decide what each of the 1,024 does: say, 8 GPUs share a matrix,
+# 8 nodes a model, 16 replicas a batch. **Why not 4, 16 and 16?** Nobody can try them all on 1,024 GPUs.
 
 # %% [markdown]
 # ## 2. The idea
@@ -89,8 +89,8 @@ print(f"{6 * P * 300e9 / here / 86400 / 365:,.0f} years, at {here / 1e9:,.0f} GF
 # %%
 from labkit import Layout
 
-BY_AUTHORS = Layout(tp=8, pp=8, dp=16, microbatch=1)
-print(BY_AUTHORS.ranks, "ranks,", BY_AUTHORS.microbatches(1536), "micro-batches for each replica")
+BY_RULE = Layout(tp=8, pp=8, dp=16, microbatch=1)
+print(BY_RULE.ranks, "ranks,", BY_RULE.microbatches(1536), "micro-batches for each replica")
 
 # %% [markdown]
 # Each axis cuts something, and costs something:
@@ -189,7 +189,7 @@ training.beside("reported", gpt3_days=34, trillion_days=84)
 # its peak.)
 
 # %% [markdown]
-# Then one layout: GPT-3 as the authors had it, tp 8, pp 8, dp 16, b = 1, 1,536 rows of s = 2,048, plain 1F1B, on
+# Then the layout of section 2: GPT-3, tp 8, pp 8, dp 16, b = 1, 1,536 rows of s = 2,048, plain 1F1B, on
 # 1,024 GPUs. How many micro-batches has a replica, and which part of the step is the bubble (of the total)? What
 # does a GPU hold of the states, at 16 bytes a parameter (lab 10; take 1/64 of the model)? And what does a
 # GPU of a stage in the middle send to its neighbours: two messages of b·s·w numbers of 2 bytes for each
@@ -302,14 +302,14 @@ formulas.table(report={f"{axis}_bytes": int(one) for axis, one in told.items()},
 # GPT-3 on 1,024 GPUs of Selene, the authors' cluster. Nothing of what is below needs one of them.
 
 # %%
-AUTHORS = replace(BY_AUTHORS, recompute="full")
-gpt3 = step_report(GPT3, AUTHORS, 1536, selene)
+RECOMPUTED = replace(BY_RULE, recompute="full")
+gpt3 = step_report(GPT3, RECOMPUTED, 1536, selene)
 
 # %% tags=["nbval-check-output"]
 states = ("parameters", "gradients", "optimizer state")
 of_layout.beside(
     "replayed",
-    microbatches=AUTHORS.microbatches(1536),
+    microbatches=RECOMPUTED.microbatches(1536),
     bubble=round(gpt3.bubble_s / gpt3.step_s, 3),
     states_gb=round(sum(gpt3.memory_bytes[name] for name in states) / 1e9, 1),
     pipeline_bytes=int(gpt3.sent_bytes["pipeline"]),
@@ -323,7 +323,7 @@ of_layout.beside(
 # %%
 from labkit import step_trace
 
-plot.timeline(step_trace(GPT3, AUTHORS, 1536 // 8, selene))
+plot.timeline(step_trace(GPT3, RECOMPUTED, 1536 // 8, selene))
 
 # %% [markdown]
 # Forward and backward have tensor parallelism's all-reduces inside. `data` are the gradients, in buckets
@@ -351,7 +351,7 @@ def bars(reports):
     axes.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(-0.02, 1))
 
 
-bars({"the authors' layout": gpt3})
+bars({"tp 8, pp 8, dp 16": gpt3})
 
 # %% [markdown]
 # Computing, mostly. `tensor`, `data` and `pipeline` are **exposed**: the stage stands still for a
@@ -365,7 +365,7 @@ variants = {
     "pp 16, dp 8": dict(pp=16, dp=8),
     "nothing recomputed": dict(recompute="none"),
 }
-variants = {name: replace(AUTHORS, **change) for name, change in variants.items()}
+variants = {name: replace(RECOMPUTED, **change) for name, change in variants.items()}
 found = {name: step_report(GPT3, one, 1536, selene) for name, one in variants.items()}
 bars(found)
 
@@ -428,8 +428,9 @@ for i in sorted(range(len(errors)), key=lambda i: -abs(errors[i]))[:5]:
 # ### From 39 billion to a trillion
 #
 # Nothing was fitted to the steps of Megatron's paper. Its Table 1 has ten models, their layouts, and the TFLOP/s
-# that each GPU reached, recomputed operations counted (HFU). Two of them, and GPT-3 (section 5.1 there),
-# on Selene by its datasheets, and with the constants that were fitted elsewhere:
+# that each GPU reached, recomputed operations counted (HFU). Two of them, and GPT-3 (section 5.1
+# there, which does not say its layout: ours), on Selene by its datasheets, and with the constants that
+# were fitted elsewhere:
 
 # %%
 from labkit.planning.published import MEGATRON
@@ -541,7 +542,7 @@ plot.plan_view(planned)
 #
 # ### Four plans
 #
-# Four numbers from somebody's plan for GPT-3 in the authors' layout. Each has one classical mistake. Find
+# Four numbers from somebody's plan for GPT-3 in the layout of section 2. Each has one classical mistake. Find
 # it before you run the next cell.
 
 # %%
@@ -596,7 +597,7 @@ formulas.table(
 # %% tags=["nbval-check-output"]
 apart = replace(selene, nodes=1024, devices_per_node=1)
 for name, where in (("Mesh(pp, dp, tp)", selene), ("Mesh(tp, dp, pp)", apart)):
-    one = step_report(GPT3, BY_AUTHORS, 1536, where)
+    one = step_report(GPT3, BY_RULE, 1536, where)
     waits = f"{one.tensor_s / one.step_s:.0%} of it for tensor parallelism"
     print(f"{name}: {one.step_s:5.1f} s, {waits}, MFU {one.mfu:.0%}")
 

@@ -19,6 +19,7 @@ from labkit.planning.report import StepReport
 from labkit.planning.stages import virtual_stages
 from labkit.planning.steps import step_report
 from labkit.planning.traces import step_trace
+from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Compute, run
 from labkit.replaying.microbatches import timed_actions
@@ -258,6 +259,19 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
     assert plot.timeline(trace) is not None
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_ends_send_what_the_formula_says(zero: int) -> None:
+    """Also of the tied embedding, of which a rank under ZeRO has 1/dp."""
+    layout = Layout(tp=2, pp=2, dp=4, zero=zero)
+    stages = bytes_by_axis(
+        vocab=SMALL.vocab, width=SMALL.width, depth=SMALL.depth, context=SMALL.context, tied=True,
+        rows=2, sequence=SMALL.context, microbatches=2, pp=2, dp=4, tp=2, zero=zero,
+        scatter_gather=True, element_bytes=2,
+    )  # fmt: skip
+    sent = step_report(SMALL, layout, 8, SELENE).sent_bytes
+    assert sent["pipeline"] == max(one["pipeline"] + one["embedding"] for one in stages)
+
+
 # ---- bad input
 
 
@@ -270,13 +284,26 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
         (Layout(tp=3), 16, "divide"),
         (Layout(pp=2, chunks=2), 5, "whole"),
         (Layout(chunks=2), 4, "several stages"),
+        (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
         (Layout(zero=3), 4, "zero=3"),
+        (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
+        (Layout(tp=0), 16, "tp=0: give a whole number"),
+        (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
+        (Layout(), 0, "global_batch=0: give a whole number"),
         (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
     ],
 )
 def test_a_layout_that_cannot_be_is_told(layout: Layout, batch: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         step_report(SMALL, layout, batch, SELENE)
+
+
+def test_positions_and_cores_that_cannot_be_are_told() -> None:
+    odd = replace(SMALL, context=SMALL.context + 1)
+    with pytest.raises(ValueError, match="positions do not divide over tp=2"):
+        step_report(odd, Layout(tp=2, sequence=True), 4, SELENE)
+    with pytest.raises(ValueError, match="choose 'fused' or 'plain'"):
+        step_report(SMALL, Layout(), 4, SELENE, core="flash")
 
 
 def test_shapes_leave_out_what_does_not_matter() -> None:

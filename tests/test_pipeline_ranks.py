@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -312,6 +313,48 @@ def test_the_state_of_stages_in_zero3_is_whole(four: World) -> None:
 
     for same, norm, told in four.run(run):
         assert same and told == pytest.approx(norm, rel=1e-6)
+
+
+def test_tied_replicas_add_up_the_gradients_of_steps(four: World) -> None:
+    """DDP's gradients are its buckets, which the next step fills: what was there before must not
+    be lost, be it a gradient, or zeros that an earlier one has left."""
+
+    def run() -> list[float]:
+        whole = cases.gpt(2, tied=True)
+        wanted = dict(whole.named_parameters(remove_duplicate=False))
+        _, pipe, x = of_two(tied=True)
+        apart = []
+        for targets, zeros in [((1, 2), False), ((3,), False), ((4,), True), ((5, 6), True)]:
+            whole.zero_grad(set_to_none=not zeros)
+            pipe.zero_grad(set_to_none=not zeros)
+            for more in targets:
+                cases.tokens_loss(whole(tokens()), (tokens() + more) % 11).backward()
+                pipe.step(x, (x + more) % 11)
+            found = pipe.module.named_parameters()
+            apart.append(max((p.grad - wanted[name].grad).abs().max().item() for name, p in found))  # type: ignore[operator]
+        return apart
+
+    for apart in four.run(run):
+        assert max(apart) < 1e-9
+
+
+@pytest.mark.parametrize("kind", [DDP, ZeRO3])
+def test_the_norm_is_the_same_to_the_bit_where_a_stage_adds_nothing(four: World, kind: Any) -> None:
+    """A last stage that has but the tied weight, or, in ZeRO3, nothing to train."""
+
+    def run() -> float:
+        torch.manual_seed(0)
+        first, last = (nn.Linear(3, 3, bias=False).double() for _ in range(2))
+        if kind is DDP:
+            last.weight = first.weight
+        last.requires_grad_(kind is DDP)
+        mesh = Mesh(pp=2, dp=2)
+        stages = [nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3).double()), last]
+        pipe = Pipeline(stages, mesh.pp, "1f1b", 2, F.mse_loss, wrap=partial(kind, comm=mesh.dp))
+        pipe.step(torch.ones(4, 3).double(), torch.ones(4, 3).double())
+        return clip_grad_norm(pipe, 0.01).item()
+
+    assert len(set(four.run(run))) == 1
 
 
 # ---- faults

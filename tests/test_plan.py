@@ -24,6 +24,7 @@ from labkit.planning.layouts import layouts
 from labkit.planning.models import MODELS, model
 from labkit.planning.ranking import Plan
 from labkit.planning.reasons import seconds
+from labkit.plot.plans import chosen
 
 SELENE = cluster("selene")
 GPT = Sizes(width=6144, depth=40, heads=48)
@@ -264,6 +265,12 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
     with pytest.raises(ValueError, match="top=0"):
         plot.plan(planned, top=0)
     assert isinstance(plot.plan(planned, figure=Figure()), Figure)
+
+
+def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan) -> None:
+    for report, bars in ((None, 1), (planned.best, 1), (planned.reports[1], 2)):
+        names = chosen(planned, report).axes[0].get_yticklabels()
+        assert len(names) == bars
 
 
 @pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")

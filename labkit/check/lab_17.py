@@ -148,7 +148,9 @@ def global_norm(student: Student) -> Iterator[str]:
             if wrong := difference(found, right, 1e-9):
                 fail(
                     f"{_named(axes)}, rank {rank}: the norm is {wrong}.",
-                    hint=_norm_hint(axes, rank, plain(found)),
+                    hint="Does the function end with a return?"
+                    if found is None
+                    else _norm_hint(axes, rank, plain(found)),
                 )
         if (most := max(sent for _, sent in ran)) > FEW_BYTES:
             fail(
@@ -171,6 +173,7 @@ def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
     t, d, copies = axes["tp"], axes["dp"], 1 + (axes["pp"] > 1)
     stage = coordinates(axes, rank)["pp"]
     everything = sum(cut) + sum(whole) + tied
+    roots = sum((c + w + tied * (k == 0)) ** 0.5 for k, (c, w) in enumerate(zip(cut, whole)))
     ends = tied if stage in (0, axes["pp"] - 1) else 0.0
     causes = {
         "What is whole on every rank of tp counts once, and not t times.": [
@@ -183,11 +186,15 @@ def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
             d * everything,
             d * (everything + tied),
         ],
+        "Those are the squares of all ranks. Much is counted twice: over dp everything, over tp "
+        "what is whole, over pp the embedding.": [
+            d * (sum(cut) + t * sum(whole) + copies * tied),
+        ],
         "That is the norm of this stage. And the others?": [
             cut[stage] + whole[stage] + ends,
             cut[stage] + whole[stage] + tied * (stage == 0),
         ],
-        "Squares add up; their root is the last step.": [everything**2],
+        "Squares add up; their root is the last step.": [everything**2, roots**2],
         "The embedding is a part of the model: it counts once, and not never.": [everything - tied],
     }
     for words, wrong in causes.items():

@@ -7,7 +7,7 @@
                   layer holds the most: the logits, or what a block computes again
 
     messages      one that leaves, and one that has come ahead
-    tied          the gradient of the embedding, once more, on the first and the last stage
+    tied          ZeRO's gradient of the embedding, once more, on the first and the last stage
 
 All as recorded of a layer without data; what is added up here are whole layers. Not counted: the
 batch of tokens, and what the device's own software takes.
@@ -37,7 +37,7 @@ def memory_of(
     if layout.pp > 1:
         messages = _only("communication buffers", 2 * message_bytes(sizes, layout))
         peaks = [_sum(peak, messages) for peak in peaks]
-        if sizes.tied:
+        if sizes.tied and layout.zero:
             aside = _only("gradients", GRADIENT_BYTES * vocabulary_elements(sizes, layout))
             peaks[0], peaks[-1] = _sum(peaks[0], aside), _sum(peaks[-1], aside)
     return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))

@@ -39,7 +39,7 @@ class Layout:
         tp, pp, dp: ranks of tensor, pipeline and data parallelism.
         microbatch: rows of one micro-batch.
         chunks: of each stage (interleaved 1F1B); 1 is plain 1F1B.
-        zero: 0 for DDP, or the stage of ZeRO over dp.
+        zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
         sequence: sequence parallelism, over tp.
         recompute: "none" or "full" (each block keeps its input alone).
         scatter_gather: a message between stages is cut over tp, and put together on arrival.

@@ -28,6 +28,13 @@ def message_bytes(sizes: Sizes, layout: Layout) -> int:
     return layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES // cut
 
 
+def tied_bytes(sizes: Sizes, layout: Layout) -> int:
+    """Of a tied embedding's gradient, what goes between the ends from one rank: with ZeRO its
+    share, 1/dp."""
+    shares = layout.dp if layout.zero else 1
+    return -(-vocabulary_elements(sizes, layout) // shares) * ELEMENT_BYTES
+
+
 def messages_s(sizes: Sizes, layout: Layout, costs: Costs) -> list[float]:
     """From each stage to the next one, or back; of the last one to the first."""
     if layout.pp == 1:
@@ -64,7 +71,7 @@ def sent_bytes(
     ]
     pipeline = [microbatches * count * message if layout.pp > 1 else 0 for count in ways]
     if sizes.tied and layout.pp > 1:
-        tied = vocabulary_elements(sizes, layout) * ELEMENT_BYTES
+        tied = tied_bytes(sizes, layout)
         pipeline[0], pipeline[-1] = pipeline[0] + tied, pipeline[-1] + tied
     if layout.scatter_gather and layout.tp > 1 and not layout.sequence and layout.pp > 1:
         gathered = bus_factor("all_gather", layout.tp) * message * layout.tp

@@ -48,10 +48,13 @@ from labkit.planning.stages import (
     virtual_stages,
 )
 from labkit.planning.tail import Tail, tails
+from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import step_flops
 from labkit.replaying.costs import Costs
 
 DTYPE = "bfloat16"
+COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
+CORES = ("fused", "plain")
 
 
 def step_report(
@@ -143,6 +146,8 @@ def plan_step(
 ) -> Planned:
     """Arguments and errors as those of `step_report`."""
     check(sizes, layout, global_batch, cluster)
+    if core not in CORES:
+        raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
     costs = Costs(cluster) if costs is None else costs
     stages = stages_of(virtual_stages(sizes, layout, core), layout)
     chunks = [
@@ -157,8 +162,9 @@ def plan_step(
 
 def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
     """Raises ValueError for a layout that cannot be, with what would do."""
+    check_counts(**{name: getattr(layout, name) for name in COUNTS}, global_batch=global_batch)
     rows = layout.dp * layout.microbatch
-    if global_batch < 1 or global_batch % rows:
+    if global_batch % rows:
         raise ValueError(
             f"a batch of {global_batch} rows does not divide over dp={layout.dp} replicas in "
             f"micro-batches of {layout.microbatch}; choose a multiple of {rows}"
@@ -174,7 +180,19 @@ def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> 
             "micro-batches: interleaved 1F1B needs several stages, and micro-batches in whole "
             "groups of pp"
         )
-    if layout.zero not in (0, 1, 2):
-        raise ValueError(f"zero={layout.zero}: here are 0 (DDP), 1 and 2")
+    if sizes.heads % layout.tp:
+        raise ValueError(
+            f"{sizes.heads} heads do not divide over tp={layout.tp}; choose a tp that divides them"
+        )
+    if layout.sequence and sizes.context % layout.tp:
+        raise ValueError(
+            f"{sizes.context} positions do not divide over tp={layout.tp}; choose another context, "
+            "or sequence=False"
+        )
+    if layout.zero not in (0, 1):
+        raise ValueError(
+            f"zero={layout.zero}: here are 0 (DDP) and 1; stages 2 and 3 send for each micro-batch "
+            "again (labkit.predict.bytes_by_axis counts that)"
+        )
     if layout.recompute not in ("none", "full"):
         raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")

@@ -17,7 +17,8 @@ from labkit.planning.layers import ELEMENT_BYTES, recorded
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.places import data_groups, ends_groups, moved
 from labkit.planning.seconds import slowest, update_seconds
-from labkit.planning.stages import ChunkSeconds, VirtualStage, vocabulary_elements
+from labkit.planning.sends import tied_bytes
+from labkit.planning.stages import ChunkSeconds, VirtualStage
 from labkit.replaying.costs import Costs, Sending
 
 BUCKET_BYTES = 25 * 2**20  # of DDP and ZeroOptimizer, as they come
@@ -73,7 +74,7 @@ def tails(
         at_end = tied and stage in (0, layout.pp - 1)
         met_s = max(there_s[0], there_s[-1]) if at_end else there_s[stage]
         if at_end:
-            nbytes = vocabulary_elements(sizes, layout) * ELEMENT_BYTES
+            nbytes = tied_bytes(sizes, layout)
             sent[stage].append(
                 Sent("all_reduce", "pipeline", nbytes, there_s[stage], met_s, met_s + tied_s)
             )
@@ -142,8 +143,7 @@ def buckets(gradients: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 def tied_seconds(sizes: Sizes, layout: Layout, costs: Costs) -> float:
     """The all-reduce of the embedding's gradient between the first and the last stage."""
     groups = ends_groups(layout, costs.cluster.devices_per_node)
-    nbytes = vocabulary_elements(sizes, layout) * ELEMENT_BYTES
-    one = slowest("all_reduce", nbytes, costs, groups)
+    one = slowest("all_reduce", tied_bytes(sizes, layout), costs, groups)
     return one.seconds + one.latency_s
 
 

@@ -66,8 +66,10 @@ def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
 @styled
 def chosen(planned: Plan, report: StepReport | None, figure: Figure | None = None) -> Figure:
     """One layout beside the best: the seconds of a step, and what the fullest device holds. Of a
-    layout that is none (None), the best alone."""
-    reports = [planned.best] if report is None else [report, planned.best]
+    layout that is none (None), and of the best itself, the best alone."""
+    reports = [planned.best]
+    if report is not None and report != planned.best:
+        reports.insert(0, report)
     if figure is None:
         figure = Picture(3.0, layout="constrained")
     bars, held = figure.subplots(1, 2, width_ratios=[1.4, 1], sharey=True)

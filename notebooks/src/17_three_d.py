@@ -60,7 +60,8 @@ for place, (gb, trouble) in enumerate(ALONE.values()):
     axes.text(gb * 1.15, place, words, va="center", backgroundcolor="white")
 axes.axvline(80, color="0.4", ls=":", zorder=0)
 axes.set_xscale("log")
-axes.set(xticks=(1, 10, 80, 1000), xticklabels=(1, 10, 80, 1000), xlabel="GB on each GPU, of 80")
+axes.set(xticks=(1, 10, 80, 1000), xticklabels=(1, 10, 80, 1000))
+axes.set(xlabel="GB of model states (parameters, gradients, Adam's state) on each GPU, of 80")
 axes.set(yticks=range(4), yticklabels=list(ALONE), xlim=(1, 2e5))
 axes.minorticks_off()
 axes.invert_yaxis()
@@ -81,7 +82,7 @@ for name, (gb, trouble) in ALONE.items():
 # %% tags=["nbval-check-output"]
 tp, pp, dp = 8, 8, 16
 m = BATCH // dp
-print(f"{16 * P / (tp * pp) / 1e9:.0f} GB on a GPU, {m} micro-batches of one text,")
+print(f"{16 * P / (tp * pp) / 1e9:.0f} GB of model states on a GPU, {m} micro-batches of one text,")
 print(f"a bubble of {formulas.one_f_one_b(pp, m, 1, 2).of_total:.0%}")
 
 # %% [markdown]
@@ -162,7 +163,7 @@ plot.mesh(SIZES_OF_MESH, ranks_per_node=4)
 # - **The embedding** is on the first stage, and as the head on the last. These two form the *embedding
 #   group*: after the last backward they add up. Each rank of tp and dp has such a group of its own:
 #   0-4, 1-5, 2-6, 3-7.
-# - **Norms, and biases after a sum**, are on all ranks of tp, with the same gradient on each.
+# - **Norms, positions, and biases after a sum** are on all ranks of tp, with the same gradient on each.
 # - **All** is on each replica.
 #
 # Who wants the length of the model's gradient, for clipping, must count each of these once.
@@ -261,7 +262,7 @@ def on_mesh(*, scatter_gather=False, **axes):
 show("parallel/parts/tied.py:owners_of", since="found:")
 
 # %% [markdown]
-# And after the last backward they add up. (`_aside` are gradients of earlier steps, summed already.)
+# And after the last backward they add up. (What earlier steps have summed is with the first owner.)
 
 # %%
 show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")
@@ -386,9 +387,10 @@ for axes, its in zip(MESHES, ran):
 plot.timeline(recorded, step=1, ranks=(0, 4))
 
 # %% [markdown]
-# All the time tp's all-reduces (ranks 0, 1): many, short, and the rank waits for each. Between them the
-# messages of pp (0, 4), for which it waits only where no other micro-batch is left to do. And once, at
-# the end, the gradients of dp (0, 2), the embedding group's, and a number for clipping.
+# On rank 0, all the time tp's all-reduces (ranks 0, 1): many, short, and the rank waits for each. Between
+# them the messages of pp (0, 4), for which it waits only where no other micro-batch is left to do. And
+# once, at the end, the gradients of dp (0, 2), the embedding group's, and a number for clipping. Rank 4 has
+# the same three partners: 0, 5 and 6.
 
 # %% [markdown]
 # ### What travels
@@ -454,6 +456,9 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # The first two differ in the order of their axes only: the bytes are the same, but who gets them is not.
+# The last sends least: no layer is cut, and a rank has a quarter of the gradients. It pays in idling: with
+# 4 micro-batches four stages have a bubble of 3/7, and two of 1/5.
+#
 # Your formulas, for any box, stand in `labkit.predict`. For the first stage:
 
 
@@ -494,7 +499,8 @@ print("ranks 0 to 7:", ", ".join(f"{count:,}" for count in here))
 # ### What does an order cost?
 #
 # Now the real sizes: tp 8, pp 8, dp 16 on 128 nodes of 8. What one GPU sends is the same in each of six
-# orders, but not the wires that it goes over:
+# orders, but not the wires that it goes over. Before you look: which orders are cheap, and how many times
+# as much do the others cost?
 
 # %% tags=["nbval-check-output"]
 SHAPE = {"tp": 8, "pp": 8, "dp": 16}
@@ -550,7 +556,8 @@ for order, price in PRICES.items():
 # next matters little here: neither is inside a node. (These are sums. What hides, and what does not,
 # is a replay's affair, as in lab 13; and of dp most hides behind the last backward.)
 #
-# Now pp again, with scatter/gather. A rank of the first stage and one of the second:
+# Now pp again, with scatter/gather. A rank of the first stage and one of the second; what will change
+# in `pipeline`, and what in `tensor`?
 
 # %% tags=["nbval-check-output"]
 gathered = eight.run(train, scatter_gather=True, pp=2, dp=2, tp=2)
@@ -610,8 +617,8 @@ def d_(mesh, gradients):
 
 
 # %% [markdown]
-# We hold each against one process: "1.00" is the right length in the right direction. `shard_of` says
-# which rows or columns of the whole a rank has.
+# We hold each against one process: how much of the right gradient is in it? All of it is 1.00. `shard_of`
+# says which rows or columns of the whole a rank has.
 
 
 # %%
@@ -689,8 +696,8 @@ for k, program in enumerate(PROGRAMS):
 # - **a** is right: sums in any order are the same.
 # - **b** averages over tp as well. What is whole there stays right. But of what is cut, each rank gets the
 #   mean of two **different** shards, of the same shape: no error, and noise in all large matrices.
-# - **c** forgets the embedding. Each copy moves by its own half, one by looking up, one by scoring: from
-#   now on the "tied" table is two. The loss still falls, and a checkpoint has one of them.
+# - **c** forgets the embedding. Each copy moves by its own part (0.22 by looking up, 0.78 by scoring):
+#   from now on the "tied" table is two. The loss still falls, and a checkpoint has one of them.
 # - **d** averages where a sum is due. The two gradients are not of the same thing seen twice, but two
 #   parts of one. Half as long: with Adam you will not see it, until you clip.
 
@@ -782,7 +789,7 @@ eight.close()  # eight processes less
 # `axes` are sizes, outermost first, as `{"pp": 2, "dp": 2, "tp": 2}`, in any order; `rows` is the global
 # batch. Return for `rank` four things:
 #
-# - `(begin, end)`: its rows, of which all replicas have equally many
+# - `(begin, end)`: its rows, as in `x[begin:end]`; all replicas have equally many, the first the first ones
 # - the rank to which it sends activations, or None
 # - the ranks with which it averages gradients, in order (it is one of them)
 # - the two ranks of its embedding group, or None
@@ -915,10 +922,11 @@ check.hand_on(hand_on)
 # %%
 for name, job in {**JOBS, "4 ranks in 2 nodes": TINY}.items():
     rule = by_rule(job)
-    print(f"{name}: {job.nodes} nodes of {job.gpus}, {job.memory_gb:g} GB, width {job.width}, "
-          f"{job.rows} rows of {job.context}")  # fmt: skip
+    print(f"{name}: {job.nodes} nodes of {job.gpus}, {job.memory_gb:g} GB, {job.depth} layers of "
+          f"{job.width}, {job.rows} rows of {job.context}, idle at most {job.most_idle:.0%}")  # fmt: skip
     print(
-        f"   rule of thumb {rule}: {leaving_bytes(job, rule) / 1e9:,.4g} GB, idle {idle(job, rule):.0%}"
+        f"   rule of thumb {rule}: {leaving_bytes(job, rule) / 1e9:,.4g} GB leave, "
+        f"idle {idle(job, rule):.0%}"
     )
 
 # %%
@@ -929,8 +937,8 @@ show("check/lab_17_jobs.py:leaving_bytes", since="sent, total")
 
 # %% [markdown]
 # The rule of thumb: tp over a node, then the shortest pipeline that fits, and dp with the rest, in this
-# order. Let fewer bytes leave than it does. Before you search: where is the rule wasteful? The smallest
-# job runs on four ranks.
+# order. Let fewer bytes leave than it does, in the mean over the four large jobs (for one of them it is the
+# best already). Before you search: where is the rule wasteful? The smallest job runs on four ranks.
 #
 # Useful: `leaving_bytes(job, axes)`; `why_not(job, axes)` says what is wrong with them, or "";
 # `itertools.permutations`, `itertools.product`.
@@ -988,10 +996,10 @@ report("17")
 # | the order of axes | `parallel_state.py`, `initialize_model_parallel(order="tp-cp-ep-dp-pp")`: the first varies fastest |
 # | embedding group | `parallel_state.py`, `get_embedding_group`; `distributed/finalize_model_grads.py`, `_allreduce_word_embedding_grads` |
 # | the global norm | `optimizer/clip_grads.py`, `get_grad_norm_fp32`; `param_is_not_tensor_parallel_duplicate` |
-# | scatter/gather | on, until `--no-scatter-gather-tensors-in-pipeline`; with sequence parallelism a rank has 1/t of x anyway |
+# | scatter/gather | in `megatron/p2p_communication.py` of 2021; today's `core` sends x as it is: with sequence parallelism a rank has 1/t of it anyway |
 #
-# All have the same order: pp outermost, then dp, and tensor ("model" in DeepSpeed) innermost. Megatron
-# writes it from the inside out.
+# All have tensor ("model" in DeepSpeed) innermost; Megatron writes it from the inside out. Next to it most
+# have dp, and pp outermost. picotron has dp outermost, and Megatron with `--use-tp-pp-dp-mapping`.
 
 # %% [markdown]
 # torch's `init_device_mesh` numbers the box by `torch.arange`. Its groups are those of `lines`:

@@ -215,6 +215,13 @@ def counts_replicas(mesh, gradients):
     return norm_with(mesh, gradients, over=("tp", "pp", "dp"))
 
 
+@wrong("17.global_norm", "the squares of all ranks")
+def adds_up_all_ranks(mesh, gradients):
+    total = sum(one.g.square().sum() for one in gradients)
+    mesh.comm.all_reduce(total)
+    return total.sqrt()
+
+
 @wrong("17.global_norm", "And the others?")
 def forgets_the_stages(mesh, gradients):
     return norm_with(mesh, gradients, over=("tp",))
@@ -235,7 +242,7 @@ def leaves_the_table_out(mesh, gradients):
     return norm_with(mesh, gradients, count=False)
 
 
-@wrong("17.global_norm", "Add up squares")
+@wrong("17.global_norm", "their root is the last step")
 def adds_norms(mesh, gradients):
     own = norm_with(mesh, gradients, over=("tp",))
     mesh.pp.all_reduce(own)
@@ -266,7 +273,7 @@ def only_the_first_stage_knows(mesh, gradients):
     return norm if mesh.pp.rank == 0 else 0.0 * norm
 
 
-@wrong("17.global_norm", "None")
+@wrong("17.global_norm", "end with a return")
 def norm_returns_nothing(mesh, gradients):
     norm_with(mesh, gradients)
 

@@ -85,6 +85,8 @@ def clip_grad_norm(
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
+    if not once:  # a stage of tied or frozen ones: the dtype of the norm is that of the others
+        once = [x.new_empty(0) for x in [*pieces, *parameters][:1]]
     norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
     if isinstance(trained, StandIns) and factor is not None:
         trained.gradient_factor = factor * _share_of(max_norm, norm)

@@ -54,7 +54,7 @@ class Tied:
         """Before a step: the gradients of earlier steps, summed already, are put aside."""
         trained = [(p, group) for p, group in self._copies if p.requires_grad]
         there = trained if torch.is_grad_enabled() else []
-        self._gradients = [(_gradient_of(parameter), group) for parameter, group in there]
+        self._gradients = [(_gradient_of(parameter, group), group) for parameter, group in there]
         for gradient, _ in self._gradients:
             gradient.put_aside()
 
@@ -65,31 +65,31 @@ class Tied:
 
 
 class WholeGradient:
-    """That of `parameter`, as it lies in `.grad`."""
+    """That of `parameter`, as it lies in `.grad`: in DDP's bucket, which each step fills anew."""
 
-    def __init__(self, parameter: nn.Parameter):
-        self.parameter, self._aside = parameter, parameter.grad
+    def __init__(self, parameter: nn.Parameter, group: Any):
+        self.parameter, self.is_first = parameter, group.rank == 0
 
     def put_aside(self) -> None:
-        """Begin anew."""
-        self.parameter.grad = None
+        """What earlier steps have left is on all owners: the first one adds to it where it lies,
+        the others begin anew."""
+        if self.parameter.grad is not None and not self.is_first:
+            self.parameter.grad.zero_()
 
     def sum_copies(self, group: Any) -> None:
-        """All owners' gradients of this step, and this rank's of the steps before."""
+        """All owners' gradients of this step, and the first one's of the steps before."""
         parameter = self.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         group.all_reduce(parameter.grad)
-        if self._aside is not None:
-            parameter.grad = self._aside + parameter.grad
 
 
-def _gradient_of(parameter: nn.Parameter) -> Any:
+def _gradient_of(parameter: nn.Parameter, group: Any) -> Any:
     """Whole, or this rank's share of it."""
     owner = owner_of(parameter)
     if hasattr(owner, "bucket_of_copy"):
         return owner.bucket_of_copy(parameter)
-    return WholeGradient(parameter)
+    return WholeGradient(parameter, group)
 
 
 def check_ties(
@@ -130,7 +130,7 @@ class Owners:
     """
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):
-        self.ranks, self.comm = ranks, comm
+        self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)
 
     def broadcast(self, x: Tensor, src: int) -> None:
         """Replace `x` on all owners by that of owner `src`."""

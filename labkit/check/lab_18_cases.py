@@ -237,7 +237,7 @@ JOBS = {
 # The fastest that labkit.plan finds: tests/test_lab_18.py.
 BEST = {
     "an odd cluster": Layout(tp=1, pp=2, dp=48, microbatch=2, chunks=4, zero=1),
-    "a slow wire": Layout(tp=8, pp=4, dp=2, microbatch=4, zero=1),
+    "a slow wire": Layout(tp=4, pp=4, dp=4, microbatch=2, zero=1),
     "half the memory": Layout(
         tp=4, pp=2, dp=16, microbatch=2, chunks=8, zero=1, sequence=True
     ),

@@ -85,7 +85,10 @@ def test_the_best_known_can_be_had_and_no_neighbour_is_faster() -> None:
 
 
 def _neighbours(layout):
-    """With one choice changed; none needs another recording of a layer."""
+    """With one choice changed, or ranks moved from one axis to another."""
+    yield replace(layout, tp=layout.tp * 2, dp=layout.dp // 2)
+    if layout.tp > 1:
+        yield replace(layout, tp=layout.tp // 2, dp=layout.dp * 2)
     for chunks in (1, 2, 4, 8, 16):
         yield replace(layout, chunks=chunks)
         for times in (2, 4):

@@ -79,7 +79,8 @@ def table(**sources: Mapping[str, Number]) -> Table:
 def label(name: str) -> str:
     """A name as a person writes it: "sent by all (bytes)" for sent_by_all_bytes."""
     words, _, unit = name.rpartition("_")
-    label = f"{words} ({unit})" if words and unit in UNITS else name
+    shown = unit.replace("gb", "GB")
+    label = f"{words} ({shown})" if words and unit in UNITS else name
     return label.replace("_", " ")
 
 

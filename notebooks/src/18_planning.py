@@ -67,9 +67,10 @@ here = 2 * 1024**3 / best_s
 print(f"{6 * P * 300e9 / here / 86400 / 365:,.0f} years, at {here / 1e9:,.0f} GFLOP/s")
 
 # %% [markdown]
-# The authors of Megatron-LM asked the same of one V100: **288 years**. On 1,024 A100s it is 34 days, by the
-# speed that they reached. Somebody has to decide what each of the 1,024 does: say, 8 GPUs share a matrix,
-# 8 nodes a model, 16 replicas a batch. **Why not 4, 16 and 16?** Nobody can try them all on 1,024 GPUs.
+# The authors of Megatron-LM asked the same of one V100: **288 years**. On 1,024 A100s it is weeks, at
+# the speed that they reached (section 3 asks how many). Somebody has to decide what each of the 1,024
+# does: say, 8 GPUs share a matrix, 8 nodes a model, 16 replicas a batch. **Why not 4, 16 and 16?**
+# Nobody can try them all on 1,024 GPUs.
 
 # %% [markdown]
 # ## 2. The idea
@@ -185,8 +186,8 @@ training
 training.beside("reported", gpt3_days=34, trillion_days=84)
 
 # %% [markdown]
-# (The authors say 288 years, and not how they count. With 8 T P / X those are a V100 at 46 TFLOP/s, 37 % of
-# its peak.)
+# (Their days come from the same formula: they measured steps, and trained neither model to its end. They
+# say 288 years, and not how they count. With 8 T P / X those are a V100 at 46 TFLOP/s, 37 % of its peak.)
 
 # %% [markdown]
 # Then the layout of section 2: GPT-3, tp 8, pp 8, dp 16, b = 1, 1,536 rows of s = 2,048, plain 1F1B, on
@@ -219,14 +220,19 @@ of_layout
 show("planning/layers.py:_micro_batch", since="stage = _Stage")
 
 # %% [markdown]
+# Gradients are there from the start, as in DDP's buckets. A hook notes when each is complete: from then on it
+# may travel. The optimizer does nothing but end the step.
+
+# %% [markdown]
 # What a stage computes and waits for is a sum over its layers:
 
 # %%
-show("planning/steps.py:chunk_seconds", since="groups =")
+show("planning/stages.py:_chunk_seconds", since="for shape in")
 
 # %% [markdown]
 # The schedule tiles that with all micro-batches. What a stage holds is the same for all: its states, and
-# what its layers keep for each micro-batch in flight (here 1F1B's):
+# what its layers keep for each micro-batch in flight (here 1F1B's: of each stage its one chunk, 0, and how
+# many are in flight besides the one that it works on):
 
 # %%
 show("planning/holding.py:_in_flight", since="if chunks == 1", until="found = []")
@@ -262,8 +268,8 @@ told = step_report(TINY, CUBE, 16, selene).sent_bytes
 print({axis: int(sent) for axis, sent in told.items()})
 
 # %% [markdown]
-# And eight real ranks, with the code of lab 17? (Each listens to its second step. `told` is of the rank that sends
-# the most.)
+# And eight real ranks, with the code of lab 17? (Each listens to its second step. `told` is of the rank
+# that sends the most.)
 
 
 # %%
@@ -316,9 +322,9 @@ of_layout.beside(
 )
 
 # %% [markdown]
-# Bytes are equal to the last one. The states are a little more than 1/64: the first stage has the embedding as
-# well. And the bubble is longer than that of equal stages, for the last stage has the head. Here is an eighth
-# of the batch; each row stands for the 128 ranks of a stage:
+# The bytes are equal, to the last one. The states are a little more than 1/64: the first stage has the
+# embedding as well. And the bubble is longer than that of equal stages, for the last stage has the
+# head. Here is an eighth of the batch; each row stands for the 128 ranks of a stage:
 
 # %%
 from labkit import step_trace
@@ -382,8 +388,9 @@ for name, one in found.items():
 # %% [markdown]
 # ### Is it true?
 #
-# A replay says seconds. Others have **measured** some: vTrain's authors publish 225 steps of GPTs on 2 to 512 A100s
-# (Megatron-DeepSpeed, 1F1B, every block recomputed). A few constants are fitted to them, and frozen:
+# A replay says seconds. Others have **measured** some: vTrain's authors publish 225 steps of GPTs on 2
+# to 512 A100s (Megatron-DeepSpeed, 1F1B, every block recomputed). A few constants are fitted to them,
+# and frozen:
 #
 # | constant | meaning |
 # |---|---|
@@ -399,8 +406,8 @@ for name, (value, low, high) in fitted.constants.items():
     print(f"{name:<16}{value:10.3g}   {low:.3g} to {high:.3g}")
 
 # %% [markdown]
-# Every row, measured beside predicted. The bars are intervals; a hollow mark is the honest one, where the
-# constants come from models of **other** widths alone:
+# Every row, measured beside predicted. The bars are intervals (nine in ten); a hollow mark is the
+# honest one, where the constants come from models of **other** widths alone:
 
 # %%
 plot.calibration()
@@ -485,8 +492,11 @@ for (name, row), one, tokens in zip(TRAINED.items(), by_fit, (300e9, 300e9, 450e
 
 # %% [markdown]
 # The larger the model, the better it uses each GPU, though 3,072 share it: tensor parallelism's all-reduces grow
-# with w, and computing with w². And 288 years have become weeks, in a replay and on Selene. (A replay's
-# GPUs are never late and never fail, and nobody else uses its network.)
+# with w, and computing with w². And 288 years have become weeks.
+#
+# The replay is too fast: by 2 to 16 % with the fitted constants, by 16 to 27 % with datasheets. Its GPUs are
+# never late and never fail, and nobody else uses its network. (The micro-batches are not in the table
+# either: 2 rows for 39B, 1 for the others, and plain 1F1B, are ours.)
 
 # %% [markdown]
 # ### All layouts
@@ -524,8 +534,8 @@ planned.trades(1)
 # 2. tp · pp just so large that the model fits; data parallelism for all other GPUs;
 # 3. the best micro-batch is a compromise: larger products against a longer bubble.
 #
-# And now you know what they are worth: the second best is nearly as good as the best, and what breaks the
-# first rule is far behind.
+# And now you know what they are worth. What breaks the first rule is 18 % behind. But 4, 16 and 16? It is
+# second, by 1 %, and a replay is off by more than that: whoever has the GPUs should run a few steps of both.
 
 # %% [markdown]
 # Move it yourself, and see what each choice gains and loses:
@@ -570,7 +580,7 @@ def held_gb():  # states, and 12 layers of one row, on a GPU of the first stage
 layer = formulas.activation_bytes(2048, 1, 12288, 96, tp, recompute="selective")
 pipe = formulas.one_f_one_b(pp, m, 1, 2)
 formulas.table(
-    theirs=dict(mfu=mfu(), idle_days=idle_days(), gradients_s=gradients_s(), held_gb=held_gb()),
+    plan=dict(mfu=mfu(), idle_days=idle_days(), gradients_s=gradients_s(), held_gb=held_gb()),
     right=dict(
         mfu=140 / 312 * 72 / 96,
         idle_days=34 * pipe.of_total,
@@ -591,8 +601,8 @@ formulas.table(
 # ### The other mesh
 #
 # A colleague writes `Mesh(tp=8, dp=16, pp=8)`, the last axis innermost: the layout is the same, the loss
-# is the same, to the bit. But neighbours in tp stand 128 ranks apart, each on another node. That is a
-# cluster whose nodes have one GPU:
+# is the same, to the bit. But neighbours in tp stand 128 ranks apart, each on another node. To tp,
+# that is a cluster whose nodes have one GPU (messages of pp would now stay inside, but they are few):
 
 # %% tags=["nbval-check-output"]
 apart = replace(selene, nodes=1024, devices_per_node=1)
@@ -656,8 +666,9 @@ check.held_bytes(held_bytes)
 #
 # Seconds of a step, from two numbers: a stage computes `forward_s` in the forward of a micro-batch (all
 # its chunks together), twice that in backward; in each of the two it stands still for `tensor_s`,
-# waiting for tensor parallelism. With `layout.recompute == "full"`, backward begins with the forward,
-# once more, and waits as that did. Messages are free, and gradients and the optimizer take no time.
+# waiting for tensor parallelism. With `layout.recompute == "full"` (otherwise it is `"none"`), backward
+# begins with the forward, once more, and waits as that did. Messages are free, and gradients and the
+# optimizer take no time.
 
 
 # %%
@@ -763,7 +774,9 @@ def candidates(job):
 # %% [markdown]
 # An estimate of a step in seconds. `device.peak_flops["bfloat16"]` is what a GPU could do, `matmul_reached` the
 # part of it that large products reach, a side d of a product reaches d / (d + `tile`) of that (lab 06);
-# `inside` and `between` are the wires, with `bytes_per_s` and `reached`. Take any of it, or less:
+# `inside` and `between` are the wires, with `bytes_per_s` and `reached`. Between nodes, the GPUs of a node
+# share its ports: `job.cluster.share_bytes_per_s(job.cluster.between)` is what each has. Take any of it, or
+# less:
 
 
 # %%
@@ -862,8 +875,9 @@ report("18")
 # The order of the axes, innermost first, is tp, cp, pp, dp: what waits most has the fastest wires.
 
 # %% [markdown]
-# What a plan leaves out: GPUs that fail (Llama 3's did, every three hours), slow ones, a network with other users, the
-# kernels of next year. So measure a few steps of the best three, and keep the fastest.
+# What a plan leaves out: what fails (Llama 3's training was interrupted every three hours), slow GPUs,
+# a network with other users, the kernels of next year. So measure a few steps of the best three, and
+# keep the fastest.
 #
 # Sources: Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, 2021 (arXiv
 # 2104.04473): the introduction for 288 years, section 3 for the takeaways, section 5.1 for 8 T P / (n X), Table

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from math import ceil
 
 from answers import right, wrong
 from labkit import Layout
@@ -167,6 +168,17 @@ def collectives_are_hidden(layout, global_batch, forward_s, tensor_s):
     return seconds(layout, global_batch, forward_s, 0.0)
 
 
+@wrong("18.step_s", "A backward waits for tensor parallelism as well")
+def backward_never_waits(layout, global_batch, forward_s, tensor_s):
+    return seconds(layout, global_batch, forward_s, tensor_s, back=2 * forward_s)
+
+
+@wrong("18.step_s", 'compare it with "full"')
+def any_word_is_true(layout, global_batch, forward_s, tensor_s):
+    always = replace(layout, recompute="full") if layout.recompute else layout
+    return seconds(always, global_batch, forward_s, tensor_s)
+
+
 @wrong("18.step_s", "a step takes None")
 def no_return(layout, global_batch, forward_s, tensor_s):
     seconds(layout, global_batch, forward_s, tensor_s)
@@ -205,6 +217,24 @@ def told(
 @wrong("18.mfu_and_days", "that is hardware utilisation (HFU)")
 def hardware(sizes, layout, global_batch, step_s, peak, tokens):
     return told(sizes, layout, global_batch, step_s, peak, tokens, layers=4)
+
+
+@wrong("18.mfu_and_days", "not in per cent")
+def in_per_cent(*given):
+    mfu, days = told(*given)
+    return 100 * mfu, days
+
+
+@wrong("18.mfu_and_days", "a day has 86,400 seconds")
+def hours(*given):
+    mfu, days = told(*given)
+    return mfu, 24 * days
+
+
+@right("18.mfu_and_days")
+def in_whole_steps(sizes, layout, global_batch, step_s, peak, tokens):
+    mfu, _ = told(sizes, layout, global_batch, step_s, peak, tokens)
+    return mfu, ceil(tokens / (global_batch * sizes.context)) * step_s / 86400
 
 
 @wrong("18.mfu_and_days", "Backward is twice the forward")
@@ -300,6 +330,12 @@ def never_looks_at_memory(*given):
 def powers_of_two_alone(sizes, layout, *given):
     axes = (layout.tp, layout.pp, layout.dp)
     return runs(sizes, layout, *given) and not any(one & (one - 1) for one in axes)
+
+
+@wrong("18.can_run", "True: all divides, and it fits")
+def as_many_micro_batches_as_stages(sizes, layout, gpus, global_batch, *given):
+    enough = layout.microbatches(global_batch) >= layout.pp
+    return runs(sizes, layout, gpus, global_batch, *given) and enough
 
 
 @wrong("18.can_run", "True or False")

@@ -91,7 +91,8 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
     which = [f"Step {step}"] if steps > 1 else []
-    alike = ", all alike" if any(x.alike for x in shown.ranks.values()) else ""
+    stand_for_more = any(x.alike for x in shown.ranks.values())
+    alike = (", all alike" if len(ranks) == 1 else ", the others alike") if stand_for_more else ""
     where = part.about.get("replayed")
     words = [
         *(["The whole run"] if step is None else which),

@@ -7,9 +7,9 @@ import pytest
 import three_d_cases as cases
 import torch
 from three_d_cases import Case
-from torch import Tensor
+from torch import Tensor, nn
 
-from labkit import Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
+from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.stages import split
 
@@ -97,11 +97,20 @@ def scaler_of_a_stage() -> None:
     pipe.step(x, x, scaler=GradScaler(comm=mesh.dp))
 
 
+def two_owners_on_a_rank() -> None:
+    mesh, tied = cases.mesh_of(2, 2, 1), nn.Linear(3, 3)
+    stages = [tied, nn.Linear(3, 3), nn.Sequential(nn.ReLU(), tied), nn.Linear(3, 3)]
+    Pipeline(
+        stages, mesh.pp, "interleaved", 2, mean, chunks=2, wrap=lambda one: DDP(one, mesh.dp)
+    )  # fmt: skip
+
+
 ALL = "ranks 0, 1, 2 and 3 raised ValueError: "
 REFUSED: list[tuple[Callable[[], None], str]] = [
     (stages_in_zero3, f"{ALL}head.weight [11, 8] of stage 1 is tied over stages, and one of them"),
     (stage_2_in_halves, f"{ALL}a ZeroOptimizer of stage 2 sends gradients in every backward"),
     (stage_1_without_a_flush, f"{ALL}a ZeroOptimizer averages once in a step, and this schedule"),
+    (two_owners_on_a_rank, f"{ALL}stages 0 and 2 are both on rank 0 and have a parameter in"),
     (scaler_of_a_stage, "the scaler only [0, 1]: some stages would skip a step"),
 ]
 

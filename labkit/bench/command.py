@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
@@ -26,7 +28,14 @@ Carrier = Annotated[
 def _shown(name: str, measured: Callable[[], Any]) -> None:
     with console.status(f"measuring {name} ..."):
         table = measured()
-    console.print(table)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """As wide as its columns ask for, whatever the terminal has: a number is never cut."""
+    endless = console.options.update(max_width=1000)
+    wanted = Measurement.get(console, endless, table).maximum
+    Console(width=max(wanted, console.width)).print(table)
 
 
 @bench.callback()
@@ -90,7 +99,7 @@ def tensor_parallel(
         raise ValueError(f"{save} is a folder; give the name of a file")
     with console.status("measuring tensor-parallel ..."):
         found = module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
-    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    _print(module.table(found))
     if save is not None:
         console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
 
@@ -120,7 +129,7 @@ def pipeline(
         found = module.bench_pipeline(
             _words(only or ""), _numbers(ranks), _words(models), microbatches, turns, transport
         )
-    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    _print(module.table(found))
     if save is not None:
         console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
 
@@ -279,7 +288,7 @@ def collectives(
         "gloo" if fit else transport,
     )  # fmt: skip
     for shown in report.tables(found):
-        Console(width=max(report.WIDTH, console.width)).print(shown)
+        _print(shown)
     if save:
         console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
     if plot:
@@ -289,7 +298,7 @@ def collectives(
         console.print(f"The picture: {plot}", soft_wrap=True)
     if fit:
         fitted = fits.fit_sweep(found)
-        console.print(report.fit_table(fitted))
+        _print(report.fit_table(fitted))
         if doubts := report.doubts(fitted):
             console.print(f"[yellow]poor fit:[/] {doubts}")
         path = choices.write_table(found, table or choices.user_table())
@@ -323,7 +332,7 @@ def transfers(
 
     with console.status("measuring transfers ..."):
         found = module.bench_transfers(mb, gbps, turns, to)
-    Console(width=max(module.WIDTH, console.width)).print(module.table(found))
+    _print(module.table(found))
     if save:
         console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
     if plot:

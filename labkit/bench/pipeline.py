@@ -45,7 +45,6 @@ MICROBATCHES = 8
 STEPS = 2  # in a turn
 AIM = 1.0
 SCHEDULES = list(peers.PIPELINES)
-WIDTH = 100  # of the table
 
 Step = Callable[[], Tensor | None]
 

@@ -9,7 +9,6 @@ from labkit.bench.fits import Fit
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
-WIDTH = 112  # of the table of a sweep, which does not fold
 
 
 def tables(sweep: Sweep) -> list[Table]:

@@ -37,7 +37,6 @@ from labkit.world import World, attach, progress
 ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, which all ranks share
 STEPS = 5  # in a turn
 FLOOR = "no communication"
-WIDTH = 100  # of the table
 
 
 class Silent(Comm):

@@ -21,7 +21,6 @@ from labkit.memory.bus import Bus
 from labkit.memory.timing import Measured, measure, rates_of
 from labkit.memory.transfers import Rates, Transfer, short, ways
 
-WIDTH = 112  # of the table, which does not fold
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 

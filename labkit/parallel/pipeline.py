@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
         owners = owners_of(stages, comm.size)
         check_loss(loss_fn, comm, len(stages))
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
-        stages = wrapped(stages, own, wrap)
+        stages = wrapped(stages, own, comm.size, wrap)
         check_phases(stages, self.schedule, comm)
         check_ties(stages, owners, comm)
         self._tied = Tied(owners, comm)

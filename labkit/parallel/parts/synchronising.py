@@ -28,14 +28,29 @@ BACKWARD = ("backward", "weight")
 
 
 def wrapped(
-    stages: Sequence[nn.Module], own: Sequence[int], wrap: Callable[[nn.Module], nn.Module] | None
+    stages: Sequence[nn.Module],
+    own: Sequence[int],
+    size: int,
+    wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:
     """`stages`, those of this rank in what `wrap` makes of them: what has nothing to train needs
-    nothing around it."""
+    nothing around it.
+
+    Raises ValueError, on all ranks, where two stages of one rank have a parameter in common: each
+    wrapper would average it for itself."""
     found = list(stages)
-    for index in own if wrap else ():
+    if wrap is None:
+        return found
+    for index, stage in enumerate(stages):
+        for other in range(index + size, len(stages), size):
+            if not {*stage.parameters()}.isdisjoint(stages[other].parameters()):
+                raise ValueError(
+                    f"stages {index} and {other} are both on rank {index % size} and have a "
+                    "parameter in common, which wrap= would give two owners; untie it (as "
+                    "tied=False), or choose chunks that put the two on different ranks"
+                )
+    for index in own:
         if any(p.requires_grad for p in found[index].parameters()):
-            assert wrap is not None
             found[index] = wrap(found[index])
     return found
 

@@ -2,6 +2,7 @@
 running as they are shown.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -69,6 +70,18 @@ def test_there_is_no_notebook_without_a_source():
 def test_every_lab_is_in_the_tables(source: Path, page: str):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert f"{source.stem}.ipynb)" in text and f"solutions/{source.stem}.ipynb)" in text
+
+
+@each_lab
+def test_all_the_code_that_it_shows_is_there(source: Path):
+    """Where code has moved, this says so at once, and nbval a quarter of an hour later."""
+    shown = []
+    for cell in solved(source).cells:
+        if cell.cell_type == "code" and re.search(r"^show\(\s*\"", cell.source, re.MULTILINE):
+            calls = [one for one in ast.walk(ast.parse(cell.source)) if isinstance(one, ast.Call)]
+            of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
+            shown += [eval(ast.unparse(one), {"show": show}) for one in of_show]
+    assert all(code.text for code in shown)
 
 
 # ---- the form of a lab (one sentence for each thing that is wrong)

@@ -239,13 +239,14 @@ show("schedules/messages.py:received", since="virtual =")
 # loop runs any schedule: wait for what the action needs, compute, let the result leave.
 
 # %%
-show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y)")
+show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y, scaler)")
 
 # %% [markdown]
 # Backward begins at the loss, or at the stage's output with the gradient that came. The gradient of the
 # stage's input is what the stage before waits for. (`end` is where y stands in the graph: y itself has
 # been sent, and its memory is free. `NOTHING` is for
-# recordings of stages that train nothing, `versions` for lab 16.)
+# recordings of stages that train nothing, `versions` for lab 16, `scaler` and `_without_sync` for
+# lab 17.)
 
 # %%
 show("parallel/parts/virtual_stage.py:VirtualStage._backward")
@@ -258,11 +259,11 @@ show("parallel/parts/virtual_stage.py:VirtualStage._backward")
 show("parallel/pipeline.py:Pipeline._loss_of", since="self._loss +=")
 
 # %% [markdown]
-# And the tied embedding, after the last backward (`before` is the gradient of earlier steps, summed
-# already):
+# And the tied embedding, after the last backward, on each of its owners (the gradients of earlier
+# steps, summed already, were put aside before the step):
 
 # %%
-show("parallel/parts/tied.py:Tied.sum_gradients")
+show("parallel/parts/tied.py:WholeGradient.sum_copies")
 
 # %% [markdown]
 # ## 5. Run it

@@ -22,7 +22,7 @@ HERE := $(if $(PYTHON),$(PYTHON),python3)
 ARGS ?=
 # So many test files run at the same time; make test WORKERS=0 runs all in one process, as --pdb needs.
 WORKERS ?= 2
-PYTEST  := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lab notebooks test check test-here lint types format hooks clean

@@ -64,6 +64,15 @@ def recorded_runs_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_fill", held_to_the_laws)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_ranks_wait_for_the_next_check() -> Iterator[None]:
+    """Those of `labkit.check` stay for the next one; after the tests of a file they only cost."""
+    yield
+    ranks = sys.modules.get("labkit.check.ranks")
+    if ranks is not None:
+        ranks.close_worlds()
+
+
 @pytest.fixture(scope="module")
 def world2() -> Iterator["World"]:
     """Two ranks for the tests of one file; one that fails them gets new ones after it."""

@@ -68,8 +68,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
         raise
     except RankError as error:
         if "the server that ranks are forked from" in str(error):  # all worlds had that one
-            for other in list(_worlds):
-                _worlds.pop(other).close()
+            close_worlds()
         raise told(error) from None
     finally:
         too_late.cancel()
@@ -101,6 +100,12 @@ def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, lis
     with listen() as events, PeakMemory() as memory:
         value = play(comm, *args)
     return value, events, memory.peak_bytes
+
+
+def close_worlds() -> None:
+    """End the ranks that wait for the next check; it gets new ones."""
+    for size in list(_worlds):
+        _worlds.pop(size).close()
 
 
 def _world(size: int) -> World:

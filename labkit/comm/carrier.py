@@ -55,6 +55,7 @@ class Carrier:
         self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
         self._messages = defaultdict(partial(count, 1))
         self._backs: dict[tuple[torch.device, object], Back] = {}
+        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
 
     @staticmethod
     def of(group: Any) -> "Carrier":
@@ -183,12 +184,20 @@ class Carrier:
             finish.append(lambda: flat.copy_(copy.view(flat.shape)))
         return copy
 
-    def new_group(self, ranks: Sequence[int]) -> Any:
-        """torch's new group of these global ranks, made by all ranks at once."""
-        timeout = self._timeout()
-        return self._made_together(
-            f"subgroup({list(ranks)})", lambda: dist.new_group(ranks, timeout=timeout)
-        )
+    def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
+        """torch's new group of these global ranks, made by all ranks at once; where it is shared,
+        the one that is there already."""
+        key = tuple(ranks), self._timeout()
+
+        def make() -> Any:
+            if shared and key in self._shared:
+                return self._shared[key]
+            made = dist.new_group(ranks, timeout=key[1])
+            if shared:
+                self._shared[key] = made
+            return made
+
+        return self._made_together(f"subgroup({list(ranks)})", make)
 
     def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
         """What all ranks make at once. It is no communication of a strategy, but they can

@@ -87,18 +87,20 @@ class Comm:
         """A group does not travel: out of a pickle comes who it was over."""
         return Departed, (self.rank, self.size, self.ranks)
 
-    def subgroup(self, ranks: Sequence[int]) -> "Comm | None":
+    def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
 
         All ranks call it, with the same ranks: also those that are not to be members. So it is a
         method of the `Comm` of all ranks: torch makes groups with everybody's help. On an axis of
-        a mesh all ranks of the mesh call it, and each gets the group of its own line.
+        a mesh all ranks of the mesh call it, and each gets the group of its own line. With
+        `shared`, the group that was made so for the same ranks before, if there is one: a mesh that
+        is made again (a group of gloo's has threads that wake up a hundred times in a second).
         """
         for rank in ranks:
             check_member(rank, self.size)
         if self.parallel is not None:
             every, lines = self.parallel
-            made = [every.subgroup([line[rank] for rank in ranks]) for line in lines]
+            made = [every.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
             return next((one for one in made if one is not None), None)
         if self.size != dist.get_world_size():
             raise ValueError(
@@ -108,7 +110,7 @@ class Comm:
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
             raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
-        group = self._carrier.new_group([self.ranks[rank] for rank in chosen])
+        group = self._carrier.new_group([self.ranks[rank] for rank in chosen], shared)
         return Comm(group) if self.rank in chosen else None
 
     def explain(

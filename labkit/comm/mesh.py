@@ -37,7 +37,8 @@ class Mesh:
         <axis>: the `Comm` of this rank along that axis, as `mesh.dp`; `mesh["dp"]` is the same.
 
     `mesh["dp", "cp"]` is the `Comm` over both axes, in whatever order they are named. All ranks
-    make the mesh at once, and all ask for the first time for such a group at once.
+    make the mesh at once, and all ask for the first time for such a group at once. A mesh that is
+    made again has the groups of the first.
     Raises ValueError when the axes do not take all ranks, KeyError for one that is not there.
 
     >>> mesh = Mesh(dp=2, cp=2, tp=2)
@@ -89,7 +90,8 @@ class Mesh:
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
         every = list(lines(self.sizes, *axes))
-        own = next(one for one in [self.comm.subgroup(line) for line in every] if one is not None)
+        groups = [self.comm.subgroup(line, shared=True) for line in every]
+        own = next(one for one in groups if one is not None)
         own.parallel = self.comm, every
         return own
 

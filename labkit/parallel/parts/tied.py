@@ -120,7 +120,7 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
     if len(ranks) == comm.size:
         return comm
     if comm.parallel is not None or comm.size == Comm().size:
-        return comm.subgroup(ranks)
+        return comm.subgroup(ranks, shared=True)
     return Owners(ranks, comm) if comm.rank in ranks else None
 
 

@@ -1,0 +1,47 @@
+"""The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
+`schedule`, `view`, each in a file of its own with its examples. (`bench` and `plan` stand with what
+they command.)
+"""
+
+from typing import Annotated
+
+import typer
+
+from labkit import __version__
+from labkit.bench.command import bench
+from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
+from labkit.cli.terminal import ToldGroup, console, told
+from labkit.planning import command as planning
+
+app = typer.Typer(
+    help="Distributed training you can read, run, check and see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(f"labkit {__version__}")
+        raise typer.Exit
+
+
+app.command(epilog=compare.EXAMPLES)(told()(compare.compare))
+app.command(epilog=run.EXAMPLES)(told()(run.run))
+app.command(epilog=doctor.EXAMPLES)(told()(doctor.doctor))
+app.command(epilog=view.EXAMPLES)(told()(view.view))
+app.command(epilog=replay.EXAMPLES)(told()(replay.replay))
+app.command(epilog=schedule.EXAMPLES)(told()(schedule.schedule))
+app.command("nccl-log", epilog=nccl_log.EXAMPLES)(told()(nccl_log.nccl_log))
+app.command(epilog=planning.EXAMPLES)(told()(planning.plan))
+app.add_typer(bench, name="bench", cls=ToldGroup)
+
+
+def main() -> None:
+    """Entry of the command `labkit`."""
+    app()

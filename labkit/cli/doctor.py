@@ -1,0 +1,58 @@
+"""`labkit doctor`: what this machine has, and how fast it is."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labkit.cli.terminal import console
+
+EXAMPLES = "Examples:  labkit doctor  ·  labkit doctor --cluster laptop.toml --ranks 4"
+
+
+def doctor(
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Instead, measure this machine for some ten seconds and write it to this file, "
+            "as a cluster to replay runs on. Close other programs first.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
+    ] = None,
+) -> None:
+    """Tell what this machine has, what a lab will pick, and what is wrong."""
+    from labkit import doctor as examining
+
+    if cluster is not None or ranks is not None:
+        _measure_machine(cluster, ranks or 4)
+        return
+    with console.status("looking ..."):
+        findings = examining.examine()
+    console.print(examining.table(findings))
+    for problem in findings.problems:
+        console.print(f"[red]wrong:[/] {problem}")
+    if findings.problems:
+        raise typer.Exit(1)
+    console.print("[green]Nothing is wrong.[/]")
+
+
+def _measure_machine(path: Path | None, ranks: int) -> None:
+    """Into a file of clusters."""
+    from labkit import doctor as examining
+    from labkit.bench.machine import measure_machine
+    from labkit.clusters import write_clusters
+
+    if path is None:
+        raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
+    examining.check_cluster_file(path)
+    measured = measure_machine(ranks)
+    write_clusters(path, {measured.name: measured})
+    console.print(examining.cluster_table(measured))
+    console.print(
+        f"To use it: from labkit import read_clusters; "
+        f'read_clusters("{path.as_posix()}")["{measured.name}"]',
+        markup=False,
+    )

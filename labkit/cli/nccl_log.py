@@ -1,0 +1,64 @@
+"""`labkit nccl-log`: what NCCL chose."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labkit.cli.terminal import console
+
+EXAMPLES = (
+    "Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
+    "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: one of each process)"
+    "  ·  labkit nccl-log --example two_nodes"
+)
+
+
+def nccl_log(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILES",
+            help="What a run with NCCL_DEBUG=INFO printed, of all ranks: one file or several that "
+            "belong together; - is standard input.",
+        ),
+    ] = None,
+    example: Annotated[
+        str, typer.Option(help="Instead of files: one_node, two_nodes or sockets.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Where to draw to; if absent, FILE.png or nccl.png here.")
+    ] = None,
+) -> None:
+    """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
+    from labkit import plot
+    from labkit.nccl_log import EXAMPLES as composed
+    from labkit.nccl_log import parse_nccl_log
+    from labkit.nccl_log.summary import table
+    from labkit.plot.nccl_logs import MOST_RANKS
+
+    if bool(files) == bool(example):
+        raise ValueError("give a file with a log, or --example two_nodes")
+    if example and example not in composed:
+        raise ValueError(f"no example {example!r}; there are {', '.join(composed)}")
+    sources = files or [str(composed[example])]
+    log = parse_nccl_log("\n".join(_text_of(source) for source in sources))
+    name, stem = f"{len(sources)} logs", "nccl"
+    if sources == ["-"]:
+        name = "standard input"
+    elif len(sources) == 1:
+        name, stem = Path(sources[0]).name, Path(sources[0]).stem
+    console.print(table(log, f"{example}, composed for teaching" if example else name))
+    if log.main.size > MOST_RANKS:
+        console.print(f"No picture: {log.main.size} ranks; it shows at most {MOST_RANKS}.")
+        return
+    picture = out or Path(f"{stem}.png")
+    plot.nccl(log).savefig(picture, dpi=120)
+    console.print(f"The picture: {picture}")
+
+
+def _text_of(source: str) -> str:
+    """What stands in the file, or comes from standard input for "-"."""
+    if source == "-":
+        return typer.get_text_stream("stdin", "utf-8", "replace").read()
+    return Path(source).read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,77 @@
+"""`labkit run`: train with one strategy."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labkit.cli.options import Dtype, Lr, Model, Rows, Seed, Steps, TextPath
+from labkit.cli.terminal import console
+
+EXAMPLES = (
+    "Examples:  labkit run ddp --ranks 4  ·  labkit run ddp --record runs/ddp  ·  "
+    "torchrun --nproc-per-node 4 -m labkit run ddp"
+)
+
+
+def run(
+    strategy: Annotated[str, typer.Argument(help="Name of a strategy, as `ddp`.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks to start; 4 if absent. Not under torchrun, which has started them.", min=1
+        ),
+    ] = None,
+    model: Model = "1M",
+    steps: Steps = 24,
+    rows: Rows = 16,
+    dtype: Dtype = "float32",
+    lr: Lr = 3e-3,
+    seed: Seed = 0,
+    text: TextPath = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Record the run into this folder, for `labkit view`.")
+    ] = None,
+) -> None:
+    """Train with one strategy, on ranks of its own or on those that torchrun has started."""
+    from labkit import recording
+    from labkit.recipes import recipe
+    from labkit.training import Task, train
+    from labkit.world import World, attach
+
+    chosen = recipe(strategy)
+    task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
+    recorded: Callable[[], AbstractContextManager[object]] = nullcontext
+    if record is not None:
+        recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if ranks is not None:
+            raise ValueError("--ranks is torchrun's to say: --nproc-per-node")
+        me = attach()
+        with recorded():
+            report = train(strategy, task, keep_weights=False)
+        reports = me.comm.all_gather_object(report)
+        if me.rank != 0:
+            return
+    else:
+        if chosen.one_rank and ranks not in (None, 1):
+            raise ValueError(f"{strategy} trains in one process; leave --ranks out")
+        with World(1 if chosen.one_rank else ranks or 4) as world:
+            console.print(f"{world.picked}")
+            with recorded():
+                reports = world.run(train, strategy, task, keep_weights=False)
+    first = reports[0]
+    last_loss = sum(report.losses[-1] for report in reports) / len(reports)
+    begin_loss = sum(report.losses[0] for report in reports) / len(reports)
+    sent_bytes = sum(report.measured.bus_bytes for report in reports) / len(reports)
+    on = f"{first.size} rank{'s' * (first.size > 1)}"
+    console.print(
+        f"{strategy} on {on}, {steps} steps: loss {begin_loss:.4f} -> "
+        f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
+        f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
+        f"(predicted {first.predicted.bus_bytes / 1e6:.2f})"
+    )

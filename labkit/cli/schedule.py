@@ -1,0 +1,47 @@
+"""`labkit schedule`: a pipeline's schedule, printed and drawn."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labkit.cli.terminal import console
+
+EXAMPLES = (
+    "Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
+    "--microbatches 8 --chunks 2  ·  labkit schedule zb-h1 --plot zb.png"
+)
+
+
+def schedule(
+    name: Annotated[
+        str,
+        typer.Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or pipedream."),
+    ],
+    stages: Annotated[int, typer.Option(help="Stages of the pipeline, one a rank.", min=1)] = 4,
+    microbatches: Annotated[int, typer.Option(help="Into which a batch is cut.", min=1)] = 8,
+    chunks: Annotated[
+        int | None, typer.Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it over time, as PNG.")] = None,
+) -> None:
+    """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
+    from labkit import schedules
+    from labkit.plot.pipeline_lanes import lanes_of
+
+    found = schedules.schedule(
+        name, stages, microbatches, chunks or (2 if name == "interleaved" else 1)
+    )
+    lanes = lanes_of(found, name)
+    console.print(schedules.show(found), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"A step is {lanes.step:g} forwards of a stage long, {lanes.bubble:.1%} of it idle (a "
+        f"backward takes 2 forwards, or 1 for the input and 1 for the weights).\n"
+        f"Micro-batches whose activations a stage holds at most: "
+        f"{', '.join(f'{x:g}' for x in lanes.held)}.", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if plot is not None:
+        from labkit.plot import schedule as draw
+
+        draw(found, name=name).savefig(plot, dpi=120)
+        console.print(f"The picture: {plot}", soft_wrap=True)

@@ -165,7 +165,7 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
     ("change", "message"),
     [
         ({"trace": Trace({0: RankTrace(0, 2)})}, "operations counted"),
-        ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 nodes of 1 devices"),
+        ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 x 1 devices; take"),
         ({"computing": "guessed"}, "'counted' or 'measured'"),
         ({"computing": "measured"}, "no step of this trace was timed"),
         ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),

@@ -58,8 +58,9 @@ def replay(
     where = costs.cluster
     if trace.size > where.size:
         raise ValueError(
-            f"{trace.size} ranks are to run on {where.title}, which has {where.nodes} nodes of "
-            f"{where.devices_per_node} devices; dataclasses.replace(cluster, nodes=...) has more"
+            f"{trace.size} ranks are to run on {where.title}, which has {where.nodes} x "
+            f"{where.devices_per_node} devices; take a cluster with more, as dataclasses.replace("
+            f"cluster, nodes=...), or `labkit doctor --cluster FILE --ranks {trace.size}` of yours"
         )
     chosen = _only(trace, _steps(trace, computing, steps))
     for one in chosen.ranks.values():

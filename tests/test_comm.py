@@ -38,7 +38,7 @@ from labkit.comm.wire import Wire
 FILE = Path(__file__).name
 
 
-KINDS = [(n, transport) for transport in ("shm", "gloo") for n in (1, 2, 3, 4)]
+KINDS = [(n, transport) for transport in ("shm", "gloo", "tcp") for n in (1, 2, 3, 4)]
 SLOW = [(2, "gloo"), (4, "gloo")]  # tests/test_algorithms.py has what they send, at all sizes
 
 

@@ -29,6 +29,7 @@ from labkit.world import World, attach, progress
 from labkit.world.attach import Rank
 
 NAME = "here"
+WIRES = {"shm": "shared memory", "gloo": "gloo", "tcp": "own sockets", "nccl": "NCCL"}
 DTYPES = ("float32", "float64", "bfloat16")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
@@ -192,7 +193,7 @@ def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> L
     how = f"{how} on {groups} ranks, typically {fit.error:.0%} off{where}"
     start = how if world.size > 2 else f"on 2 ranks all of it is in the latency{where}"
     return Level(
-        {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}[world.transport],
+        WIRES[world.transport],
         _rounded(fit.bytes_per_s), _rounded(fit.latency_s), world.size,
         start_s=_rounded(fit.start_s),
         sources={

@@ -43,11 +43,11 @@ class Wire:
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to rank `peer` of the group; do not write to `x` before it is waited for."""
-        return living(self._group).send([_as_bytes(x)], peer, tag)
+        return living(self._group).send([as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to be filled with the next message that `peer` sends under `tag`."""
-        return living(self._group).recv([_as_bytes(x)], peer, tag)
+        return living(self._group).recv([as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
@@ -229,7 +229,7 @@ def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[l
     return [list(node) for _, node in groupby(ranks, lambda rank: global_ranks[rank] // per_node)]
 
 
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes, so that every dtype can travel."""
     return x.detach().view(-1).view(torch.uint8)
 

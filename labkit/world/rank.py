@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
+from labkit.comm.tcp import LOOPBACK, Post
 from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
@@ -47,6 +48,7 @@ class Spec:
     token: bytes
     folder: str
     shared: str  # the folder for shared memory; "" where tensors take another way
+    transport: str
     backend: str
     device: str
     threads: int
@@ -111,9 +113,12 @@ def _wake_up(spec: Spec) -> Channel:
         here.shared = Path(spec.shared) if spec.shared else None
         if spec.check:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
+        store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
+        if spec.transport == "tcp":
+            here.post = Post(store, spec.rank, LOOPBACK, spec.timeout_s + 1)
         dist.init_process_group(
             spec.backend,
-            store=dist.FileStore(str(Path(spec.folder) / "store"), spec.size),
+            store=store,
             rank=spec.rank,
             world_size=spec.size,
             # The board reports first, and better. (Infinite is a century here.)

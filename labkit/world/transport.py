@@ -9,14 +9,14 @@ from labkit.world import folders
 from labkit.world.pick import Pick
 
 VARIABLE = "LABKIT_TRANSPORT"
-NAMES = ("shm", "gloo")
+NAMES = ("shm", "gloo", "tcp")
 LEAST_ROOM_BYTES = 128 << 20  # Docker gives 64 MB in all, which a few groups use up
 RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, may take
 
 
 @dataclass(frozen=True)
 class Transport:
-    """A name as events have it ("shm", "gloo", "nccl"), and why not shared memory ("" for a world
+    """A name as events have it ("shm", "gloo", "tcp", "nccl"), and why not shared memory ("" for a world
     that has it, or was told to do without)."""
 
     name: str
@@ -39,8 +39,9 @@ def pick_transport(
     for source, name in (("transport", asked), (VARIABLE, wished)):
         if name not in (None, *NAMES):
             raise ValueError(
-                f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
-                "(messages), or leave it out for the best one here"
+                f'{source}={name!r}: choose "shm" (memory that the ranks share), "gloo" '
+                'or "tcp" (messages, by gloo or over sockets of labkit\'s own), or leave it out '
+                "for the best one here"
             )
     if picked.backend != "gloo":
         if asked:
@@ -50,9 +51,10 @@ def pick_transport(
             )
         return Transport(picked.backend)
     if link is not None:
-        if asked == "shm":
+        if asked not in (None, "gloo"):
             raise ValueError(
-                'transport="shm" and a link: a modelled wire carries messages, so leave one out'
+                f'transport="{asked}" and a link: the messages of a modelled wire go by gloo, so '
+                "leave one out"
             )
         return Transport("gloo")
     if named := asked or wished or backend:

@@ -83,7 +83,7 @@ def test_the_same_over_a_modelled_wire(size: int) -> None:
         world.run(strictly, check)
 
 
-@pytest.mark.parametrize("transport", ("shm", "gloo"))
+@pytest.mark.parametrize("transport", ("shm", "gloo", "tcp"))
 def test_the_same_in_subgroups_at_once(transport: str) -> None:
     def in_halves() -> tuple[int, int, tuple[int, ...]]:
         comm = Comm()
@@ -140,7 +140,7 @@ def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) 
     check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
 
 
-@pytest.mark.parametrize("transport", ("shm", "gloo"))
+@pytest.mark.parametrize("transport", ("shm", "gloo", "tcp"))
 def test_bytes_in_a_subgroup_count_its_ranks(transport: str) -> None:
     def events() -> Any:
         subgroup = Comm().subgroup([0, 2, 3])

@@ -21,7 +21,7 @@ console = Console()
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
 Carrier = Annotated[
     str | None,
-    typer.Option("--transport", help="Of labkit's: shm, gloo or tcp; if absent, what a World picks."),
+    typer.Option("--transport", help="Of labkit's: shm, gloo, tcp; if absent, a World's pick."),
 ]
 
 

@@ -2,7 +2,7 @@
 
     SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
     Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
-    Sockets       the same over TCP connections of labkit's own (tcp.py)
+    Sockets       the same over TCP connections of labkit's own (tcp)
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)

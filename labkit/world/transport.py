@@ -16,8 +16,8 @@ RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, 
 
 @dataclass(frozen=True)
 class Transport:
-    """A name as events have it ("shm", "gloo", "tcp", "nccl"), and why not shared memory ("" for a world
-    that has it, or was told to do without)."""
+    """A name as events have it ("shm", "gloo", "tcp", "nccl"), and why not shared memory ("" for a
+    world that has it, or was told to do without)."""
 
     name: str
     why_not: str = ""

@@ -49,8 +49,9 @@ class World:
         check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
         transport: "shm" (CPU tensors travel through memory that the ranks share), "gloo"
-            (messages), or "tcp" (the same over sockets of labkit's own, faster). Not given: what LABKIT_TRANSPORT says; else gloo where `backend` names it
-            or there is a link, and shm where it serves.
+            (messages), or "tcp" (the same over sockets of labkit's own, faster than gloo's). Not
+            given: what LABKIT_TRANSPORT says; else gloo where `backend` names it or there is a
+            link, and shm where it serves.
 
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)

@@ -39,7 +39,10 @@ FILE = Path(__file__).name
 
 
 KINDS = [(n, transport) for transport in ("shm", "gloo", "tcp") for n in (1, 2, 3, 4)]
-SLOW = [(2, "gloo"), (4, "gloo")]  # tests/test_algorithms.py has what they send, at all sizes
+SLOW = [  # tests/test_algorithms.py has what they send, at all sizes
+    *((n, "gloo") for n in (2, 4)),
+    *((n, "tcp") for n in (1, 2, 4)),
+]
 
 
 @pytest.fixture(

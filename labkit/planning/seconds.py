@@ -3,6 +3,7 @@
     computing   ███████████    ████████        one operation after the other, at the device's rates
     wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank stands still for it
+    launching   ─────────────────────────────▶ and where its host takes longer, that counts (hosts.py)
 
 All ranks of a tensor-parallel group do the same at the same time. So one rank tells it all, and a
 layer begins and ends with nothing under way: the seconds of layers add up.
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from labkit.planning.hosts import late_s
 from labkit.planning.layers import Layer, Phase, Shape, recorded
 from labkit.planning.updates import recorded_update
 from labkit.replaying.costs import Costs, Sending
@@ -24,7 +26,8 @@ _known: "WeakKeyDictionary[Costs, dict[Any, Any]]" = WeakKeyDictionary()
 
 
 class PhaseSeconds(NamedTuple):
-    """`gradients`: when backward was done with a parameter, and of how many elements it is."""
+    """`compute_s`: with what the device waits for its host. `gradients`: when backward was done
+    with a parameter, and of how many elements it is."""
 
     compute_s: float
     exposed_s: float
@@ -58,10 +61,12 @@ def update_seconds(layer: Layer, costs: Costs, shares: int = 1) -> float:
     parameters = tuple(layer.gradients)
 
     def find() -> float:
-        return sum(
+        operations = recorded_update(parameters).operations
+        device_s = sum(
             costs.compute_s(one._replace(moved_bytes=one.moved_bytes // shares))
-            for one in recorded_update(parameters).operations
+            for one in operations
         )
+        return device_s + late_s(len(operations), device_s, costs.cluster)
 
     return kept(costs, ("update", parameters, shares), find)
 
@@ -75,11 +80,12 @@ def slowest(op: str, nbytes: int, costs: Costs, groups: tuple[Ranks, ...]) -> Se
 def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> PhaseSeconds:
     compute_s = exposed_s = free_s = 0.0
     over_s: dict[int, float] = {}
-    gradients = []
+    launches, gradients = 0, []
     for what, of in phase.parts:
         now_s = compute_s + exposed_s
         if what == "compute":
             compute_s += costs.compute_s(of)
+            launches += 1
         elif what == "issue":
             one = slowest(of.op, of.payload_bytes, costs, groups)
             free_s = max(now_s, free_s) + one.seconds
@@ -88,7 +94,11 @@ def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> Pha
             exposed_s += max(over_s[id(of)] - now_s, 0.0)
         else:
             gradients.append((now_s, of))
-    return PhaseSeconds(compute_s, exposed_s, tuple(gradients))
+    device_s = compute_s + exposed_s
+    waited_s = late_s(launches, device_s, costs.cluster)
+    if waited_s:
+        gradients = [(when_s * (1 + waited_s / device_s), of) for when_s, of in gradients]
+    return PhaseSeconds(compute_s + waited_s, exposed_s, tuple(gradients))
 
 
 def kept(costs: Costs, key: Any, find: Callable[[], Any]) -> Any:

@@ -1,13 +1,12 @@
 """The constants of the A100, fitted once to step times that others have measured.
 
-    225 measured steps ──▶ fit ──▶ 5 constants, four of them frozen in known.toml:
+    225 measured steps ──▶ fit ──▶ 4 constants; those of the device are frozen in known.toml:
           ▲                 │      devices.a100-fitted
           └── step_report ◀─┘
 
     matmul_reached   part of the peak rate that large matrix products run at
     memory_reached   part of the memory's bandwidth that element-wise operations run at
-    launch_s         what an operation takes at least on the device, however small
-    host_s           what the host takes to launch one (hosts.py)
+    host_s           what the host takes to launch an operation (seconds.py)
     microbatch_s     what the host does around each micro-batch: of their program, and not frozen
 
 Two more are fitted to NCCL's all-reduces inside one node, without any step: `inside_start_s` and
@@ -21,11 +20,10 @@ fitted anew, and the error on those left out is told; and so for each layout.
 Rows are computed as Megatron-DeepSpeed computed them, where labkit does otherwise: attention stores
 its scores; Adam is one kernel; gradients travel as fp32, after the last backward.
 
-What was tried and left, as it told models that were left out no better, or worse: a device and a
-host that hide each other's work over a whole stepSEEN, the part
-of the wires between nodes as a constant of its own, tiles of matrix products and rounds of
-them over the processors, gradients of two bytes, a vocabulary that does not fill tensor cores,
-Megatron's fused softmax and dropout.
+What was tried, and told models that were left out worse, or no better: a host that runs ahead over
+a whole step; constants of their own for the wires between nodes, for what an operation takes at
+least on the device, for tiles of matrix products, for a vocabulary that tensor cores do not like;
+gradients of two bytes; Megatron's fused softmax, its dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,12 +45,12 @@ from labkit.planning.steps import Planned, plan_step
 from labkit.replaying.costs import Costs
 
 CLUSTER = "a100-fitted"
-OF_DEVICE = ("matmul_reached", "memory_reached", "launch_s", "host_s")
+OF_DEVICE = ("matmul_reached", "memory_reached", "host_s")
 NAMES = (*OF_DEVICE, "microbatch_s")
 BOUNDS = Bounds(
-    assumed=np.array([0.75, 0.75, 10e-6, 30e-6, 2e-3]),
-    least=np.array([0.1, 0.1, 1e-6, 1e-6, 1e-6]),
-    most=np.array([1.0, 1.0, 1e-4, 1e-3, 0.1]),
+    assumed=np.array([0.75, 0.75, 30e-6, 2e-3]),
+    least=np.array([0.1, 0.1, 1e-6, 1e-6]),
+    most=np.array([1.0, 1.0, 1e-3, 0.1]),
 )
 ADAM_BYTES = 40  # of each parameter: fp32 copy of the gradient, four numbers read, three written
 GRADIENT_BYTES = 4

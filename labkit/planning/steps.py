@@ -75,8 +75,8 @@ def step_report(
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has.
 
-    Where the cluster tells what its hosts take to launch (`host_s`), the slower of device and host
-    counts, layer by layer (hosts.py).
+    Where the cluster tells what its hosts take to launch (`host_s`), no operation begins before it
+    was launched (seconds.py).
     """
     planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
     m, chunks, costs = planned.microbatches, planned.chunks, planned.costs

@@ -85,7 +85,7 @@ def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
 
 
 def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
-    """A host of no time changes nothing; of a slow one, all that counts is how often it launches."""
+    """A host of no time changes nothing; of a slow one, only the number of launches counts."""
     where = with_constants(cluster(CLUSTER), TRUE)
 
     def compute_s(one: Row, host_s: float) -> float:

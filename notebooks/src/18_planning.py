@@ -418,9 +418,9 @@ for name in ("all rows", "each width, fitted to the others"):
     print(f"{name:<34}{count} steps, off by {mean:.1%} in the mean, {median:.1%} in the median")
 
 # %% [markdown]
-# Is that good? vTrain measures every kernel on such a machine before it adds them up, and is 8.4 % off inside one
-# node and 14.7 % on many (arXiv 2312.12391, its validation). But whoever wants to know whether one layout is 3 %
-# faster than another, still has to run both.
+# Is that good? vTrain's own simulator measures every kernel on such a machine and adds them up, fitted to no step,
+# and is 8.4 % off inside one node and 14.7 % on many (arXiv 2312.12391, its validation). But whoever wants to
+# know whether one layout is 3 % faster than another still has to run both.
 #
 # Which rows are farthest off? Nobody should leave them out to look better, and everybody should ask why:
 

@@ -27,7 +27,6 @@ sends       bytes along each axis, and messages between stages
 clock       the schedule, over many micro-batches
 tail        the end of a step: gradients, the tied embedding, the optimizer
 holding     what a rank holds at its peak
-hosts       the host, which launches every operation, as a clock of its own
 
 How the A100's constants were found:
 

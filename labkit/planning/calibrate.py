@@ -1,14 +1,12 @@
 """The constants of the A100, fitted once to step times that others have measured.
 
-    225 measured steps ──▶ fit ──▶ 6 constants, frozen in known.toml: devices.a100-fitted, and the
-          ▲                 │      wires between nodes of clusters.a100-fitted
+    225 measured steps ──▶ fit ──▶ 4 constants; those of the device are frozen in known.toml:
+          ▲                 │      devices.a100-fitted
           └── step_report ◀─┘
 
     matmul_reached   part of the peak rate that large matrix products run at
     memory_reached   part of the memory's bandwidth that element-wise operations run at
-    launch_s         what an operation takes at least on the device, however small
-    host_s           what the host takes to launch one (hosts.py)
-    between_reached  part of the bandwidth between nodes that NCCL reaches
+    host_s           what the host takes to launch an operation (seconds.py)
     microbatch_s     what the host does around each micro-batch: of their program, and not frozen
 
 Two more are fitted to NCCL's all-reduces inside one node, without any step: `inside_start_s` and
@@ -21,6 +19,11 @@ fitted anew, and the error on those left out is told; and so for each layout.
 
 Rows are computed as Megatron-DeepSpeed computed them, where labkit does otherwise: attention stores
 its scores; Adam is one kernel; gradients travel as fp32, after the last backward.
+
+What was tried, and told models that were left out worse, or no better: a host that runs ahead over
+a whole step; constants of their own for the wires between nodes, for what an operation takes at
+least on the device, for tiles of matrix products, for a vocabulary that tensor cores do not like;
+gradients of two bytes; Megatron's fused softmax, its dropout.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +38,6 @@ from labkit.comm.algorithms.costs import cost
 from labkit.planning.calibrated import Calibration
 from labkit.planning.clock import Timing, pipeline_timing
 from labkit.planning.fitting import Array, Bounds, Fit, fit, fit_again
-from labkit.planning.hosts import HostCosts
 from labkit.planning.measured import Reduced, Row
 from labkit.planning.places import data_groups
 from labkit.planning.seconds import slowest
@@ -43,12 +45,12 @@ from labkit.planning.steps import Planned, plan_step
 from labkit.replaying.costs import Costs
 
 CLUSTER = "a100-fitted"
-OF_DEVICE = ("matmul_reached", "memory_reached", "launch_s", "host_s")
-NAMES = (*OF_DEVICE, "between_reached", "microbatch_s")
+OF_DEVICE = ("matmul_reached", "memory_reached", "host_s")
+NAMES = (*OF_DEVICE, "microbatch_s")
 BOUNDS = Bounds(
-    assumed=np.array([0.75, 0.75, 10e-6, 30e-6, 0.75, 2e-3]),
-    least=np.array([0.1, 0.1, 1e-6, 1e-6, 0.1, 1e-6]),
-    most=np.array([1.0, 1.0, 1e-4, 1e-3, 1.0, 0.1]),
+    assumed=np.array([0.75, 0.75, 30e-6, 2e-3]),
+    least=np.array([0.1, 0.1, 1e-6, 1e-6]),
+    most=np.array([1.0, 1.0, 1e-3, 0.1]),
 )
 ADAM_BYTES = 40  # of each parameter: fp32 copy of the gradient, four numbers read, three written
 GRADIENT_BYTES = 4
@@ -59,22 +61,15 @@ SEED, DIGITS = 0, 3
 
 def with_constants(where: Cluster, constants: Array) -> Cluster:
     """`where`, with these (in the order of NAMES) in place of its own."""
-    assert where.between is not None
     told = dict(zip(NAMES, map(float, constants)))
     of_device: dict[str, Any] = {name: told[name] for name in OF_DEVICE}
-    between = replace(where.between, reached=told["between_reached"])
-    return replace(where, device=replace(where.device, **of_device), between=between)
+    return replace(where, device=replace(where.device, **of_device))
 
 
 def seconds_of(rows: Sequence[Row], where: Cluster, microbatch_s: float) -> Array:
-    """What labkit says of these rows: the slower of device and host."""
-    device, host = Costs(where), HostCosts(where)
-    return np.array(
-        [
-            max(device_seconds(row, device), host_seconds(row, host) + rounds(row) * microbatch_s)
-            for row in rows
-        ]
-    )
+    """What labkit says of these rows, and what their program does around micro-batches."""
+    costs = Costs(where)
+    return np.array([step_seconds(row, costs) + rounds(row) * microbatch_s for row in rows])
 
 
 def rounds(row: Row) -> int:
@@ -82,9 +77,9 @@ def rounds(row: Row) -> int:
     return row.layout.microbatches(row.global_batch) + row.layout.pp - 1
 
 
-def device_seconds(row: Row, costs: Costs) -> float:
-    """By the device and its wires: micro-batches as `step_report` has them, then the end of a step
-    as theirs: all gradients at once, in fp32, and one kernel of Adam."""
+def step_seconds(row: Row, costs: Costs) -> float:
+    """Micro-batches as `step_report` has them, then the end of a step as theirs: all gradients at
+    once, in fp32, and one kernel of Adam."""
     planned, timing = _through(row, costs)
     device, per_node = costs.cluster.device, costs.cluster.devices_per_node
     adam_s_per_element = ADAM_BYTES / (device.memory_bytes_per_s * device.memory_reached)
@@ -96,11 +91,6 @@ def device_seconds(row: Row, costs: Costs) -> float:
         end_s = float(timing.ended_s[stage]) + data.seconds + data.latency_s
         ended.append(end_s + elements * adam_s_per_element)
     return max(ended)
-
-
-def host_seconds(row: Row, costs: HostCosts) -> float:
-    """By the host: every launch of forward and backward, through the same schedule."""
-    return float(_through(row, costs)[1].ended_s.max())
 
 
 def _through(row: Row, costs: Costs) -> tuple[Planned, Timing]:
@@ -115,18 +105,10 @@ def _through(row: Row, costs: Costs) -> tuple[Planned, Timing]:
 
 
 def predictor(rows: Sequence[Row], where: Cluster) -> Callable[[Array], Array]:
-    """Constants -> seconds of each row. The host's clock goes as `host_s`: it is run once."""
-    one_s = 1e-6
-    at_one = HostCosts(replace(where, device=replace(where.device, host_s=one_s)))
-    launches = np.array([host_seconds(row, at_one) for row in rows]) / one_s
-
-    around = np.array([rounds(row) for row in rows])
+    """Constants -> seconds of each row."""
 
     def predict(constants: Array) -> Array:
-        costs = Costs(with_constants(where, constants))
-        device_s = np.array([device_seconds(row, costs) for row in rows])
-        told = dict(zip(NAMES, constants))
-        return np.maximum(device_s, launches * told["host_s"] + around * told["microbatch_s"])
+        return seconds_of(rows, with_constants(where, constants), float(constants[-1]))
 
     return predict
 
@@ -135,7 +117,7 @@ def calibrate(rows: Sequence[Row], where: Cluster | None = None) -> Calibration:
     """Fit the constants to these rows, on the cluster on which they were measured."""
     where = cluster(CLUSTER) if where is None else where
     for row in track(rows, "recording layers without data", transient=True):
-        host_seconds(row, HostCosts(where))
+        step_seconds(row, Costs(where))
     measured = np.array([row.step_s for row in rows])
     found = fit(predictor(rows, where), measured, BOUNDS)
     low, high, low_s, high_s = intervals(rows, found)

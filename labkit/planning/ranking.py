@@ -202,10 +202,10 @@ def largest_that_fits(
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
     """Steps replayed on the cluster, all from the same costs of stages."""
-    from labkit.planning.hosts import costs_of
     from labkit.planning.steps import step_report
+    from labkit.replaying.costs import Costs
 
-    costs = costs_of(cluster)
+    costs = Costs(cluster)
     return lambda sizes, one: step_report(sizes, one, global_batch, cluster, costs=costs)
 
 

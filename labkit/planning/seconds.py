@@ -1,11 +1,19 @@
 """What a recorded layer takes on a cluster.
 
-    computing   ███████████    ████████        one operation after the other, at the device's rates
+    host        │launch│launch│launch│ ...     it does not wait for the device
+    computing          ███    ████████████     one operation after the other, at the device's rates,
+                                               and none before it was launched
     wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank stands still for it
 
 All ranks of a tensor-parallel group do the same at the same time. So one rank tells it all, and a
 layer begins and ends with nothing under way: the seconds of layers add up.
+
+Small operations wait for their launches, large ones find them there. A host runs ahead within the
+forward of a layer, or its backward, and not into the next: over a whole step, it would hide a slow
+forward behind a long backward, and steps that were measured do not say so (calibrate.py). Models of
+a width of 1,024 and short micro-batches are held up by their host; models of billions of parameters
+never are. Where a cluster does not tell what its hosts take (`host_s`), they take nothing.
 
 `Costs` says what an operation and a collective take; a subclass with other constants goes as well.
 What was worked out for one `Costs` is kept as long as it lives.
@@ -24,7 +32,8 @@ _known: "WeakKeyDictionary[Costs, dict[Any, Any]]" = WeakKeyDictionary()
 
 
 class PhaseSeconds(NamedTuple):
-    """`gradients`: when backward was done with a parameter, and of how many elements it is."""
+    """`compute_s`: with the waits for launches. `gradients`: when backward was done with a
+    parameter, and of how many elements it is."""
 
     compute_s: float
     exposed_s: float
@@ -58,10 +67,12 @@ def update_seconds(layer: Layer, costs: Costs, shares: int = 1) -> float:
     parameters = tuple(layer.gradients)
 
     def find() -> float:
-        return sum(
-            costs.compute_s(one._replace(moved_bytes=one.moved_bytes // shares))
-            for one in recorded_update(parameters).operations
-        )
+        ended_s = 0.0
+        for count, one in enumerate(recorded_update(parameters).operations, 1):
+            launched_s = count * costs.cluster.device.host_s
+            takes_s = costs.compute_s(one._replace(moved_bytes=one.moved_bytes // shares))
+            ended_s = max(ended_s, launched_s) + takes_s
+        return ended_s
 
     return kept(costs, ("update", parameters, shares), find)
 
@@ -73,13 +84,14 @@ def slowest(op: str, nbytes: int, costs: Costs, groups: tuple[Ranks, ...]) -> Se
 
 
 def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> PhaseSeconds:
-    compute_s = exposed_s = free_s = 0.0
+    compute_s = exposed_s = free_s = launched_s = 0.0
     over_s: dict[int, float] = {}
     gradients = []
     for what, of in phase.parts:
         now_s = compute_s + exposed_s
         if what == "compute":
-            compute_s += costs.compute_s(of)
+            launched_s += costs.cluster.device.host_s
+            compute_s = max(compute_s, launched_s - exposed_s) + costs.compute_s(of)
         elif what == "issue":
             one = slowest(of.op, of.payload_bytes, costs, groups)
             free_s = max(now_s, free_s) + one.seconds

@@ -36,7 +36,6 @@ import numpy as np
 from labkit.clusters import Cluster
 from labkit.planning.clock import pipeline_timing
 from labkit.planning.holding import memory_of
-from labkit.planning.hosts import costs_of
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.report import StepReport
 from labkit.planning.sends import messages_s, sent_bytes
@@ -63,28 +62,22 @@ def step_report(
     global_batch: int,
     cluster: Cluster,
     *,
-    costs: Costs | tuple[Costs, ...] | None = None,
+    costs: Costs | None = None,
     core: str = "fused",
 ) -> StepReport:
     """One step of the model on `global_batch` rows.
 
     Args:
-        costs: constants of your own, on the same cluster; of several the slowest counts. To be
-            shared by many layouts: `costs_of(cluster)` (hosts.py).
+        costs: constants of your own, on the same cluster; or `Costs(cluster)`, shared by many
+            layouts.
         core: of attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has.
 
-    Where the cluster tells what its hosts take to launch (`host_s`), the slower of device and host
-    is reported.
+    Where the cluster tells what its hosts take to launch (`host_s`), no operation begins before it
+    was launched (seconds.py).
     """
-    if not isinstance(costs, Costs):
-        every = costs or costs_of(cluster)
-        found = [
-            step_report(sizes, layout, global_batch, cluster, costs=x, core=core) for x in every
-        ]
-        return max(found, key=lambda one: one.step_s)
     planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
     m, chunks, costs = planned.microbatches, planned.chunks, planned.costs
     timing = pipeline_timing(

@@ -3,7 +3,6 @@ test_comm.py; here is what is theirs alone: long messages, the order of what com
 when an end does not come, is gone, or is a stranger."""
 
 import gc
-import json
 import os
 import secrets
 import signal
@@ -14,7 +13,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from provoke import ROOT
+from provoke import ROOT, until
 
 from labkit import Comm, CommError, RankError, World
 from labkit.comm.tcp import LOOPBACK, Post, ends, own_host, post
@@ -210,7 +210,9 @@ def test_an_end_that_is_gone_is_named() -> None:
             assert here.post is not None
             ends.end(here.post.writer(0)._connection)  # type: ignore[arg-type]
             return ""
-        with pytest.raises(CommError, match="no message comes from rank 1: it has closed") as told:
+        with pytest.raises(
+            CommError, match="no message comes from rank 1 any more: it has closed"
+        ) as told:
             comm.recv(torch.ones(3), 1)
         return str(told.value)
 
@@ -223,9 +225,13 @@ def test_an_end_that_is_gone_is_named() -> None:
 
 @pytest.fixture
 def posts() -> tuple[dist.Store, Post, Post]:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    return store, Post(store, 0, LOOPBACK, 5.0), Post(store, 1, LOOPBACK, 5.0)
+    return made_by_all(dist.HashStore())
+
+
+def made_by_all(store: Any) -> tuple[dist.Store, Post, Post]:
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(Post, store, rank, 2, LOOPBACK, 5.0) for rank in range(2)]
+    return store, made[0].result(), made[1].result()
 
 
 def as_bytes(*numbers: int) -> torch.Tensor:
@@ -233,10 +239,10 @@ def as_bytes(*numbers: int) -> torch.Tensor:
 
 
 def test_a_stranger_is_not_listened_to(posts: tuple[Any, Post, Post]) -> None:
-    store, zero, one = posts
-    host, port, token = json.loads(store.get(post._key_of(1)))
+    _, zero, one = posts
+    host, port, token = zero._places[1]
     for shown in (secrets.token_bytes(16), b"", bytes.fromhex(token)[:8]):
-        with socket.create_connection((host, port)) as stranger:
+        with suppress(OSError), socket.create_connection((host, port)) as stranger:
             stranger.sendall(post.HELLO.pack(shown, 0)[: len(shown) + 8])
             stranger.sendall(HEAD.pack(1, 2, 3) + b"abc")
             stranger.shutdown(socket.SHUT_WR)
@@ -260,7 +266,7 @@ def test_a_message_that_nobody_wants_yet_is_kept_for_its_group_and_tag(
 def test_a_send_that_cannot_leave_in_time_is_an_error(tmp_path: Path) -> None:
     """The other end takes nothing out."""
     ours, theirs = socket.socketpair()
-    writer = Writer(1, lambda: ours, timeout_s=0.2)
+    writer = Writer(1, lambda: ours, timeout_s=0.2, broken=lambda problem: writer.fail(problem))
     stuck = writer.send(Key(0, 0), torch.zeros(64 << 20, dtype=torch.uint8))
     behind = writer.send(Key(0, 0), as_bytes(1))
     assert not stuck.is_completed() and not behind.is_completed()
@@ -274,7 +280,7 @@ def test_a_send_that_cannot_leave_in_time_is_an_error(tmp_path: Path) -> None:
 
 def test_nobodys_tensor_is_written_after_its_error() -> None:
     ours, theirs = socket.socketpair()
-    reader = Reader(1, timeout_s=0.2)
+    reader = Reader(1, timeout_s=0.2, broken=lambda problem: reader.fail(problem))
     threading.Thread(target=reader.read, args=(ours,), daemon=True).start()
     wanted = reader.receive(Key(0, 0), x := as_bytes(0, 0, 0, 0))
     theirs.sendall(HEAD.pack(0, 0, 4) + b"\1\2")  # half of it
@@ -291,7 +297,7 @@ def test_nobodys_tensor_is_written_after_its_error() -> None:
 
 
 def test_who_never_called_is_waited_for_and_not_listened_to_later() -> None:
-    reader = Reader(1, timeout_s=0.1)
+    reader = Reader(1, timeout_s=0.1, broken=lambda problem: reader.fail(problem))
     with pytest.raises(RuntimeError, match="Timed out"):
         reader.receive(Key(0, 0), x := as_bytes(0)).wait()
     ours, theirs = socket.socketpair()
@@ -301,10 +307,87 @@ def test_who_never_called_is_waited_for_and_not_listened_to_later() -> None:
 
 
 def test_a_rank_that_is_not_there_is_an_error(posts: tuple[Any, Post, Post]) -> None:
-    store, zero, _ = posts
-    store.set(post._key_of(7), json.dumps([LOOPBACK, 1, "00"]))
-    with pytest.raises(RuntimeError, match="no message reaches rank 7 any more: .*refused"):
-        zero.writer(7).send(Key(0, 0), as_bytes(1))
+    _, zero, _ = posts
+    zero._places[1] = LOOPBACK, 1, "00"
+    told = r"no message reaches rank 1 any more: .*refused.* \(127.0.0.1, port 1\); .*start the"
+    with pytest.raises(RuntimeError, match=told):
+        zero.writer(1).send(Key(0, 0), as_bytes(1))
+
+
+def test_who_comes_without_one_is_named() -> None:
+    with pytest.raises(
+        RuntimeError, match="rank 1 did not say where it listens within 0.2 s; has it"
+    ):
+        Post(dist.HashStore(), 0, 2, LOOPBACK, 0.2)
+
+
+def test_a_second_world_at_the_same_store_has_its_own() -> None:
+    store, zero, one = made_by_all(dist.HashStore())
+    zero.close(), one.close()
+    with pytest.raises(RuntimeError, match="has left its world"):
+        zero.writer(1)
+    _, zero, one = made_by_all(store)
+    zero.writer(1).send(Key(0, 0), as_bytes(5)).wait()
+    one.reader(0).receive(Key(0, 0), x := as_bytes(0)).wait()
+    assert x.tolist() == [5]
+
+
+def pair(timeout_s: float = 5.0) -> tuple[Reader, socket.socket]:
+    """A reader that reads, and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    reader = Reader(1, timeout_s, broken=lambda problem: reader.fail(problem))
+    threading.Thread(target=reader.read, args=(ours,), daemon=True).start()
+    return reader, theirs
+
+
+def test_a_reader_that_has_no_memory_tells_who_waits() -> None:
+    reader, theirs = pair()
+    wanted = reader.receive(Key(0, 0), as_bytes(0))
+    with patch.object(ends.torch, "empty", side_effect=RuntimeError("not enough memory")):
+        theirs.sendall(HEAD.pack(0, 0, 2) + b"ab")
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            wanted.wait()
+
+
+def test_a_message_that_is_kept_reaches_an_inference_tensor() -> None:
+    reader, theirs = pair()
+    theirs.sendall(HEAD.pack(0, 0, 2) + b"a")
+    until(lambda: reader._arriving is not None)
+    with torch.inference_mode():
+        wanted = reader.receive(Key(0, 0), x := as_bytes(0, 0))
+        theirs.sendall(b"b")
+        wanted.wait()
+    assert x.tolist() == [*b"ab"]
+
+
+def test_after_an_interrupt_in_the_middle_of_a_send_nothing_else_leaves() -> None:
+    ours, theirs = socket.socketpair()
+    writer = Writer(1, lambda: ours, timeout_s=5.0, broken=lambda problem: writer.fail(problem))
+
+    def interrupted(*given: Any) -> int:
+        at_once(*given)
+        raise KeyboardInterrupt
+
+    with patch.object(ends, "_at_once", interrupted), pytest.raises(KeyboardInterrupt):
+        writer.send(Key(0, 0), as_bytes(1))
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt; the connections are of no more use"):
+        writer.send(Key(0, 0), as_bytes(1))
+    assert len(theirs.recv(1000)) == HEAD.size + 1 and theirs.recv(1000) == b""
+
+
+def test_one_that_is_too_late_ends_all_connections(posts: tuple[Any, Post, Post]) -> None:
+    """What else is under way belongs to the same operation: its tensors are not written later."""
+    zero = posts[1]
+    zero._timeout_s = 0.2
+    also = zero.reader(0).receive(Key(0, 1), x := as_bytes(0))
+    with pytest.raises(RuntimeError, match="Timed out waiting 0.2 s for the message from rank 1"):
+        zero.reader(1).receive(Key(0, 0), as_bytes(0)).wait()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        also.wait()
+    for end in (zero.reader, zero.writer):
+        with pytest.raises(RuntimeError, match="of no more use"):
+            end(0) if end is zero.writer else end(0).receive(Key(0, 0), x)
+    assert x.tolist() == [0]
 
 
 # --- where it is asked for ------------------------------------------------------------------------
@@ -314,7 +397,14 @@ def test_the_address_is_the_one_towards_the_meeting_place(monkeypatch: pytest.Mo
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert own_host() == LOOPBACK
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert own_host().startswith("127.")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(
+        ValueError, match="MASTER_ADDR=127.0.0.5 is 127.* which others cannot reach"
+    ):
+        own_host()
 
 
 @pytest.mark.slow

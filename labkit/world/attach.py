@@ -23,7 +23,7 @@ from labkit.comm.carrier import Carrier
 from labkit.comm.tcp import Post, own_host
 from labkit.comm.words import ranks_in_words
 from labkit.world.channel import Channel
-from labkit.world.transport import VARIABLE
+from labkit.world.transport import NAMES, VARIABLE
 
 
 @dataclass
@@ -133,6 +133,8 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
 
 
 def _join(backend: str | None, timeout_s: float) -> None:
+    if os.environ.get(VARIABLE) not in (None, "", *NAMES):
+        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r}: choose one of {', '.join(NAMES)}")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     size = int(os.environ.get("WORLD_SIZE", 1))
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -145,7 +147,7 @@ def _join(backend: str | None, timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
         if os.environ.get(VARIABLE) == "tcp" and backend == "gloo":
             store = dist.distributed_c10d._get_default_store()
-            here.post = Post(store, dist.get_rank(), own_host(), timeout_s)
+            here.post = Post(store, dist.get_rank(), size, own_host(), timeout_s)
     else:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -155,6 +157,9 @@ def _join(backend: str | None, timeout_s: float) -> None:
 
 def leave() -> None:
     """Leave the process group, so that the process can end quietly."""
+    if here.post is not None:
+        here.post.close()
+        here.post = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -115,7 +115,7 @@ def _wake_up(spec: Spec) -> Channel:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
         if spec.transport == "tcp":
-            here.post = Post(store, spec.rank, LOOPBACK, spec.timeout_s + 1)
+            here.post = Post(store, spec.rank, spec.size, LOOPBACK, spec.timeout_s + 1)
         dist.init_process_group(
             spec.backend,
             store=store,

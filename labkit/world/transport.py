@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from dataclasses import dataclass
 
 from labkit.comm import Link, TwoLevel
@@ -57,6 +58,8 @@ def pick_transport(
                 "leave one out"
             )
         return Transport("gloo")
+    if "tcp" in (asked, wished) and not hasattr(socket, "MSG_DONTWAIT"):
+        raise ValueError('transport="tcp" is for Linux and macOS; take "gloo"')
     if named := asked or wished or backend:
         return Transport(named)
     if picked.device != "cpu":

@@ -20,7 +20,8 @@ from labkit.comm.wire import Lane, LaneWork
 
 Item = TypeVar("Item")
 HEAD = struct.Struct("<Qqq")  # group, tag, length
-OVER = "; the connection is of no more use, start the ranks anew (World.restart())"
+OVER = "; the connections are of no more use, start the ranks anew (in a World: World.restart())"
+GiveUp = Callable[[str], None]
 
 
 class Key(NamedTuple):
@@ -33,34 +34,39 @@ class Key(NamedTuple):
 class Message:
     """One message at one of its ends, as work to wait for."""
 
-    def __init__(self, x: torch.Tensor, timeout_s: float, give_up: Callable[[str], None]):
+    def __init__(self, x: torch.Tensor, timeout_s: float, give_up: GiveUp):
         self.x, self._timeout_s, self._give_up = x, timeout_s, give_up
         self._pending = threading.Lock()  # held until it is over
         self._pending.acquire()
-        self._problem = ""
+        self._over, self._problem = False, ""
 
     def over(self, problem: str = "") -> None:
-        self._problem = problem
+        self._over, self._problem = True, problem
         self._pending.release()
 
     def wait(self) -> None:
-        """Raises RuntimeError where it failed, or is not over in time."""
-        if not self._pending.acquire(timeout=self._timeout_s):
-            self._give_up(f"Timed out waiting {self._timeout_s:g} s for the message")
-            self._pending.acquire()
-        self._pending.release()
+        """Raises RuntimeError where it failed, or is not over in time: then it, and all else that
+        is under way in this process, is given up."""
+        if not self._over:
+            if not self._pending.acquire(timeout=self._timeout_s):
+                self._give_up(f"Timed out waiting {self._timeout_s:g} s for the message")
+                self._pending.acquire()
+            self._pending.release()
         if self._problem:
             raise RuntimeError(self._problem)
 
     def is_completed(self) -> bool:
-        return not self._pending.locked()
+        return self._over
 
 
 class Writer:
-    """The end at which messages to rank `to` leave, in the order of `send`."""
+    """The end at which messages to rank `to` leave, in the order of `send`. `broken` is told when
+    no more can."""
 
-    def __init__(self, to: int, call: Callable[[], socket.socket], timeout_s: float):
-        self._to, self._call, self._timeout_s = to, call, timeout_s
+    def __init__(
+        self, to: int, call: Callable[[], socket.socket], timeout_s: float, broken: GiveUp
+    ):
+        self._to, self._call, self._timeout_s, self._broken = to, call, timeout_s, broken
         self._connection: socket.socket | None = None
         self._problem = ""
         self._lane: Lane | None = None
@@ -68,7 +74,8 @@ class Writer:
         self._lock = threading.Lock()
 
     def send(self, key: Key, x: torch.Tensor) -> Message:
-        message = Message(x, self._timeout_s, self._fail)
+        """Raises RuntimeError where no message leaves any more."""
+        message = Message(x, self._timeout_s, self._too_late)
         data, head = x.numpy().data, HEAD.pack(*key, x.numel())
         with self._lock:
             if self._problem:
@@ -76,15 +83,19 @@ class Writer:
             try:
                 connection = self._connection = self._connection or self._call()
                 sent = 0 if self._queued else _at_once(connection, head, data)
-            except OSError as error:
-                raise RuntimeError(self._failed(error)) from error
-            if sent == len(head) + len(data):
-                message.over()
-                return message
-            self._queued += 1
-            self._lane = self._lane or Lane("labkit writer")
-            rest = [memoryview(head)[sent:], data[max(sent - len(head), 0) :]]
-            self._lane.put(LaneWork(partial(self._finish, message, connection, rest)))
+                if sent == len(head) + len(data):
+                    message.over()
+                    return message
+                self._lane = self._lane or Lane("labkit writer")
+                rest = [memoryview(head)[sent:], data[max(sent - len(head), 0) :]]
+                self._lane.put(LaneWork(partial(self._finish, message, connection, rest)))
+                self._queued += 1
+            except BaseException as error:  # an interrupt, too: a part may have left
+                problem = self._problem = self._in_words(error)
+                self._broken(problem)
+                if isinstance(error, OSError):
+                    raise RuntimeError(problem + OVER) from error
+                raise
         return message
 
     def _finish(self, message: Message, connection: socket.socket, rest: list[memoryview]) -> None:
@@ -94,18 +105,23 @@ class Writer:
             for part in () if problem else rest:
                 connection.sendall(part)
         except OSError as error:
-            problem = self._problem or self._failed(error)
+            problem = self._problem or self._in_words(error)
+            self._broken(problem)
         with self._lock:
             self._queued -= 1
         message.over(problem)
 
-    def _failed(self, error: OSError) -> str:
-        self._problem = f"no message reaches rank {self._to} any more: {error}"
-        return self._problem
+    def _in_words(self, error: BaseException) -> str:
+        why = str(error) or type(error).__name__
+        return f"no message reaches rank {self._to} any more: {why}"
 
-    def _fail(self, problem: str) -> None:
-        """Let go of what is on its way: the other end hears of it, too."""
-        self._problem = f"{problem} to rank {self._to} to leave"
+    def _too_late(self, problem: str) -> None:
+        self._broken(f"{problem} to rank {self._to} to leave")
+
+    def fail(self, problem: str) -> None:
+        """Let go of what is on its way: the other end hears of it, too. (Without the lock: who
+        holds it may be waiting for the other end.)"""
+        self._problem = self._problem or problem
         if self._connection is not None:
             end(self._connection)
 
@@ -146,15 +162,17 @@ class Queues(Generic[Item]):
 class Arriving:
     """A message that comes out of the socket, into the tensor of `message` or one of its own."""
 
-    def __init__(self, room: torch.Tensor, message: Message | None):
-        self.room, self.message, self.complete = room, message, False
+    def __init__(self, message: Message | None):
+        self.message, self.complete = message, False
+        self.room: torch.Tensor | None = None
 
 
 class Reader:
-    """The end at which messages of rank `source` arrive."""
+    """The end at which messages of rank `source` arrive. `broken` is told when one that is wanted
+    does not."""
 
-    def __init__(self, source: int, timeout_s: float):
-        self._source, self._timeout_s = source, timeout_s
+    def __init__(self, source: int, timeout_s: float, broken: GiveUp):
+        self._source, self._timeout_s, self._broken = source, timeout_s, broken
         self._connection: socket.socket | None = None
         self._problem = ""
         self._wanted: Queues[Message] = Queues()
@@ -163,7 +181,8 @@ class Reader:
         self._lock = threading.Lock()
 
     def receive(self, key: Key, x: torch.Tensor) -> Message:
-        message = Message(x, self._timeout_s, self._fail)
+        """Raises RuntimeError where no message arrives any more."""
+        message = Message(x, self._timeout_s, self._too_late)
         with self._lock:
             if (arriving := self._kept.first(key)) is not None:
                 arriving.message = message
@@ -176,9 +195,10 @@ class Reader:
 
     def read(self, connection: socket.socket) -> None:
         """Take out what comes, until there comes no more."""
-        self._connection = connection
-        if self._problem:  # nobody waits any more
-            return
+        with self._lock:
+            if self._problem:  # nobody waits any more
+                return
+            self._connection = connection
         head = bytearray(HEAD.size)
         try:
             while True:
@@ -186,42 +206,47 @@ class Reader:
                 group, tag, nbytes = HEAD.unpack(head)
                 self._expect(Key(group, tag), nbytes)
                 self._take_out(connection)
-        except OSError as error:
-            self._lose(self._problem or f"no message comes from rank {self._source}: {error}")
+        except Exception as error:  # whatever it is: somebody may be waiting
+            self._lose(f"no message comes from rank {self._source} any more: {error}")
 
     def _expect(self, key: Key, nbytes: int) -> None:
         with self._lock:
             message = self._wanted.first(key)
+            arriving = self._arriving = Arriving(message)
+            if message is None:
+                self._kept.add(key, arriving)
             if message is not None and message.x.numel() == nbytes:
-                room = message.x
+                arriving.room = message.x
             else:
                 with here.carrying():
-                    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self._arriving = Arriving(room, message)
-            if message is None:
-                self._kept.add(key, self._arriving)
+                    arriving.room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _take_out(self, connection: socket.socket) -> None:
-        """(And keep nothing of it, while the next is waited for.)"""
-        assert self._arriving is not None
+        """(A method of its own, so that no variable holds a tensor while the next is awaited.)"""
+        assert self._arriving is not None and self._arriving.room is not None
         fill(self._arriving.room.numpy().data, connection)
         with self._lock:
             self._arriving.complete = True
             _hand_over(self._arriving)
             self._arriving = None
 
-    def _fail(self, problem: str) -> None:
-        """Nobody's tensor is written after its error."""
-        problem = f"{problem} from rank {self._source}"
-        if self._connection is None:
-            self._lose(problem)
-        else:
-            self._problem = problem
+    def _too_late(self, problem: str) -> None:
+        self._broken(f"{problem} from rank {self._source}")
+
+    def fail(self, problem: str) -> None:
+        """Nobody's tensor is written after this."""
+        with self._lock:
+            self._problem = self._problem or problem
+            reading = self._connection is not None
+        if self._connection is not None:
             end(self._connection)  # so that `read` ends, and loses the rest
+        if not reading:
+            self._lose(problem)
 
     def _lose(self, problem: str) -> None:
+        """What was to come does not come."""
         with self._lock:
-            self._problem = problem
+            problem = self._problem = self._problem or problem
             lost = self._wanted.empty()
             if (half := self._arriving) is not None:
                 if half.message is None:
@@ -229,20 +254,22 @@ class Reader:
                 else:
                     lost.append(half.message)
                 self._arriving = None
-            for message in lost:
-                message.over(problem)
+        if lost:
+            self._broken(problem)
+        for message in lost:
+            message.over(problem)
 
 
 def _hand_over(arriving: Arriving) -> None:
     """A message that is complete, to whom wants it."""
     message, room = arriving.message, arriving.room
-    if message is None or not arriving.complete:
+    if message is None or room is None or not arriving.complete:
         return
     if message.x.numel() != room.numel():
         message.over(f"a message of {room.numel()} bytes came for a tensor of {message.x.numel()}")
         return
-    if message.x is not room:
-        message.x.copy_(room)
+    if message.x is not room:  # (numpy's: torch would ask whether the tensor is an inference one)
+        message.x.numpy()[:] = room.numpy()
     message.over()
 
 

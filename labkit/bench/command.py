@@ -267,7 +267,7 @@ def collectives(
     from labkit.bench import collectives as module
 
     if fit and transport == "shm":
-        raise ValueError("a table chooses for messages; --fit is for --transport gloo")
+        raise ValueError("a table chooses for messages; --fit is for --transport gloo or tcp")
     if table is not None and not fit:
         raise ValueError("--table says where --fit writes; give both")
     for path in filter(None, (save, plot, table)):
@@ -285,7 +285,7 @@ def collectives(
         (choices.OPS if fit else module.OPS) if ops is None else _words(ops),
         (choices.RANKS if fit else module.RANKS) if ranks is None else _numbers(ranks),
         None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
-        "gloo" if fit else transport,
+        transport or ("gloo" if fit else None),
     )  # fmt: skip
     for shown in report.tables(found):
         _print(shown)
@@ -305,7 +305,7 @@ def collectives(
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
             f"export LABKIT_TABLE={path.resolve()}\n"
-            'It counts where messages go, as in World(n, transport="gloo"); ranks that share '
+            'It counts where messages go, World(n, transport="gloo") or "tcp"; ranks that share '
             'memory, as in World(n, transport="shm"), ask no table.', markup=False, soft_wrap=True,
         )  # fmt: skip
     if wrong := sum(point.wrong or 0 for point in found.points):

@@ -360,11 +360,13 @@ def test_damage_is_found_before_anything_is_loaded(pair: World, tmp_path: pathli
     file = tmp_path / "step_00000001" / "__1_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    assert f"{file} has {len(whole) - 1} of its {len(whole)} bytes" in refused(pair, load, tmp_path)
+    text = refused(pair, load, tmp_path)
+    assert f"{file} is damaged: bytes " in text and f"to {len(whole)} are missing" in text
     file.write_bytes(whole)
     metadata = tmp_path / "step_00000001" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
-    assert f"{metadata} cannot be read" in refused(pair, load, tmp_path)
+    text = refused(pair, load, tmp_path)
+    assert f"{metadata} cannot be read" in text and "does not match its checksum" in text
 
 
 def test_bytes_that_changed_are_found_and_named(pair: World, tmp_path: pathlib.Path) -> None:
@@ -372,7 +374,7 @@ def test_bytes_that_changed_are_found_and_named(pair: World, tmp_path: pathlib.P
     for file in (tmp_path / "step_00000001").glob("*.distcp"):
         file.write_bytes(bytes(len(file.read_bytes())))
     text = refused(pair, load, tmp_path)
-    assert "cannot be read from" in text and ".distcp" in text
+    assert ".distcp is damaged: bytes 0 to " in text and "not those that were saved" in text
 
 
 def test_arguments_that_cannot_be_are_refused(pair: World, tmp_path: pathlib.Path) -> None:

@@ -300,14 +300,14 @@ def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
             shown.append(thing)
 
     monkeypatch.setattr(progress, "progress", bar)
-    quick = progress.SlowBar("saving", 3)
+    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
+    assert shown == []
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
-    slow = progress.SlowBar("saving", 3)
-    for _ in range(3):
-        slow.tick()
-    slow.close()
+    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
     assert shown == [0, 1, 2]
-    monkeypatch.undo()
-    quick.tick()
-    quick.close()
-    assert len(shown) == 3
+    shown.clear()
+    items = progress.slow_progress(range(5), "saving")
+    monkeypatch.setattr(progress, "PATIENCE_S", 600.0)
+    assert [next(items), next(items)] == [0, 1]
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    assert list(items) == [2, 3, 4] == shown

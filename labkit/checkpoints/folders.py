@@ -8,14 +8,19 @@
 A save writes into the folder `.tmp`, has every byte on the disk, renames the folder, and then
 replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
 checkpoint that is whole. Old ones go only when the new one stands.
+
+`.metadata` and `latest` end in a CRC-32 of themselves, and `.metadata` has one of all else: CRC-32
+finds each flipped bit, and is several times as fast as a cryptographic hash, which would not stop
+somebody who can write a new one, either.
 """
 
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 METADATA = ".metadata"
 LATEST = "latest"
@@ -56,12 +61,25 @@ def publish(unfinished: Path) -> Path:
 def point_at(final: Path) -> None:
     """Replace the pointer `latest` in one moment."""
     new = final.parent / (LATEST + UNFINISHED)
-    with naming(new), new.open("w") as file:
-        file.write(final.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    new.unlink(missing_ok=True)  # it may be a link, whose target is not ours to overwrite
+    with naming(new):
+        new.write_text(final.name + "\n")
+    seal(new)
     new.replace(final.parent / LATEST)
     flush_folder(final.parent)
+
+
+def seal(path: Path) -> None:
+    """Append to a file a CRC-32 of it, and have both on the disk."""
+    with naming(path), path.open("r+b") as file:
+        file.write(b"%08x\n" % zlib.crc32(file.read()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sealed(data: bytes) -> bool:
+    """Whether a file's bytes end in the CRC-32 of those before, as `seal` writes it."""
+    return data[-9:] == b"%08x\n" % zlib.crc32(data[:-9])
 
 
 @contextmanager
@@ -111,6 +129,17 @@ def finished(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. Raises ValueError where that is outside, also by a link."""
+    way, file = PurePath(name), folder / name
+    outside = way.is_absolute() or ".." in way.parts
+    if outside or not file.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{file} is outside {folder}; a checkpoint may have files in its folder only"
+        )
+    return file
+
+
 def find(folder: Path) -> Path:
     """The checkpoint to load: `folder` itself if it is one, else the one that `latest` names.
     Raises ValueError where there is none, saying what is there."""
@@ -131,11 +160,12 @@ def find(folder: Path) -> Path:
             f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is no "
             f"checkpoint and no save into it was finished{instead}"
         )
-    name = pointer.read_text().strip()
-    if not NAME.fullmatch(name) or not finished(folder / name):
+    data = inside(folder, LATEST).read_bytes()
+    written, _, checksum = data.partition(b"\n")
+    name = written.decode(errors="replace").strip()
+    damaged = checksum.strip() and not sealed(data)  # a name written by hand has no checksum
+    if damaged or not NAME.fullmatch(name) or not finished(folder / name):
         there = ", ".join(path.name for path in standing(folder)) or "none"
-        raise ValueError(
-            f"{pointer} names {name!r}, which is no finished checkpoint; load one of those that "
-            f"are there: {there}"
-        )
+        what = "is damaged" if damaged else f"names {name!r}, which is no finished checkpoint"
+        raise ValueError(f"{pointer} {what}; load one of those that are there: {there}")
     return folder / name

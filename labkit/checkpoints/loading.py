@@ -9,11 +9,13 @@ travels           names and shapes; tensors come from the files, each rank reads
 
 import os
 import pathlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.contents import Contents, comm_of, lies_like, state_of
@@ -23,7 +25,7 @@ from labkit.checkpoints.match import (
     check_optimizer,
     new_hyperparameters,
 )
-from labkit.checkpoints.stored import Fill, Stored, is_thing
+from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import together
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
@@ -44,17 +46,19 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Any = None,
     comm: Comm | None = None,
+    weights_only: bool = True,
 ) -> Loaded:
     """Load the latest checkpoint in `folder`, or the one that `folder` is, into a model and its
     optimizer, of any strategy and on any number of ranks; every rank calls it.
 
     Numbers take the dtypes that the model has here. Without `optimizer` the weights alone are
-    loaded. `comm` as in `save_checkpoint`. As with torch.load, load only what you trust: a
-    checkpoint may hold code.
+    loaded. `comm` as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the
+    checkpoint run code: load only what you trust. Torch's own `save` and older versions of labkit
+    wrote no checksums: of their checkpoints only the sizes are verified, and a warning says so.
 
     Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
-    when it is damaged, of a newer format, or of another model or optimizer (it names the first
-    parameters that differ).
+    when it is damaged, could run code, has files outside its folder, is of a newer format, or of
+    another model or optimizer (it names the first parameters that differ).
     """
     comm = comm or comm_of(model, optimizer)
     folder = pathlib.Path(folder).absolute()
@@ -62,10 +66,16 @@ def load_checkpoint(
     path = together(comm, lambda: folders.find(folder) if comm.rank == 0 else None, failed)[0]
     assert path is not None
     contents = Contents(model, optimizer, comm)
-    kept: list[tuple[Stored, dict[str, Any], list[dict[str, Any]]]] = []
+    opened: list[Stored] = []
+    together(comm, lambda: opened.append(Stored(path, weights_only)), failed)
+    stored = opened[0]
+    together(comm, lambda: stored.check(comm.rank, comm.size), failed)
+    if not stored.has_checksums and comm.rank == 0:
+        why = "has no checksums: changed bytes would go unnoticed; save it again to add them"
+        warnings.warn(f"{path} {why}", stacklevel=2)
+    kept: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
 
     def look() -> None:
-        stored = Stored(path)
         stored.call_by(contents.also)
         record = check_format(stored)
         check_model(stored, contents)
@@ -73,10 +83,10 @@ def load_checkpoint(
         if optimizer is not None:
             check_optimizer(stored, contents)
             groups = new_hyperparameters(stored, contents)
-        kept.append((stored, record, groups))
+        kept.append((record, groups))
 
     together(comm, look, failed)
-    stored, record, groups = kept[0]
+    record, groups = kept[0]
 
     def read() -> None:
         states = [_new_state(stored, piece) for piece in contents.pieces]
@@ -107,7 +117,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> tuple[dict[str, Any], list[
     now = state_of(piece)
     for key, entry in stored.under("optimizer", "state", piece.name).items():
         path = ("optimizer", "state", piece.name, key)
-        if is_thing(entry):
+        if not isinstance(entry, TensorStorageMetadata):
             state[key] = stored.value(path)
             continue
         if lies_like(key, entry.size, piece.whole_shape):

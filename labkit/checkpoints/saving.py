@@ -13,8 +13,10 @@ The format is that of torch.distributed.checkpoint, written with its own plans a
 import io
 import os
 import pathlib
+import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
@@ -39,8 +41,9 @@ from labkit.checkpoints.contents import (
     lies_like,
     state_of,
 )
-from labkit.checkpoints.progress import SlowBar
+from labkit.checkpoints.progress import slow_progress
 from labkit.checkpoints.together import together
+from labkit.checkpoints.unpickling import check_weights_only
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
 
@@ -55,6 +58,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int = 2,
     comm: Comm | None = None,
+    weights_only: bool = True,
 ) -> pathlib.Path:
     """Write a checkpoint into `folder`; every rank calls it. Returns the checkpoint's own folder.
 
@@ -67,6 +71,8 @@ def save_checkpoint(
         comm: the ranks that hold the model together, as `mesh.comm`; None: those of the strategy,
             and all ranks where there is none, where parameters are cut (tensor parallelism), or of
             a Pipeline.
+        weights_only: refuse an `extra` that torch.load(weights_only=True) would refuse, as an
+            object of your own class; save with False what you want to load with False.
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
@@ -78,7 +84,8 @@ def save_checkpoint(
     folder = pathlib.Path(folder).absolute()
     failed = f"step {step} was not saved; checkpoints made before are as they were"
     contents = Contents(model, optimizer, comm)
-    planner = PiecePlanner(contents, {"format": FORMAT, "step": step, "extra": extra}, comm.rank)
+    record = {"format": FORMAT, "step": step, "extra": extra}
+    planner = PiecePlanner(contents, record, comm.rank, weights_only)
     plans = together(comm, planner.create_local_plan, failed)
     plans, metadata = _whole_plan(planner, plans, contents)  # the same on every rank
 
@@ -95,6 +102,7 @@ def save_checkpoint(
                 return None
             with folders.naming(unfinished / folders.METADATA):
                 writer.finish(_with_further_names(metadata, results, contents), results)
+            folders.seal(unfinished / folders.METADATA)
             return folders.publish(unfinished)
 
         final = together(comm, finish, failed)[0]
@@ -131,9 +139,10 @@ class PiecePlanner(DefaultSavePlanner):
     that all write about as many bytes. What is no tensor is rank 0's; a buffer is of the first rank
     that has it."""
 
-    def __init__(self, contents: Contents, record: dict[str, Any], rank: int):
+    def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()
         self._contents, self._record, self._rank = contents, record, rank
+        self._weights_only = weights_only
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._paths: dict[str, Path] = {}
@@ -160,13 +169,18 @@ class PiecePlanner(DefaultSavePlanner):
         return SavePlan(self._items, planner_data=self._paths)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """What is to be written: a tensor, or any thing."""
+        """The bytes to be written of a tensor or another value."""
         data = self._data[write_item.index]
-        return _alone(data) if isinstance(data, torch.Tensor) else data
+        data = _serialised(_alone(data)) if isinstance(data, torch.Tensor) else data
+        return data.getbuffer()
 
     def _thing(self, path: Path, value: Any) -> None:
         key = self._key(path)
-        self._data[index := MetadataIndex(key)] = value
+        if isinstance(value, np.generic):  # a learning rate that numpy computed
+            value = value.item()
+        self._data[index := MetadataIndex(key)] = data = _serialised(value)
+        if self._weights_only:
+            check_weights_only(data, key)
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
     def _whole(self, path: Path, tensor: torch.Tensor) -> None:
@@ -208,26 +222,25 @@ class StreamingWriter(FileSystemWriter):
             return []
         name = f"{plan.storage_data.prefix}0.distcp"
         path = pathlib.Path(self.path) / name
-        bar = SlowBar("saving", len(plan.items))
         results = []
         with folders.naming(path), path.open("wb") as file:
-            for item in plan.items:
+            for item in slow_progress(plan.items, "saving"):
                 begin_bytes = file.tell()
-                file.write(_serialised(planner.resolve_data(item)))
-                nbytes = file.tell() - begin_bytes
+                data = planner.resolve_data(item)
+                nbytes = file.write(data)
                 where = _StorageInfo(name, begin_bytes, nbytes)
+                vars(where)["crc32"] = zlib.crc32(data)  # torch's own `load` ignores it
+                del data  # before the next is made
                 results.append(WriteResult(item.index, nbytes, where))
-                bar.tick()
             file.flush()
             os.fsync(file.fileno())
-        bar.close()
         return results
 
 
-def _serialised(thing: Any) -> memoryview:
+def _serialised(thing: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(thing, buffer)
-    return buffer.getbuffer()
+    return buffer
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

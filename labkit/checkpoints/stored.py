@@ -1,7 +1,8 @@
 """A checkpoint on the disk: what it has, and reading pieces of it."""
 
 import pathlib
-from collections import Counter
+import pickle
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
 from labkit.checkpoints.contents import Path
-from labkit.checkpoints.progress import SlowBar
+from labkit.checkpoints.folders import METADATA, inside, sealed
+from labkit.checkpoints.progress import slow_progress
+from labkit.checkpoints.unpickling import MetadataUnpickler, check_weights_only
 from labkit.parallel.parts.shards import Shard
 
 
@@ -41,42 +43,51 @@ class Stored:
     """The checkpoint in a folder.
 
     path, entries: path of names -> what torch's metadata has of it
+    has_checksums  False where torch's own `save` or an older labkit wrote it
 
-    Raises ValueError when the folder's metadata cannot be understood, or a file is cut short.
+    Raises ValueError when the folder's metadata are damaged, cannot be understood or, with
+    `weights_only`, could run code.
     """
 
-    def __init__(self, folder: pathlib.Path):
-        self.folder = folder
+    def __init__(self, folder: pathlib.Path, weights_only: bool):
+        self.folder, self.weights_only = folder, weights_only
         self._reader = FileSystemReader(folder)
+        data = inside(folder, METADATA).read_bytes()
         try:
-            metadata = self._reader.read_metadata()
+            if not data.endswith(pickle.STOP) and not sealed(data):
+                raise ValueError("it does not match its checksum")
+            unpickler = MetadataUnpickler if weights_only else pickle.Unpickler
+            metadata = unpickler(BytesIO(data)).load()
             self._reader.set_up_storage_reader(metadata, is_coordinator=False)
             keys: dict[str, Path] = metadata.planner_data
             self._keys = {tuple(path): key for key, path in keys.items()}
             self.entries = {
                 path: metadata.state_dict_metadata[key] for path, key in self._keys.items()
             }
-        except OSError:
-            raise
+            stored = self._reader.storage_data.values()
+            self.has_checksums = all(hasattr(where, "crc32") for where in stored)
         except Exception as error:
             raise ValueError(
-                f"{folder / '.metadata'} cannot be read by torch {torch.__version__} ({error}); it "
+                f"{folder / METADATA} cannot be read by torch {torch.__version__} ({error}); it "
                 "is damaged, or was written by a newer version"
             ) from error
-        self._check_files()
 
-    def _check_files(self) -> None:
-        """All bytes that are promised are there: found out before anything is written over."""
-        ends: Counter[str] = Counter()
-        for where in self._reader.storage_data.values():
-            ends[where.relative_path] = max(ends[where.relative_path], where.offset + where.length)
-        for name, nbytes in ends.items():
-            file = self.folder / name
-            there = file.stat().st_size if file.exists() else 0
-            if there < nbytes:
+    def check(self, rank: int, ranks: int) -> None:
+        """Compares this rank's share of all items with their checksums. Raises ValueError where
+        bytes are missing or changed."""
+        places = {(x.relative_path, x.offset): x for x in self._reader.storage_data.values()}
+        for name, offset in slow_progress(sorted(places)[rank::ranks], "checking"):
+            where, file = places[name, offset], inside(self.folder, name)
+            end = offset + where.length
+            good = file.is_file() and file.stat().st_size >= end
+            if good and hasattr(where, "crc32"):
+                with file.open("rb") as stream:
+                    stream.seek(offset)
+                    good = zlib.crc32(stream.read(where.length)) == where.crc32
+            if not good:
                 raise ValueError(
-                    f"{file} has {there} of its {nbytes} bytes; this checkpoint is damaged, load "
-                    "another one beside it"
+                    f"{file} is damaged: bytes {offset} to {end} are missing or not those that "
+                    "were saved; load another checkpoint beside it"
                 )
 
     def call_by(self, also: Mapping[str, str]) -> None:
@@ -106,20 +117,17 @@ class Stored:
         index = MetadataIndex(self._keys[path])
         nothing = torch.Size([])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        return self._read(item, Landing({}))
+        return self._read(item, Landing({}, self.weights_only))
 
     def read(self, fills: Iterable[Fill], label: str = "loading") -> None:
         """Fill tensors, box by box in the order of the files; the tensors' dtypes stay."""
         items: list[ReadItem] = []
-        landing = Landing({})
+        landing = Landing({}, self.weights_only)
         for number, fill in enumerate(fills):
             items += self._items(number, fill, landing)
         items.sort(key=lambda item: self._place(item.storage_index))
-        bar = SlowBar(label, len(items))
-        for item in items:
+        for item in slow_progress(items, label):
             self._read(item, landing)
-            bar.tick()
-        bar.close()
 
     def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
         """Where the boxes of a tensor lie in the files."""
@@ -149,8 +157,9 @@ class Stored:
             self._reader.read_data(LoadPlan([item]), landing).wait()
         except Exception as error:
             file = self.folder / self._place(item.storage_index)[0]
+            why = str(error).partition("\n")[0]
             raise ValueError(
-                f"{item.storage_index.fqn} cannot be read from {file}: {error}"
+                f"{item.storage_index.fqn} cannot be read from {file}: {why}"
             ) from error
         return landing.thing
 
@@ -158,9 +167,9 @@ class Stored:
 class Landing(DefaultLoadPlanner):
     """Tells torch's reader where each box that it reads is to go."""
 
-    def __init__(self, views: dict[MetadataIndex, torch.Tensor]):
+    def __init__(self, views: dict[MetadataIndex, torch.Tensor], weights_only: bool):
         super().__init__()
-        self.views = views
+        self.views, self.weights_only = views, weights_only
         self.thing: Any = None
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -173,9 +182,6 @@ class Landing(DefaultLoadPlanner):
         """It is in its place."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        self.thing = torch.load(value, weights_only=False)
-
-
-def is_thing(entry: Any) -> bool:
-    """Whether it is no tensor."""
-    return isinstance(entry, BytesStorageMetadata)
+        if self.weights_only:
+            check_weights_only(value, read_item.storage_index.fqn)
+        self.thing = torch.load(value, weights_only=self.weights_only)

@@ -12,7 +12,7 @@ is promised more than the least that a recording has found.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.checkpoints.progress import SlowBar
+from labkit.checkpoints.progress import slow_progress
 from labkit.planning.layout import Layout, Sizes
 from labkit.planning.report import StepReport
 from labkit.predict.activations import activation_terms
@@ -139,15 +139,12 @@ def least(
     """The layout that holds the least, recorded."""
     promised = by_promise(every, sizes, global_batch)
     best, asked = report(sizes, promised[0].layout), 1
-    bar = SlowBar("recording layouts", len(promised))
-    for one in promised[1:]:
+    for one in slow_progress(promised[1:], "recording layouts"):
         if one.peak_bytes >= best.peak_bytes:
             break
         found, asked = report(sizes, one.layout), asked + 1
         if found.peak_bytes < best.peak_bytes:
             best = found
-        bar.tick()
-    bar.close()
     return Fit(best, budget_bytes, len(promised) - asked)
 
 
@@ -165,8 +162,8 @@ def deepest(
 
     promised = sorted(((one.pp * most(one), one) for one in every), key=lambda x: -x[0])
     best: StepReport | None = None
-    asked, deep, bar = 0, 0, SlowBar("recording layouts", len(promised))
-    for depth, one in promised:
+    asked, deep = 0, 0
+    for depth, one in slow_progress(promised, "recording layouts"):
         if depth <= deep:
             break
         found: dict[int, StepReport] = {}
@@ -178,8 +175,6 @@ def deepest(
         blocks, asked = _halved(fit, depth // one.pp), asked + 1
         if one.pp * blocks > deep:
             best, deep = found[blocks], one.pp * blocks
-        bar.tick()
-    bar.close()
     return Fit(best, budget_bytes, len(promised) - asked) if best else None
 
 

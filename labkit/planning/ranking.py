@@ -15,7 +15,7 @@ from functools import cached_property
 from math import lcm
 from typing import Any
 
-from labkit.checkpoints.progress import SlowBar
+from labkit.checkpoints.progress import slow_progress
 from labkit.clusters import Cluster
 from labkit.planning.fits import Fit, Report, TooLarge, by_promise, deepest, described, least
 from labkit.planning.layout import Layout, Sizes
@@ -216,15 +216,13 @@ def ranked(
     others, the smallest first."""
     promised = by_promise(every, sizes, global_batch)
     large = [one for one in promised if one.peak_bytes > budget_bytes]
-    fitting, bar = [], SlowBar("replaying layouts", len(promised) - len(large))
-    for one in promised[: len(promised) - len(large)]:
+    fitting = []
+    for one in slow_progress(promised[: len(promised) - len(large)], "replaying layouts"):
         found = report(sizes, one.layout)
         if found.peak_bytes <= budget_bytes:
             fitting.append(found)
         else:
             large.append(TooLarge(one.layout, found.memory_bytes))
-        bar.tick()
-    bar.close()
     return (
         tuple(sorted(fitting, key=lambda one: (one.step_s, one.peak_bytes))),
         tuple(sorted(large, key=lambda one: one.peak_bytes)),

@@ -40,15 +40,17 @@ def _printed(
 ) -> Iterator[T]:
     """A bar whose line is written anew after a carriage return; `transient`: gone at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
-    for count, thing in enumerate(things, 1):
-        yield thing
-        now_s = time.monotonic()
-        if now_s - drawn_s > EVERY_S and now_s - began_s > 0.5:
-            drawn_s = now_s
-            sys.stdout.write(f"\r{_bar(label, count, total, now_s - began_s)}")
-    if drawn_s:
-        last = _bar(label, count, total, time.monotonic() - began_s)
-        sys.stdout.write(f"\r{' ' * (len(last) + 9)}\r" if transient else f"\r{last}\n")
+    try:
+        for count, thing in enumerate(things, 1):
+            yield thing
+            now_s = time.monotonic()
+            if now_s - drawn_s > EVERY_S and now_s - began_s > 0.5:
+                drawn_s = now_s
+                sys.stdout.write(f"\r{_bar(label, count, total, now_s - began_s)}")
+    finally:  # the loop may have ended early
+        if drawn_s:
+            last = _bar(label, count, total, time.monotonic() - began_s)
+            sys.stdout.write(f"\r{' ' * (len(last) + 9)}\r" if transient else f"\r{last}\n")
 
 
 def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:

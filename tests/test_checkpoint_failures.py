@@ -101,6 +101,21 @@ def amid_metadata() -> None:
     saving.StreamingWriter.finish = half  # type: ignore[assignment,method-assign]
 
 
+def before_checksum() -> None:
+    """The metadata have their name, and not yet a checksum."""
+    before = folders.seal
+    folders.seal = lambda path: die() if path.name == folders.METADATA else before(path)
+
+
+def amid_checksum() -> None:
+    def half(path: pathlib.Path) -> None:
+        with path.open("ab") as file:
+            file.write(b"1234")
+        die()
+
+    folders.seal = half
+
+
 def before_rename() -> None:
     folders.publish = die  # type: ignore[assignment]
 
@@ -125,8 +140,8 @@ def amid_removal() -> None:
     folders.discard = half
 
 
-MOMENTS = [before_write, amid_write, before_metadata, amid_metadata, before_rename, before_pointer,
-           amid_pointer, amid_removal]  # fmt: skip
+MOMENTS = [before_write, amid_write, before_metadata, amid_metadata, before_checksum, amid_checksum,
+           before_rename, before_pointer, amid_pointer, amid_removal]  # fmt: skip
 
 
 def killed(world: World, folder: pathlib.Path, moment: Callable[[], None], step: int) -> None:

@@ -30,6 +30,8 @@ from labkit.checkpoints.together import together
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
 
+State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and what of it is still to be read
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -73,7 +75,7 @@ def load_checkpoint(
     if not stored.has_checksums and comm.rank == 0:
         why = "has no checksums: changed bytes would go unnoticed; save it again to add them"
         warnings.warn(f"{path} {why}", stacklevel=2)
-    kept: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    kept: list[tuple[dict[str, Any], list[dict[str, Any]], list[State]]] = []
 
     def look() -> None:
         stored.call_by(contents.also)
@@ -83,13 +85,12 @@ def load_checkpoint(
         if optimizer is not None:
             check_optimizer(stored, contents)
             groups = new_hyperparameters(stored, contents)
-        kept.append((record, groups))
+        kept.append((record, groups, [_new_state(stored, piece) for piece in contents.pieces]))
 
     together(comm, look, failed)
-    record, groups = kept[0]
+    record, groups, states = kept[0]
 
     def read() -> None:
-        states = [_new_state(stored, piece) for piece in contents.pieces]
         stored.read([*_weights(contents), *(fill for _, fills in states for fill in fills)])
         for piece, (state, _) in zip(contents.pieces, states):
             if piece.optimizer is not None:
@@ -108,8 +109,7 @@ def _weights(contents: Contents) -> list[Fill]:
     return [fill for fill in pieces + buffers if fill.tensor.numel()]
 
 
-def _new_state(stored: Stored, piece: OwnedPiece) -> tuple[dict[str, Any], list[Fill]]:
-    """The state that a piece is to have, and what of it is still to be read."""
+def _new_state(stored: Stored, piece: OwnedPiece) -> State:
     state: dict[str, Any] = {}
     fills: list[Fill] = []
     if piece.optimizer is None:

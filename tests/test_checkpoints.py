@@ -4,7 +4,9 @@ import os
 import pathlib
 import weakref
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,3 +313,15 @@ def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
     assert [next(items), next(items)] == [0, 1]
     monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
     assert list(items) == [2, 3, 4] == shown
+
+
+def test_a_bar_ends_its_line_when_the_loop_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars = import_module("labkit.world.progress")
+    seconds = iter(range(100))
+    monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for thing in bars._printed(range(9), "saving", 9):
+        if thing == 3:
+            break
+    assert capsys.readouterr().out.endswith("s left\n")

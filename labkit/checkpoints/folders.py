@@ -9,9 +9,9 @@ A save writes into the folder `.tmp`, has every byte on the disk, renames the fo
 replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
 checkpoint that is whole. Old ones go only when the new one stands.
 
-`.metadata` and `latest` end in a CRC-32 of themselves, and `.metadata` has one of all else: CRC-32
-finds each flipped bit, and is several times as fast as a cryptographic hash, which would not stop
-somebody who can write a new one, either.
+`.metadata` and `latest` end in their own CRC-32, and `.metadata` has one for every item in the
+other files. CRC-32 detects any flipped bit, several times as fast as a cryptographic hash; an
+attacker could replace either.
 """
 
 import os

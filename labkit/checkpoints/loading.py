@@ -55,8 +55,8 @@ def load_checkpoint(
 
     Numbers take the dtypes that the model has here. Without `optimizer` the weights alone are
     loaded. `comm` as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the
-    checkpoint run code: load only what you trust. Torch's own `save` and older versions of labkit
-    wrote no checksums: of their checkpoints only the sizes are verified, and a warning says so.
+    checkpoint run code: load only what you trust. Checkpoints of torch's own `save` and of older
+    labkits have no checksums: only file sizes are verified, with a warning on rank 0.
 
     Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
     when it is damaged, could run code, has files outside its folder, is of a newer format, or of

@@ -71,8 +71,8 @@ def save_checkpoint(
         comm: the ranks that hold the model together, as `mesh.comm`; None: those of the strategy,
             and all ranks where there is none, where parameters are cut (tensor parallelism), or of
             a Pipeline.
-        weights_only: refuse an `extra` that torch.load(weights_only=True) would refuse, as an
-            object of your own class; save with False what you want to load with False.
+        weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
+            refuse, such as an object of your own class. With False, load with False, too.
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:

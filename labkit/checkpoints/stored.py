@@ -73,8 +73,8 @@ class Stored:
             ) from error
 
     def check(self, rank: int, ranks: int) -> None:
-        """Compares this rank's share of all items with their checksums. Raises ValueError where
-        bytes are missing or changed."""
+        """Verify this rank's share of all items: size and checksum. Raises ValueError where bytes
+        are missing or changed."""
         places = {(x.relative_path, x.offset): x for x in self._reader.storage_data.values()}
         for name, offset in slow_progress(sorted(places)[rank::ranks], "checking"):
             where, file = places[name, offset], inside(self.folder, name)

@@ -1,4 +1,4 @@
-"""Pickles that somebody else may have made, read without running code in them."""
+"""Read pickles from untrusted files without running the code in them."""
 
 import io
 import pickle
@@ -18,16 +18,16 @@ ALLOWED = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that torch's `.metadata` is made of, and no others."""
+    """Builds the classes of torch's `.metadata` only; raises ValueError for any other."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if module in ("pathlib", "pathlib._local"):  # where it was saved, which nobody asks
+        if module in ("pathlib", "pathlib._local"):  # the folder it was saved to; unused
             return lambda *parts: parts
-        if (module, name) == ("builtins", "getattr"):  # of Python 3.11.2, for a member of an enum
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles an enum member
             return lambda enum, member: enum.__members__[member]
         raise ValueError(
             f"it needs {module}.{name}, which is no part of torch's metadata and may run code; "

@@ -5,15 +5,17 @@ On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the 
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import TypeVar
 
 from labkit.world.attach import current
-from labkit.world.output import in_notebook
+from labkit.world.output import in_notebook, interactive
 
 T = TypeVar("T")
 EVERY_S = 0.1
 WIDTH = 30
+NOTICE_S = 1.0
 
 
 def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
@@ -33,6 +35,25 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
         from rich.progress import track
 
         yield from track(things, label, total=total, transient=True)
+
+
+@contextmanager
+def notice(text: str) -> Iterator[Callable[[], None]]:
+    """For what is usually over in a moment: yields a function to call while it goes on, which shows
+    `text` after a second. At the end of the block it disappears."""
+    began_s, shown = time.monotonic(), False
+
+    def tick() -> None:
+        nonlocal shown
+        if not shown and time.monotonic() - began_s > NOTICE_S:
+            shown = interactive() or sys.stdout.isatty()
+            print(f"\r{text}" if shown else "", end="", flush=True)
+
+    try:
+        yield tick
+    finally:
+        if shown:
+            print(f"\r{' ' * len(text)}\r", end="", flush=True)
 
 
 def _printed(

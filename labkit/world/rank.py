@@ -62,7 +62,7 @@ class Spec:
 
     @property
     def folders(self) -> set[str]:
-        return {self.folder, self.shared}
+        return {self.folder, self.shared, os.path.dirname(str(self.address))}
 
 
 def live(spec: Spec) -> NoReturn:

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from labkit.comm import Board
 from labkit.comm.words import ranks_in_words
 from labkit.world.channel import Channel, listener, ready
 from labkit.world.errors import RankError
-from labkit.world.folders import memory_folder, new_folder, remove
-from labkit.world.interrupts import Interrupts, ignored
+from labkit.world.folders import memory_folder, new_folder, remove, socket_folder
+from labkit.world.interrupts import ignored, look
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
+from labkit.world.progress import notice
 from labkit.world.rank import CONTROL, HELLO, Spec
 
 if TYPE_CHECKING:
@@ -29,10 +31,9 @@ MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has p
 
 
 class Ranks:
-    """The living processes of a world, and the sockets to them. Among the `interrupts`, one is
-    looked for while they are born."""
+    """The living processes of a world, and the sockets to them."""
 
-    def __init__(self, world: "World", interrupts: Interrupts):
+    def __init__(self, world: "World"):
         self.size, self.owner = world.size, os.getpid()
         self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
@@ -53,53 +54,66 @@ class Ranks:
                 self.shared = memory_folder(told, self.folder)
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
-            self._bear(world, interrupts)
+            name = ranks_in_words(self.size)
+            with notice(f"starting {name}: the first time, importing torch takes seconds") as tick:
+                self._bear(world, socket_folder(told, self.folder), tick)
         except BaseException:
             self.stop(kill=True)
             raise
 
-    def _bear(self, world: "World", interrupts: Interrupts) -> None:
-        sock, address = listener(self.folder)
-        token = secrets.token_bytes(16)
+    def _bear(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
+        sock, address = listener(folder)
+        token, env = secrets.token_bytes(16), dict(os.environ)
+
+        def wait() -> None:
+            look()
+            tick()
+
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
                 shared=self.shared, transport=world.transport, backend=world.backend,
                 device=world.device, threads=world.threads, timeout_s=world.timeout_s,
                 link=world.link, seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
-                env=dict(os.environ),
+                env=env,
             )
             for rank in range(world.size)
         ]  # fmt: skip
         controls: dict[int, Channel] = {}
         outputs: dict[int, socket.socket] = {}
         unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
+        callers: set[socket.socket] = set()  # that have not said who they are
         with sock:
-            self.pids = self.starter.start(specs)
+            self.pids = self.starter.start(specs, wait)
             until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
             while len(controls) + len(outputs) < 2 * world.size or unborn:
-                talking = ready([sock, *unborn], TICK_S)
+                talking = ready([sock, *callers, *unborn], TICK_S)
+                wait()
                 if not talking:  # only now: a rank that has ended may have said why
-                    self._look_after(until_s, interrupts)
+                    self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
                         self._hear(unborn.pop(end), end)
                         continue
-                    caller, _ = sock.accept()
-                    hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
-                    if hello[: len(token)] != token or len(hello) < HELLO.size:
-                        caller.close()
+                    if end is sock:
+                        caller, _ = sock.accept()
+                        callers.add(caller)
+                        self.ends.append(caller)
                         continue
-                    self.ends.append(caller)
+                    callers.remove(end)
+                    hello = end.recv(HELLO.size)
+                    if hello[: len(token)] != token or len(hello) < HELLO.size:
+                        end.close()
+                        continue
                     _, rank, stream = HELLO.unpack(hello)
                     if stream == CONTROL:
-                        controls[rank] = Channel(caller)
+                        controls[rank] = Channel(end, look)
                         unborn[controls[rank]] = rank
                     else:
-                        outputs[rank] = caller
+                        outputs[rank] = end
         self.controls = [controls[rank] for rank in range(world.size)]
         self.outputs = [outputs[rank] for rank in range(world.size)]
-        self._look_after(until_s, interrupts)
+        self._look_after(until_s)
 
     def _hear(self, rank: int, channel: Channel) -> None:
         with suppress(EOFError):  # it has died, and is soon known to
@@ -108,7 +122,7 @@ class Ranks:
                 text = f"rank {rank} could not start:\n{error.format()}"
                 raise RankError(text, "raised", (rank,))
 
-    def _look_after(self, until_s: float, interrupts: Interrupts) -> None:
+    def _look_after(self, until_s: float) -> None:
         """Raises what stops the ranks from being born."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
@@ -116,8 +130,6 @@ class Ranks:
             raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
         if time.monotonic() > until_s:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
-        if interrupts.came:
-            raise KeyboardInterrupt
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
         """Answers of ranks that came within `patience_s`; what they print goes to `output`."""

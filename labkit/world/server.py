@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from typing import Any
 
 from labkit.world import rank
 from labkit.world.channel import Channel, ready
@@ -37,42 +38,61 @@ def main(fd: int, early: bool = False) -> None:
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: set[int] = set()
+    children: dict[int, int] = {}  # process id -> number of the request
     folders: set[str] = set()
     more, is_used = threading.Thread(target=_warm_up_more), False
     _warm_up()
     gc.freeze()
-    try:
-        driver.send(("warm", os.getpid()))
-        if early:
+    _tell(driver, "warm", os.getpid())
+    if early:
+        more.start()
+    is_alone = False
+    while not is_alone:
+        talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
+        if not talking:
             more.start()
-        while True:
-            talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
-            if not talking:
-                more.start()
-            if wake_up in talking:
-                with suppress(BlockingIOError):
-                    wake_up.recv(4096)
-                _report_ends(driver, children)
-            if driver in talking:
-                kind, body = driver.recv()
-                if kind == "answer for":
-                    folders.add(body)
-                elif kind == "fork":
-                    if more.ident is not None:
-                        more.join()  # a fork has one thread, and what the others held stays locked
-                    is_used = True
-                    pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
-                    children.update(pids)
-                    driver.send(("forked", (pids, refusal)))
+        if wake_up in talking:
+            with suppress(BlockingIOError):
+                wake_up.recv(4096)
+            _report_ends(driver, children)
+        if driver in talking:
+            requests, is_alone = _requests(driver)
+            folders.update(body for kind, body in requests if kind == "answer for")
+            cancelled = {body for kind, body in requests if kind == "cancel"}
+            for pid in [pid for pid, number in children.items() if number in cancelled]:
+                os.kill(pid, signal.SIGKILL)
+            for number, specs in [body for kind, body in requests if kind == "fork"]:
+                if is_alone or number in cancelled:
+                    continue
+                if more.ident is not None:
+                    more.join()  # a fork has one thread, and what the others held stays locked
+                is_used = True
+                pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
+                children.update(dict.fromkeys(pids, number))
+                _tell(driver, "forked", (number, pids, refusal))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    for pid in children:
+        os.waitpid(pid, 0)
+        kill_group(pid)
+    remove(folders)
+    os._exit(0)
+
+
+def _requests(driver: Channel) -> tuple[list[tuple[str, Any]], bool]:
+    """All that the driver has sent by now, and whether it has gone."""
+    requests: list[tuple[str, Any]] = []
+    try:
+        while not requests or ready([driver], 0):
+            requests.append(driver.recv())
     except EOFError:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
-            kill_group(pid)
-        remove(folders)
-        os._exit(0)
+        return requests, True
+    return requests, False
+
+
+def _tell(driver: Channel, kind: str, body: Any) -> None:
+    with suppress(EOFError):  # it has gone; what it sent before is still to be read
+        driver.send((kind, body))
 
 
 def _warm_up() -> None:
@@ -120,13 +140,13 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
         os._exit(1)
 
 
-def _report_ends(driver: Channel, children: set[int]) -> None:
+def _report_ends(driver: Channel, children: dict[int, int]) -> None:
     """Tell the driver of every child that has ended: pid, wait status, peak memory in bytes."""
     for pid in list(children):
         with suppress(ChildProcessError):
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
-                children.discard(pid)
+                del children[pid]
                 kill_group(pid)
                 unit = 1 if sys.platform == "darwin" else 1024
-                driver.send(("ended", (pid, status, usage.ru_maxrss * unit)))
+                _tell(driver, "ended", (pid, status, usage.ru_maxrss * unit))

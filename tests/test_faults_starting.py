@@ -1,5 +1,4 @@
-"""Interrupts and kills while a world starts, in a real Jupyter kernel and in scripts, and the socket
-it starts with."""
+"""Interrupts and kills while a world starts, in a real Jupyter kernel and in scripts."""
 
 import os
 import random
@@ -215,45 +214,6 @@ def test_a_long_temporary_folder_opens_no_port_and_leaves_nothing(
     assert str(address).startswith("/tmp/labkit-"), "a file, and no port"
     assert not os.listdir(folder)
     assert {name for name in os.listdir("/tmp") if name.startswith(own)} == before
-
-
-def test_a_long_temporary_folder_without_tmp_is_refused_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    mkdir = os.mkdir
-
-    def only_there(path: str, mode: int = 0o777) -> None:
-        if path.startswith("/tmp/labkit-"):
-            raise PermissionError(13, "Permission denied")
-        mkdir(path, mode)
-
-    monkeypatch.setattr(os, "mkdir", only_there)
-    with pytest.raises(RuntimeError, match="too long for a socket.*set TMPDIR to a folder with a"):
-        World(2)
-    assert not os.listdir(folder)
-
-
-def test_a_connection_that_says_nothing_does_not_hold_a_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from labkit.world import ranks
-
-    silent: list[socket.socket] = []
-
-    def listener(folder: str) -> tuple[socket.socket, object]:
-        sock, address = real(folder)
-        silent.append(socket.socket(socket.AF_UNIX))
-        silent[0].connect(address)
-        return sock, address
-
-    real = ranks.listener
-    monkeypatch.setattr(ranks, "listener", listener)
-    with World(2) as world:
-        assert world.run(lambda: Comm().rank) == [0, 1]
-    silent[0].close()
 
 
 def test_a_notice_shows_after_its_time_and_disappears(

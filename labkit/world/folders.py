@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from labkit.world.channel import fits_socket
-
 MEMORY = Path("/dev/shm")  # on Linux: a file there is memory and never touches a disk
 
 
@@ -29,20 +27,6 @@ def memory_folder(told: Callable[[str], None], beside: str) -> str:
         return new_folder(told, MEMORY)
     except OSError:  # there is none, or not for us
         return beside
-
-
-def socket_folder(told: Callable[[str], None], folder: str) -> str:
-    """`folder`, or a new one in /tmp where the path of a socket in `folder` would be too long.
-    Raises RuntimeError when /tmp cannot be written to."""
-    if fits_socket(folder):
-        return folder
-    try:
-        return new_folder(told, "/tmp")
-    except OSError as error:
-        raise RuntimeError(
-            f"the path of the temporary folder {tempfile.gettempdir()} is too long for a socket, "
-            f"and /tmp cannot be used ({error.strerror}); set TMPDIR to a folder with a short path"
-        ) from None
 
 
 def remove(folders: Iterable[str]) -> None:

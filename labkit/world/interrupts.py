@@ -7,68 +7,53 @@ many times a second, where it is safe to stop.
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import ClassVar
 
 ENOUGH = 3  # so many mean that nobody gets round to looking
 
 
 class Interrupts:
-    """While the block runs, interrupts are counted, and raise one KeyboardInterrupt: in `look`, or
-    at the end of the block. What cleans up after it is not interrupted again. Blocks may be nested:
-    the outermost counts. A user's own handler is left in its place."""
+    """While the block runs, interrupts are counted, and raise one KeyboardInterrupt: in `look`,
+    once there are `enough`, or at its end. A block inside another only has an `enough` of its own. A
+    user's own handler is left in its place."""
 
     outermost: "ClassVar[Interrupts | None]" = None  # only the main thread has one
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._holds = self._raised = False
+    def __init__(self, enough: float = ENOUGH) -> None:
+        self.count, self.enough, self.raised = 0, enough, False
 
     def __enter__(self) -> None:
         if _in_main() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._holds, Interrupts.outermost = True, self
+            Interrupts.outermost = self
             signal.signal(signal.SIGINT, self._note)
+        block = (_in_main() and Interrupts.outermost) or self
+        block.enough, self.enough = self.enough, block.enough
+        if block.count >= block.enough:
+            look()
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._holds:
+    def __exit__(self, *error: object) -> None:
+        if Interrupts.outermost is self:
             Interrupts.outermost = None
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if self._count and error is None:
+            if self.count and error[0] is None:
                 raise KeyboardInterrupt
+        elif _in_main() and Interrupts.outermost is not None:
+            Interrupts.outermost.enough = self.enough
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        self.raise_after(ENOUGH)
-
-    def raise_after(self, count: int) -> None:
-        if self._count >= count and not self._raised:
-            self._raised = True
-            raise KeyboardInterrupt
+        self.count += 1
+        if self.count >= self.enough:
+            look()
 
 
 def look() -> None:
-    """Raises KeyboardInterrupt if there was an interrupt since the `Interrupts` block began."""
-    if Interrupts.outermost is not None and _in_main():
-        Interrupts.outermost.raise_after(1)
+    """Raises KeyboardInterrupt if there was an interrupt since the outermost block began."""
+    block = Interrupts.outermost
+    if block is not None and block.count and not block.raised and _in_main():
+        block.raised = True
+        raise KeyboardInterrupt
 
 
 def _in_main() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def ignored() -> Iterator[None]:
-    """For what must not stop half way, and takes no more than seconds."""
-    before = signal.getsignal(signal.SIGINT) if _in_main() else None
-    if before is None:  # another thread, or a handler that Python cannot put back
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

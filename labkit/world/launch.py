@@ -20,8 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.world.channel import LOOK_S, Channel, ready
+from labkit.world.channel import Channel, ready
 from labkit.world.rank import Spec
+
+PIECE_S = 0.05  # of a wait: another thread may get the message that ends it
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,7 @@ class End:
 
 class ForkServer:
     """The driver's side of `labkit.world.server`, one for all worlds and threads of a process.
-
-    Requests to fork are numbered. One whose driver was interrupted is cancelled: the server kills
-    its ranks, and its late reply is ignored."""
+    A request whose driver was interrupted is cancelled: the server kills the ranks it forks."""
 
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
@@ -70,7 +70,6 @@ class ForkServer:
         theirs.close()
         self._channel = Channel(ours)
         self._talking = threading.Lock()
-        self._warm = False  # before, it reads nothing, and a long message would block
         self._numbers = itertools.count(1)
         self._replies: dict[int, tuple[list[int], str]] = {}  # process ids, refusal
         self._ends: dict[int, End] = {}
@@ -81,10 +80,10 @@ class ForkServer:
         """The running server, or a new one."""
         with ForkServer._choosing:
             only = ForkServer._only
-            if only is not None and (only._owner != os.getpid() or only._is_gone()):
-                only.close()
-                only = None
-            ForkServer._only = only = only or ForkServer(early)
+            if only is None or only._owner != os.getpid() or only._process.poll() is not None:
+                if only is not None:
+                    only.close()
+                ForkServer._only = only = ForkServer(early)
             return only
 
     def answer_for(self, folder: str) -> None:
@@ -94,13 +93,11 @@ class ForkServer:
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         """Bring these ranks to life; returns their process ids. Calls `tick` while it waits."""
-        number, sent = next(self._numbers), False
+        number = next(self._numbers)
         try:
+            self._send("fork", (number, specs))
             while number not in self._replies:
-                if self._warm and not sent:
-                    sent = True
-                    self._send("fork", (number, specs))
-                ready([self._channel], LOOK_S)
+                ready([self._channel], PIECE_S)
                 tick()
                 self.ends()
         except EOFError:
@@ -149,7 +146,7 @@ class ForkServer:
             while not self.ends().keys() >= set(pids):
                 if time.monotonic() > until_s:
                     return False
-                ready([self._channel], LOOK_S)
+                ready([self._channel], PIECE_S)
         return True
 
     def forget(self, pids: list[int]) -> None:
@@ -164,21 +161,16 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def _is_gone(self) -> bool:
-        return self._channel.fileno() < 0 or self._process.poll() is not None
-
     def _send(self, kind: str, body: Any) -> None:
         with self._talking:
             self._channel.send((kind, body))
 
     def _note(self, kind: str, body: Any) -> None:
-        if kind == "warm":
-            self._warm = True
-        elif kind == "forked":
+        if kind == "forked":
             number, pids, refusal = body
             self.forget(pids)  # of processes that had these ids before
             self._replies[number] = pids, refusal
-        elif kind == "ended":
+        else:
             pid, status, peak_bytes = body
             self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
 
@@ -208,9 +200,8 @@ class Spawner:
                     process.stdin.write(pickle.dumps(spec))
                     process.stdin.flush()  # and stays open: its end tells the rank of the driver's
         except BaseException:
-            started = list(self._processes)
-            self.kill(started)
-            self.forget(started)
+            self.kill(list(self._processes))
+            self.forget(list(self._processes))
             raise
         return list(self._processes)
 

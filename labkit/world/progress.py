@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from labkit.world.attach import current
+from labkit.world.interrupts import look
 from labkit.world.output import in_notebook, interactive
 
 T = TypeVar("T")
@@ -39,15 +40,16 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
 
 @contextmanager
 def notice(text: str) -> Iterator[Callable[[], None]]:
-    """For what is usually over in a moment: yields a function to call while it goes on, which shows
-    `text` after a second. At the end of the block it disappears."""
-    began_s, shown = time.monotonic(), False
+    """Yields a function to call while something goes on, which looks for interrupts and shows
+    `text` after a second, until the end of the block."""
+    due_s, shown = time.monotonic() + NOTICE_S, False
 
     def tick() -> None:
         nonlocal shown
-        if not shown and time.monotonic() - began_s > NOTICE_S:
-            shown = interactive() or sys.stdout.isatty()
-            print(f"\r{text}" if shown else "", end="", flush=True)
+        look()
+        if not shown and time.monotonic() > due_s and (interactive() or sys.stdout.isatty()):
+            shown = True
+            print(f"\r{text}", end="", flush=True)
 
     try:
         yield tick

@@ -1,5 +1,6 @@
 """The processes of a world: how they are born, heard and stopped."""
 
+import math
 import os
 import secrets
 import socket
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.comm import Board
 from labkit.comm.words import ranks_in_words
-from labkit.world.channel import Channel, listener, ready
+from labkit.world.channel import LONGEST_FOLDER, Channel, listener, ready
 from labkit.world.errors import RankError
-from labkit.world.folders import memory_folder, new_folder, remove, socket_folder
-from labkit.world.interrupts import ignored, look
+from labkit.world.folders import memory_folder, new_folder, remove
+from labkit.world.interrupts import Interrupts
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
 from labkit.world.progress import notice
@@ -56,7 +57,9 @@ class Ranks:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
             name = ranks_in_words(self.size)
             with notice(f"starting {name}: the first time, importing torch takes seconds") as tick:
-                self._bear(world, socket_folder(told, self.folder), tick)
+                is_short = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
+                folder = self.folder if is_short else new_folder(told, "/tmp")
+                self._bear(world, folder, tick)
         except BaseException:
             self.stop(kill=True)
             raise
@@ -64,11 +67,6 @@ class Ranks:
     def _bear(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
         sock, address = listener(folder)
         token, env = secrets.token_bytes(16), dict(os.environ)
-
-        def wait() -> None:
-            look()
-            tick()
-
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
@@ -82,35 +80,30 @@ class Ranks:
         controls: dict[int, Channel] = {}
         outputs: dict[int, socket.socket] = {}
         unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
-        callers: set[socket.socket] = set()  # that have not said who they are
         with sock:
-            self.pids = self.starter.start(specs, wait)
+            self.pids = self.starter.start(specs, tick)
             until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
             while len(controls) + len(outputs) < 2 * world.size or unborn:
-                talking = ready([sock, *callers, *unborn], TICK_S)
-                wait()
+                talking = ready([sock, *unborn], TICK_S)
+                tick()
                 if not talking:  # only now: a rank that has ended may have said why
                     self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
                         self._hear(unborn.pop(end), end)
                         continue
-                    if end is sock:
-                        caller, _ = sock.accept()
-                        callers.add(caller)
-                        self.ends.append(caller)
-                        continue
-                    callers.remove(end)
-                    hello = end.recv(HELLO.size)
+                    caller, _ = sock.accept()
+                    hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
                     if hello[: len(token)] != token or len(hello) < HELLO.size:
-                        end.close()
+                        caller.close()
                         continue
+                    self.ends.append(caller)
                     _, rank, stream = HELLO.unpack(hello)
                     if stream == CONTROL:
-                        controls[rank] = Channel(end, look)
+                        controls[rank] = Channel(caller)
                         unborn[controls[rank]] = rank
                     else:
-                        outputs[rank] = end
+                        outputs[rank] = caller
         self.controls = [controls[rank] for rank in range(world.size)]
         self.outputs = [outputs[rank] for rank in range(world.size)]
         self._look_after(until_s)
@@ -144,7 +137,8 @@ class Ranks:
                 self._read(sources[end], output)
             else:
                 try:
-                    answers.append((sources[end], *end.recv()))
+                    with Interrupts(1):  # at once: this message can be long
+                        answers.append((sources[end], *end.recv()))
                 except EOFError:
                     end.close()
                     answers.append((sources[end], "cut off", None))
@@ -170,7 +164,7 @@ class Ranks:
         """End the processes, politely first unless `kill`; close and remove all that was theirs."""
         if os.getpid() != self.owner:
             return
-        with ignored():
+        with Interrupts(math.inf):  # not half way; it takes no more than seconds
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
 
 from labkit.world import rank
 from labkit.world.channel import Channel, ready
@@ -40,59 +39,43 @@ def main(fd: int, early: bool = False) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, int] = {}  # process id -> number of the request
     folders: set[str] = set()
-    more, is_used = threading.Thread(target=_warm_up_more), False
+    more = threading.Thread(target=_warm_up_more)
     _warm_up()
     gc.freeze()
-    _tell(driver, "warm", os.getpid())
     if early:
         more.start()
-    is_alone = False
-    while not is_alone:
-        talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
-        if not talking:
-            more.start()
-        if wake_up in talking:
-            with suppress(BlockingIOError):
-                wake_up.recv(4096)
-            _report_ends(driver, children)
-        if driver in talking:
-            requests, is_alone = _requests(driver)
-            folders.update(body for kind, body in requests if kind == "answer for")
-            cancelled = {body for kind, body in requests if kind == "cancel"}
-            for pid in [pid for pid, number in children.items() if number in cancelled]:
-                os.kill(pid, signal.SIGKILL)
-            for number, specs in [body for kind, body in requests if kind == "fork"]:
-                if is_alone or number in cancelled:
-                    continue
-                if more.ident is not None:
-                    more.join()  # a fork has one thread, and what the others held stays locked
-                is_used = True
-                pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
-                children.update(dict.fromkeys(pids, number))
-                _tell(driver, "forked", (number, pids, refusal))
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    for pid in children:
-        os.waitpid(pid, 0)
-        kill_group(pid)
-    remove(folders)
-    os._exit(0)
-
-
-def _requests(driver: Channel) -> tuple[list[tuple[str, Any]], bool]:
-    """All that the driver has sent by now, and whether it has gone."""
-    requests: list[tuple[str, Any]] = []
     try:
-        while not requests or ready([driver], 0):
-            requests.append(driver.recv())
+        while True:
+            talking = ready([driver, wake_up], QUIET_S if more.ident is None else None)
+            if not talking:
+                more.start()
+            if wake_up in talking:
+                with suppress(BlockingIOError):
+                    wake_up.recv(4096)
+                _report_ends(driver, children)
+            if driver in talking:
+                kind, body = driver.recv()
+                if kind == "answer for":
+                    folders.add(body)
+                elif kind == "cancel":
+                    for pid in [pid for pid, number in children.items() if number == body]:
+                        os.kill(pid, signal.SIGKILL)
+                elif kind == "fork":
+                    if more.ident is not None:
+                        more.join()  # a fork has one thread, and what the others held stays locked
+                    number, specs = body
+                    pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
+                    children.update(dict.fromkeys(pids, number))
+                    with suppress(EOFError):  # the driver has gone: what it sent before comes first
+                        driver.send(("forked", (number, pids, refusal)))
     except EOFError:
-        return requests, True
-    return requests, False
-
-
-def _tell(driver: Channel, kind: str, body: Any) -> None:
-    with suppress(EOFError):  # it has gone; what it sent before is still to be read
-        driver.send((kind, body))
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+            kill_group(pid)
+        remove(folders)
+        os._exit(0)
 
 
 def _warm_up() -> None:
@@ -143,10 +126,10 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
 def _report_ends(driver: Channel, children: dict[int, int]) -> None:
     """Tell the driver of every child that has ended: pid, wait status, peak memory in bytes."""
     for pid in list(children):
-        with suppress(ChildProcessError):
+        with suppress(ChildProcessError, EOFError):
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
                 del children[pid]
                 kill_group(pid)
                 unit = 1 if sys.platform == "darwin" else 1024
-                _tell(driver, "ended", (pid, status, usage.ru_maxrss * unit))
+                driver.send(("ended", (pid, status, usage.ru_maxrss * unit)))

@@ -156,8 +156,8 @@ class World:
         """Stop the ranks, with all they keep and do, and start new ones."""
         self._asked_to_stop = "restarted"
         with self._busy:
-            self._stop(kill=True)
             self._asked_to_stop = ""
+            self._stop(kill=True)
             self._ranks()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class World:
         spec = recording.spec_for(self, self._about()) if recording else None
         try:
             for rank in targets:
-                with suppress(EOFError):  # it has died: `failures` will see
+                with suppress(EOFError), Interrupts(1):  # it has died: `failures` will see
                     ranks.controls[rank].send((*message, spec))
             while len(values) < len(targets) and not failures.settled():
                 for rank, kind, body in ranks.listen(TICK_S, output):

@@ -15,8 +15,8 @@ ENOUGH = 3  # so many mean that nobody gets round to looking
 
 class Interrupts:
     """While the block runs, interrupts are counted, and raise one KeyboardInterrupt: in `look`,
-    once there are `enough`, or at its end. A block inside another only has an `enough` of its own. A
-    user's own handler is left in its place."""
+    once there are `enough`, or at its end. A block inside another has its own `enough`. A
+    handler of the user's is left in its place."""
 
     outermost: "ClassVar[Interrupts | None]" = None  # only the main thread has one
 

@@ -213,7 +213,7 @@ class Carrier:
     def destroy_dropped(self) -> None:
         """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
         the store), and in which therefore nothing is under way."""
-        for one in [one for one in self._subgroups if not one.users]:
+        for one in [one for one in self._subgroups if not one.users and one._group()]:
             store = dist.distributed_c10d._get_default_store()
             dropped_by = store.add(f"labkit dropped {one.name}", 1 - self._subgroups[one])
             self._subgroups[one] = True

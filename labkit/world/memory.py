@@ -19,15 +19,12 @@ def left_by_cgroups() -> Iterator[int]:
     bytes. Caches of files count as left."""
     for line in CGROUPS.read_text().splitlines() if CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)  # v2 names no controllers
-        root, names, total = MOUNT / controllers, ("max", "current"), ""
-        if controllers:
-            names, total = ("limit_in_bytes", "usage_in_bytes"), "total_"
-        group = root / path.strip("/")
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        total = "total_" if controllers else ""
+        group = MOUNT / controllers / path.strip("/")
         for folder in [group, *group.parents]:
             with suppress(OSError, ValueError, KeyError):  # no limit, or a path outside a container
                 limit, used = (int((folder / f"memory.{name}").read_text()) for name in names)
                 stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
                 cached = [int(stat[f"{total}{kind}_file"]) for kind in ("active", "inactive")]
                 yield limit - used + sum(cached)
-            if folder == root:
-                break

@@ -55,11 +55,9 @@ class Ranks:
                 self.shared = memory_folder(told, self.folder)
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
-            name = ranks_in_words(self.size)
-            with notice(f"starting {name}: the first time, importing torch takes seconds") as tick:
-                is_short = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
-                folder = self.folder if is_short else new_folder(told, "/tmp")
-                self._bear(world, folder, tick)
+            with notice("starting ranks; the first time, importing torch takes seconds") as tick:
+                fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
+                self._bear(world, self.folder if fits else new_folder(told, "/tmp"), tick)
         except BaseException:
             self.stop(kill=True)
             raise

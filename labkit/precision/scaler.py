@@ -103,9 +103,18 @@ class GradScaler:
     ):
         self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
-        self.comm = comm
+        self.comm = None if comm is None else Comm.of(comm)
         self._losses: list[torch.Tensor] = []  # since the last update, as they were
         self._turns: list[Turn] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._turns:
+            raise RuntimeError("GradScaler: copy or pickle it after update(), before unscale_()")
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.comm = None if self.comm is None else Comm.of(self.comm)
 
     # --- a step ---
 

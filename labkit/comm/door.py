@@ -38,11 +38,13 @@ from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
 from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
+from labkit.comm.untraced import untraced
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
 
 
+@untraced
 class Comm:
     """The door of one process group.
 
@@ -74,10 +76,7 @@ class Comm:
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Comm(group): this rank is not a member of the group")
         if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                f"{group!r:.60} is not a group of ranks; give a Comm, such as mesh.dp, or a "
-                "torch.distributed process group"
-            )
+            raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
         self.group = group
         self._carrier = carrier = Carrier.of(group)
         self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
@@ -93,12 +92,11 @@ class Comm:
             return Comm()
         return comm if isinstance(comm, (Comm, Departed)) else Comm(comm)  # type: ignore[return-value]
 
-    def __copy__(self) -> "Comm":
-        return self
-
-    def __deepcopy__(self, memo: object) -> "Comm":
+    def __deepcopy__(self, memo: object = None) -> "Comm":
         """Of a copied module, too, the messages go over this group."""
         return self
+
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A group does not travel: out of a pickle comes who it was over."""

@@ -95,16 +95,13 @@ class AsyncParameterServer(Replica):
         super().__init__(module, comm)
         self.max_staleness, self.order = max_staleness, list(order)
         self._check_arguments()
+        self._parameters_to_serve = self._parameters_to_average
         self._device = self._parameters_to_serve[0].device  # where the headers are, too
         self.optimizer: torch.optim.Optimizer | None = None
         if self.is_server:
             self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)
         self.updates: list[Update] = []
         self.version = 0  # of the weights here
-
-    def _attach(self) -> None:
-        super()._attach()
-        self._parameters_to_serve = self._parameters_to_average
 
     @property
     def is_server(self) -> bool:

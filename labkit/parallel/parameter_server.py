@@ -64,8 +64,7 @@ class ParameterServer(Replica):
 
     def _attach(self) -> None:
         super()._attach()
-        self._scheduled = False
-        self._pulls = False  # of a copy, too, until `pull_after`
+        self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
         for parameter in self._parameters_to_average:
             _when_gradient_is_made(parameter, self._share)
             when_gradient_is_there(parameter, self._schedule)

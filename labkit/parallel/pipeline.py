@@ -173,13 +173,10 @@ class Pipeline(NotCopyable, nn.Module):
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
 
-    instead_of_copy = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
+    copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a Pipeline cannot be called as a module: pipeline.step(x, y) runs forward and "
-            "backward of a batch, and inside torch.no_grad() the forward alone"
-        )
+        raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
 
     # --- the runner ---------------------------------------------------------------------------
 

@@ -77,10 +77,7 @@ class ZeroOptimizer(NotCopyable, StandIns):
     """
 
     _depends_on = "rank, world size, bucket_mb or model"
-    instead_of_copy = (
-        "make one of the copied model's parameters and load this one's state_dict(), or use "
-        "labkit.save_checkpoint"
-    )
+    copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
     _step_supports_amp_scaling = True  # so torch's scaler comes to `step`, to be refused
 
     def __init__(

@@ -45,7 +45,7 @@ class Fp32Gradients(NotCopyable):
     its ranks are not among those of `comm`.
     """
 
-    instead_of_copy = "make one of the copied model's parameters"
+    copy_advice = "make one of the copied model's parameters"
 
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
         self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once

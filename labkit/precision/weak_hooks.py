@@ -26,8 +26,7 @@ def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None
 class NotCopyable:
     """Whose hooks are on given parameters: a copy would have none, and do nothing in silence."""
 
-    instead_of_copy: str  # what to do
+    copy_advice: str  # what to do
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        name = type(self).__name__
-        raise TypeError(f"a {name} cannot be copied or pickled: {self.instead_of_copy}")
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; {self.copy_advice}")

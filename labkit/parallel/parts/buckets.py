@@ -102,9 +102,6 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     return full + [rest for rest in filling.values() if rest]
 
 
-def buckets_of(
-    parameters: Sequence[nn.Parameter], bucket_bytes: float, comm: Comm | None
-) -> list[Bucket]:
-    """The parameters, last first, in buckets of at most `bucket_bytes`; without `comm` in memory of
-    this rank's own, and nothing travels."""
-    return [Bucket(some, comm) for some in cut(parameters, bucket_bytes)]
+def buckets_of(params: Sequence[nn.Parameter], nbytes: float, comm: Comm | None) -> list[Bucket]:
+    """Of at most `nbytes`, the last parameters first. Without `comm` nothing travels."""
+    return [Bucket(some, comm) for some in cut(params, nbytes)]

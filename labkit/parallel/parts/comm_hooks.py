@@ -22,7 +22,7 @@ torch has these as `fp16_compress_hook` and `bf16_compress_hook` for `register_c
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,9 +53,7 @@ def compressed(dtype: torch.dtype) -> Hook:
     return partial(_compressed, dtype)  # not a closure: it can be pickled
 
 
-def _compressed(
-    dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bool
-) -> UnderWay | None:
+def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
     numbers = torch.view_as_real(flat) if flat.is_complex() else flat
     if numbers.element_size() <= dtype.itemsize:
         return all_reduced(flat, comm, async_op)

@@ -24,10 +24,9 @@ UNUSED = -0.0
 class Replica(nn.Module):
     """`module` on each rank of `comm`, equal to rank 0's: what the wrappers have in common.
 
-    A copy (`copy.deepcopy`, pickle) has parameters of its own. It leaves out what belongs to those
-    of the original (hooks, buckets, weak references) and creates its own in `_attach`, where
-    nothing may travel: rank 0 may copy or load alone, as `swa_utils.AveragedModel` does. What was
-    pickled over all ranks is loaded over all ranks.
+    A copy (`copy.deepcopy`, pickle) has parameters of its own. It leaves out what belongs to the
+    original's (hooks, buckets, weak references) and creates its own in `_attach`, where nothing
+    travels: rank 0 may copy or load alone. What was over all ranks is loaded over all ranks.
     """
 
     def __init__(self, module: nn.Module, comm: Comm | None):

@@ -100,7 +100,8 @@ class Comm:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A group does not travel: out of a pickle comes who it was over."""
-        return Departed, (self.rank, self.size, self.ranks, self.group is dist.group.WORLD)
+        is_world = dist.is_initialized() and self.size == dist.get_world_size()
+        return Departed, (self.rank, self.size, self.ranks, is_world)
 
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.

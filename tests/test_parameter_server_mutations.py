@@ -37,10 +37,10 @@ class WorkersKeepOldWeights(ParameterServer):
     """They take part, and put the news beside their weights."""
 
     def _pull(self) -> None:
-        before = [p.detach().clone() for p in self._parameters_to_serve]
+        before = [p.detach().clone() for p in self._parameters_to_average]
         super()._pull()
         if not self.is_server:
-            for parameter, old in zip(self._parameters_to_serve, before):
+            for parameter, old in zip(self._parameters_to_average, before):
                 parameter.detach().copy_(old)
 
 
@@ -48,10 +48,10 @@ class WorkersKeepGradients(ParameterServer):
     """And with them an optimizer state that nobody needs."""
 
     def _push(self) -> None:
-        before = [p.grad for p in self._parameters_to_serve]
+        before = [p.grad for p in self._parameters_to_average]
         super()._push()
         if not self.is_server:
-            for parameter, gradient in zip(self._parameters_to_serve, before):
+            for parameter, gradient in zip(self._parameters_to_average, before):
                 parameter.grad = gradient
 
 
@@ -65,7 +65,7 @@ class AveragesWeights(ParameterServer):
         self._scheduled = False
 
     def _pull(self) -> None:
-        for parameter in self._parameters_to_serve:
+        for parameter in self._parameters_to_average:
             weights = parameter.detach()
             every = [torch.empty_like(weights) for _ in range(self.comm.size)]
             self.comm.gather(weights, every if self.is_server else None)

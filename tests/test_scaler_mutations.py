@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from scaler_contract import check_as_torch, check_equal_to_single
 from test_scaler import test_gradients_that_fp16_cannot_hold_reach_the_masters as held_by_fp16
 
 from labkit import GradScaler, World
-from labkit.precision import unscaling
+from labkit.precision import scaler, unscaling
 from labkit.precision.dynamic_scale import DynamicScale
 from labkit.precision.stand_ins import StandIns
 from labkit.world.errors import RankError
@@ -72,7 +73,9 @@ class UnscalesTwice(GradScaler):
 
 
 class DecidesAlone(GradScaler):
-    comm = property(lambda self: None, lambda self, given: None)  # type: ignore[assignment]
+    def unscale_(self, trained: Any) -> None:
+        with patch.object(scaler, "_all_ranks", lambda: None):
+            super().unscale_(trained)
 
 
 def with_scale(kind: type[DynamicScale]) -> type[GradScaler]:

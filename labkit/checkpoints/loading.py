@@ -62,7 +62,7 @@ def load_checkpoint(
     when it is damaged, could run code, has files outside its folder, is of a newer format, or of
     another model or optimizer (it names the first parameters that differ).
     """
-    comm = comm or comm_of(model, optimizer)
+    comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
     path = together(comm, lambda: folders.find(folder) if comm.rank == 0 else None, failed)[0]

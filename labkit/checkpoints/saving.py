@@ -80,7 +80,7 @@ def save_checkpoint(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
-    comm = comm or comm_of(model, optimizer)
+    comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = f"step {step} was not saved; checkpoints made before are as they were"
     contents = Contents(model, optimizer, comm)

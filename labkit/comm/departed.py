@@ -22,6 +22,7 @@ class Departed:
     rank: int
     size: int
     ranks: tuple[int, ...]
+    is_world: bool = False  # all ranks: a DDP that is loaded by others takes theirs
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle look for what is not there

@@ -38,11 +38,13 @@ from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
 from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
+from labkit.comm.untraced import untraced
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
 
 
+@untraced
 class Comm:
     """The door of one process group.
 
@@ -54,7 +56,8 @@ class Comm:
     any dtype and any shape; those that one call takes together share a dtype. Only the `..._tensor`
     and `..._single` variants want the tensor that they cut into n parts to be contiguous.
 
-    Raises RuntimeError where no process group is initialised, ValueError outside the group.
+    Raises RuntimeError where no process group is initialised, ValueError outside the group,
+    TypeError for anything else.
     Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
     other or that torch cannot reduce, CollectiveMismatch when another rank called something else,
     CommError when the operation fails under way.
@@ -72,6 +75,8 @@ class Comm:
         group = dist.group.WORLD if group is None else group
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Comm(group): this rank is not a member of the group")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
         self._group = group
         self._carrier = carrier = Carrier.of(group)
         carrier.users.add(self)
@@ -86,13 +91,24 @@ class Comm:
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
 
-    def __deepcopy__(self, memo: object) -> "Comm":
+    @staticmethod
+    def of(comm: Any = None) -> "Comm":
+        """What a `comm` argument means: a `Comm`, a process group, or None for all ranks. One that
+        was pickled (`Departed`) over all ranks is that of all ranks here, where there are any."""
+        if isinstance(comm, Departed) and comm.is_world and dist.is_initialized():
+            return Comm()
+        return comm if isinstance(comm, (Comm, Departed)) else Comm(comm)  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: object = None) -> "Comm":
         """Of a copied module, too, the messages go over this group."""
         return self
 
+    __copy__ = __deepcopy__
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A group does not travel: out of a pickle comes who it was over."""
-        return Departed, (self.rank, self.size, self.ranks)
+        is_world = dist.is_initialized() and self.size == dist.get_world_size()
+        return Departed, (self.rank, self.size, self.ranks, is_world)
 
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.

@@ -47,7 +47,7 @@ class Mesh:
     """
 
     def __init__(self, comm: Comm | None = None, /, **sizes: int):
-        self.comm = comm or Comm()
+        self.comm = Comm.of(comm)
         self.sizes = dict(sizes)
         check_sizes(self.sizes, self.comm.size)
         self._comms = {axis: self._over([axis]) for axis in self.sizes}

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from labkit.comm.board import Board
 from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.link import Link, TwoLevel
@@ -63,6 +65,7 @@ def listen_with(heard: Callable[[CommEvent], object]) -> Iterator[None]:
 
 
 _COMM = str(Path(__file__).parent) + os.sep
+_DYNAMO = str(Path(torch.__file__).parent / "_")  # lies between, where torch.compile is at work
 _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -73,7 +76,7 @@ def caller() -> str:
     "lesson.py:12 in train" or "ddp.py:80 in _launch, from lesson.py:12 in train"
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_COMM):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_COMM, _DYNAMO)):
         frame = frame.f_back
     line = _place(frame)
     if not frame.f_code.co_filename.startswith(_LABKIT):

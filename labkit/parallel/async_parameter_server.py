@@ -34,8 +34,7 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.parameter_server import SERVER
-from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
-from labkit.parallel.parts.replicas import check_dense, copy_from_rank_0, trainable
+from labkit.parallel.parts.replicas import Replica, check_dense, copy_from_rank_0
 
 DONE = -1  # in place of the version: this worker pushes no more
 POLL_S = 0.0002
@@ -55,7 +54,7 @@ class Update:
         return self.applied_to - self.made_with
 
 
-class AsyncParameterServer(nn.Module):
+class AsyncParameterServer(Replica):
     """`module` on every rank; rank 0 serves its weights, the others train them, unsynchronised.
 
         model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
@@ -93,16 +92,11 @@ class AsyncParameterServer(nn.Module):
         order: Iterable[int] = (),
         **defaults: Any,
     ):
-        super().__init__()
-        self.module, self.comm = module, comm or Comm()
+        super().__init__(module, comm)
         self.max_staleness, self.order = max_staleness, list(order)
         self._check_arguments()
-        self._parameters_to_serve = trainable(module)
+        self._parameters_to_serve = self._parameters_to_average
         self._device = self._parameters_to_serve[0].device  # where the headers are, too
-        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        claim(module.named_parameters(), self)
-        self._unchanged = Unchanged(module)
-        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         self.optimizer: torch.optim.Optimizer | None = None
         if self.is_server:
             self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)

@@ -64,6 +64,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     strategy that has the parameters already is over fewer ranks; in forward where a sequence does
     not split, or is longer than the model's context.
     """
+    comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
     if not (attentions := [m for name, m in model.named_modules() if _is_attention(name, m)]):

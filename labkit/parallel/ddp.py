@@ -31,23 +31,21 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.naive_ddp import NaiveDDP
-from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.parts.arrivals import STATIC, agreed_order, agreed_used
 from labkit.parallel.parts.buckets import MB, Bucket, buckets_of
 from labkit.parallel.parts.comm_hooks import Hook, all_reduced
 from labkit.parallel.parts.joining import Doing, RollCall
 from labkit.parallel.parts.replicas import (
+    Replica,
     at_end_of_backward,
     copy_from,
-    copy_from_rank_0,
-    trainable,
     when_gradient_is_there,
 )
 
 Part = TypeVar("Part")
 
 
-class DDP(nn.Module):
+class DDP(Replica):
     """Replicas of `module`, whose gradients are averaged while `backward()` runs.
 
     Args:
@@ -79,28 +77,31 @@ class DDP(nn.Module):
         hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
-        super().__init__()
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
-        self.module = module
-        self.comm = comm or Comm()
+        super().__init__(module, comm)
         self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
-        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        claim(module.named_parameters(), self)
-        self._unchanged = Unchanged(module)
-        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        self._parameters_to_average = trainable(module)
-        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._bucket_bytes = bucket_mb * MB
-        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes, self.comm))
-        several = len(self._buckets) > 1
-        self._came: list[nn.Parameter] | None = [] if several or static_graph else None
+        self._make_buckets(self.comm)
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        self._came: list[nn.Parameter] | None = None
+        self._fill([])
         self._roll: RollCall | None = None  # inside join()
-        self._synchronise = True
         self._in_backward = False
         self._sent = 0  # buckets leave in the same order on all ranks
         for parameter in self._parameters_to_average:
             when_gradient_is_there(parameter, self._gradient_is_there)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_buckets(None)
+
+    def _make_buckets(self, comm: Comm | None) -> None:
+        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes, comm))
+        self._came = [] if len(self._buckets) > 1 or self.static_graph else None
 
     def _fill(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
@@ -200,15 +201,6 @@ class DDP(nn.Module):
             self._fill(buckets)
 
     # --- several backwards in a step, and ranks whose data ends -------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
-        before, self._synchronise = self._synchronise, False
-        try:
-            yield
-        finally:
-            self._synchronise = before
 
     def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
         """The micro-batches of one step: `for x, y in ddp.accumulate(parts):`, of which only the

@@ -13,8 +13,6 @@ gives every replica the gradient of the whole batch; equal replicas then stay eq
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,20 +20,19 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.parts.replicas import (
     UNUSED,
+    Replica,
     at_end_of_backward,
     check_dense,
     copy_from_rank_0,
     mark_used,
     nobody_used,
-    trainable,
     when_gradient_is_there,
 )
 
 
-class NaiveDDP(nn.Module):
+class NaiveDDP(Replica):
     """Replicas of `module`, whose gradients are averaged when `backward()` returns.
 
     Args:
@@ -44,16 +41,11 @@ class NaiveDDP(nn.Module):
     """
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
-        super().__init__()
-        self.module = module
-        self.comm = comm or Comm()
-        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        claim(module.named_parameters(), self)
-        self._unchanged = Unchanged(module)
-        self._parameters_to_average = trainable(module)
-        self._synchronise = True
+        super().__init__(module, comm)
+
+    def _attach(self) -> None:
+        super()._attach()
         self._scheduled = False
-        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
         for parameter in self._parameters_to_average:
             when_gradient_is_there(parameter, self._schedule)
 
@@ -63,15 +55,6 @@ class NaiveDDP(nn.Module):
             self._unchanged.check()
             copy_from_rank_0(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
-        before, self._synchronise = self._synchronise, False
-        try:
-            yield
-        finally:
-            self._synchronise = before
 
     def _schedule(self, parameter: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: average once it is over."""

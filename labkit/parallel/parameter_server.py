@@ -17,8 +17,7 @@ Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Ser
 section 3; `torch.nn.DataParallel` does the same with threads of one process.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -27,15 +26,14 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.parallel.parts.replicas import (
     UNUSED,
+    Replica,
     at_end_of_backward,
     check_dense,
     copy_from_rank_0,
     mark_used,
     nobody_used,
-    trainable,
     when_gradient_is_there,
 )
 
@@ -43,7 +41,7 @@ SERVER = 0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
-class ParameterServer(nn.Module):
+class ParameterServer(Replica):
     """`module` on every rank; its gradients meet on rank 0, whose weights everybody then takes.
 
         model = ParameterServer(module)
@@ -62,16 +60,12 @@ class ParameterServer(nn.Module):
     """
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
-        super().__init__()
-        self.module = module
-        self.comm = comm or Comm()
-        self._parameters_to_serve = trainable(module)
-        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        claim(module.named_parameters(), self)
-        self._unchanged = Unchanged(module)
-        self._synchronise, self._scheduled, self._pulls = True, False, False
-        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        for parameter in self._parameters_to_serve:
+        super().__init__(module, comm)
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
+        for parameter in self._parameters_to_average:
             _when_gradient_is_made(parameter, self._share)
             when_gradient_is_there(parameter, self._schedule)
 
@@ -84,16 +78,6 @@ class ParameterServer(nn.Module):
             self._scheduled = False
             copy_from_rank_0(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends.
-        (Local gradients are divided by the ranks already: they are shares of the mean.)"""
-        before, self._synchronise = self._synchronise, False
-        try:
-            yield
-        finally:
-            self._synchronise = before
 
     def pull_after(self, optimizer: AnyOptimizer) -> AnyOptimizer:
         """Bring the server's weights to all ranks after each step of `optimizer`; returns it."""
@@ -122,7 +106,7 @@ class ParameterServer(nn.Module):
                 "ParameterServer: no optimizer brings the weights back; make it with "
                 "optimizer = model.pull_after(torch.optim.AdamW(model.parameters()))"
             )
-        for parameter in self._parameters_to_serve:
+        for parameter in self._parameters_to_average:
             used = parameter.grad is not None
             total = self._gathered(parameter)
             somebody_used = total is not None and (used or not nobody_used(total.reshape(-1)))
@@ -149,7 +133,7 @@ class ParameterServer(nn.Module):
 
     def _pull(self) -> None:
         """The server's weights to everybody."""
-        for parameter in self._parameters_to_serve:
+        for parameter in self._parameters_to_average:
             weights = parameter.detach()
             copies = [weights] * self.comm.size if self.is_server else None
             self.comm.scatter(weights, copies, src=SERVER)

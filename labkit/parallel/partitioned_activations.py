@@ -67,6 +67,7 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     Raises ValueError where no block is computed again, where one is that is no whole layer cut over
     these ranks, so that its inputs may differ, and where x is cut along the sequence.
     """
+    comm = Comm.of(comm)
     blocks: list[Any] = [
         one for one in model.modules() if isinstance(one.__dict__.get("forward"), Recomputed)
     ]

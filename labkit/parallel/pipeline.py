@@ -70,6 +70,7 @@ from labkit.parallel.parts.virtual_stage import VirtualStage
 from labkit.parallel.parts.whole import full_state_dict
 from labkit.parallel.stages import Layers, further_names, layers_in, prefix_of
 from labkit.precision.scaler import GradScaler
+from labkit.precision.weak_hooks import NotCopyable
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -77,7 +78,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Pipeline(nn.Module):
+class Pipeline(NotCopyable, nn.Module):
     """This rank's part of a pipeline of `stages`.
 
     Args:
@@ -125,7 +126,7 @@ class Pipeline(nn.Module):
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ):
         super().__init__()
-        self.comm = comm = comm or Comm()
+        self.comm = comm = Comm.of(comm)
         self.chunks = check_stages(stages, comm, chunks)
         self.schedule, self.microbatches = agreed_schedule(
             schedule, comm, microbatches, self.chunks
@@ -171,6 +172,11 @@ class Pipeline(nn.Module):
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
+
+    copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
 
     # --- the runner ---------------------------------------------------------------------------
 

@@ -24,10 +24,9 @@ class Single(nn.Module):
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
-        if comm is not None and comm.size != 1:
+        if comm is not None and (size := Comm.of(comm).size) != 1:
             raise ValueError(
-                f"Single trains in one process, this world has {comm.size} ranks; use DDP, or "
-                "World(1)"
+                f"Single trains in one process, this world has {size} ranks; use DDP, or World(1)"
             )
         self.module = module
 

@@ -77,6 +77,7 @@ def tensor_parallel(
     known here, or parameters are tied that would not stay so; and in forward where a sequence does
     not divide, or the ranks' inputs differ.
     """
+    comm = Comm.of(comm)
     check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     copy_from_rank_0([*model.parameters(), *model.buffers()], comm)

@@ -57,14 +57,14 @@ class PieceOfLinear(nn.Module):
         sequence: bool = False, **of_linear: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._cut(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
+        self._cut(nn.Linear(in_features, out_features, bias, **of_linear), Comm.of(comm), sequence)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False) -> Self:
         """This rank's piece of `linear`, which is the same on all ranks, and stays as it is."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._cut(linear, comm, sequence)
+        layer._cut(linear, Comm.of(comm), sequence)
         return layer
 
     def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:

@@ -85,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **of_embedding)
-        self._cut(whole, comm, sequence)
+        self._cut(whole, Comm.of(comm), sequence)
 
     @classmethod
     def from_embedding(
@@ -94,7 +94,7 @@ class VocabParallelEmbedding(nn.Module):
         """This rank's rows of `embedding`, which is the same on all ranks, and stays as it is."""
         cut = cls.__new__(cls)
         nn.Module.__init__(cut)
-        cut._cut(embedding, comm, sequence)
+        cut._cut(embedding, Comm.of(comm), sequence)
         return cut
 
     def _cut(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
@@ -192,7 +192,7 @@ def vocab_parallel_cross_entropy(
     The same loss on all ranks. Raises ValueError for a target outside the vocabulary (on a GPU the
     device asserts), where shapes do not fit and, in a `World` that checks, where targets differ.
     """
-    width = logits.shape[-1]  # V/t
+    comm, width = Comm.of(comm), logits.shape[-1]  # V/t
     if logits.shape[:-1] != targets.shape or targets.is_floating_point():
         raise ValueError(
             f"logits {list(logits.shape)} do not fit targets {list(targets.shape)} of "

@@ -45,11 +45,12 @@ from labkit.parallel.parts.zero_gather import WaitInForward
 from labkit.parallel.parts.zero_reduce import SendInBackward
 from labkit.precision.pieces import OwnedPiece
 from labkit.precision.stand_ins import StandIns, value_of
+from labkit.precision.weak_hooks import NotCopyable
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
 
 
-class ZeroOptimizer(StandIns):
+class ZeroOptimizer(NotCopyable, StandIns):
     """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
 
     Args:
@@ -76,6 +77,7 @@ class ZeroOptimizer(StandIns):
     """
 
     _depends_on = "rank, world size, bucket_mb or model"
+    copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
     _step_supports_amp_scaling = True  # so torch's scaler comes to `step`, to be refused
 
     def __init__(
@@ -94,7 +96,7 @@ class ZeroOptimizer(StandIns):
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
         super().__init__(params, dict(defaults))
-        self.comm, self.stage = comm or Comm(), stage
+        self.comm, self.stage = Comm.of(comm), stage
         self._named = self._names()
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:

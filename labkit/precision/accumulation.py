@@ -22,10 +22,10 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.precision.stand_ins import LOW
-from labkit.precision.weak_hooks import when_gradient_is_there
+from labkit.precision.weak_hooks import NotCopyable, when_gradient_is_there
 
 
-class Fp32Gradients:
+class Fp32Gradients(NotCopyable):
     """Adds each gradient of `params` to an fp32 sum as soon as backward has made it.
 
     Args:
@@ -45,6 +45,8 @@ class Fp32Gradients:
     its ranks are not among those of `comm`.
     """
 
+    copy_advice = "make one of the copied model's parameters"
+
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
         self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once
         if not self.parameters:
@@ -54,7 +56,7 @@ class Fp32Gradients:
                 f"sums in float32 would round gradients of {wide.pop()}; leave such parameters "
                 "out, their gradients add up in .grad"
             )
-        self.comm = comm
+        self.comm = None if comm is None else Comm.of(comm)
         sizes = [p.numel() for p in self.parameters]
         self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)  # one message
         parts = self.flat.split(sizes)

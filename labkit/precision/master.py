@@ -56,6 +56,10 @@ class MasterWeights(StandIns):
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
 
+    def __getstate__(self) -> dict[str, Any]:  # torch's has the groups and the state alone
+        own = ("inner", "_master", "_low", "_versions")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         value = value_of(closure)

@@ -103,9 +103,14 @@ class GradScaler:
     ):
         self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
-        self.comm = comm
+        self.comm = None if comm is None else Comm.of(comm)
         self._losses: list[torch.Tensor] = []  # since the last update, as they were
         self._turns: list[Turn] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._turns:
+            raise RuntimeError("GradScaler: copy or pickle it after update(), before unscale_()")
+        return vars(self)
 
     # --- a step ---
 
@@ -141,16 +146,16 @@ class GradScaler:
                 "GradScaler.unscale_: these gradients have been unscaled since the last update(); "
                 "call unscale_ once for an optimizer, after the last backward of a step"
             )
-        self.comm = self.comm or _all_ranks()
-        check_owner(trained, self.comm)
+        comm = self.comm or _all_ranks()
+        check_owner(trained, comm)
         check_not_clipped(trained, self._now.scale)
         found = unscale(trained, self._now.scale)
         device = found.device if found is not None else parameters[0].device
         number = torch.full((), 0.0 if found is None else self._now.scale, device=device)
         if found is not None:
             number.masked_fill_(found > 0, torch.inf)
-        if self.comm is not None:
-            self.comm.all_reduce(number, "max")
+        if comm is not None:
+            comm.all_reduce(number, "max")
         self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -21,3 +21,12 @@ def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None
             alive(finished)
 
     return parameter.register_post_accumulate_grad_hook(hook)
+
+
+class NotCopyable:
+    """Whose hooks are on given parameters: a copy would have none, and do nothing in silence."""
+
+    copy_advice: str  # what to do
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; {self.copy_advice}")

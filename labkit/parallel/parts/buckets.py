@@ -26,9 +26,10 @@ P = TypeVar("P", bound=torch.Tensor)
 class Bucket:
     """The gradients of some parameters, one after the other in one flat tensor."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], comm: Comm):
-        sizes = [p.numel() for p in parameters]
-        self.flat = comm.symmetric_empty(sum(sizes), like=parameters[0])
+    def __init__(self, parameters: Sequence[nn.Parameter], comm: Comm | None):
+        sizes, first = [p.numel() for p in parameters], parameters[0].detach()
+        total = sum(sizes)
+        self.flat = comm.symmetric_empty(total, first) if comm else first.new_empty(total)
         parts = self.flat.split(sizes)
         self.view = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing = set(parameters)  # whose gradient has not come in this backward
@@ -101,6 +102,6 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     return full + [rest for rest in filling.values() if rest]
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: float, comm: Comm) -> list[Bucket]:
-    """The parameters, last first, in buckets of at most `bucket_bytes`."""
-    return [Bucket(some, comm) for some in cut(parameters, bucket_bytes)]
+def buckets_of(params: Sequence[nn.Parameter], nbytes: float, comm: Comm | None) -> list[Bucket]:
+    """Of at most `nbytes`, the last parameters first. Without `comm` nothing travels."""
+    return [Bucket(some, comm) for some in cut(params, nbytes)]

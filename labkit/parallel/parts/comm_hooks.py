@@ -21,7 +21,8 @@ torch has these as `fp16_compress_hook` and `bf16_compress_hook` for `register_c
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -49,16 +50,16 @@ def compressed(dtype: torch.dtype) -> Hook:
     """
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): gradients travel as torch.bfloat16 or float16")
+    return partial(_compressed, dtype)  # not a closure: it can be pickled
 
-    def hook(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
-        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-        if numbers.element_size() <= dtype.itemsize:
-            return all_reduced(flat, comm, async_op)
-        small = numbers.to(dtype)
-        small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 means: not used
-        return _Compressed(small, numbers, comm.all_reduce(small, async_op=async_op))
 
-    return hook
+def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
+    numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+    if numbers.element_size() <= dtype.itemsize:
+        return all_reduced(flat, comm, async_op)
+    small = numbers.to(dtype)
+    small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 means: not used
+    return _Compressed(small, numbers, comm.all_reduce(small, async_op=async_op))
 
 
 class _Compressed:

@@ -2,12 +2,15 @@
 end of each backward, and the news that nobody used a parameter.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_is_there
 
 # A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
@@ -16,6 +19,51 @@ from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_
 # Gradients are divided before they are summed: a quotient may underflow to -0.0, `mark_used`
 # mends that, and fp16 sums do not overflow.
 UNUSED = -0.0
+
+
+class Replica(nn.Module):
+    """`module` on each rank of `comm`, equal to rank 0's: what the wrappers have in common.
+
+    A copy (`copy.deepcopy`, pickle) has parameters of its own. It leaves out what belongs to the
+    original's (hooks, buckets, weak references) and creates its own in `_attach`, where nothing
+    travels: rank 0 may copy or load alone. What was over all ranks is loaded over all ranks.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm | None):
+        super().__init__()
+        self.module, self.comm = module, Comm.of(comm)
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        trainable(module)
+        self._set_up()
+        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+
+    def _set_up(self) -> None:
+        before = {*vars(self)}
+        self._attach()
+        self._attached = {*vars(self)} - before
+
+    def _attach(self) -> None:
+        claim(self.module.named_parameters(), self)
+        self._unchanged = Unchanged(self.module)
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
+        self._synchronise = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in self._attached}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.comm = Comm.of(self.comm)
+        self._set_up()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -69,6 +69,7 @@ def scatter_gather_over(
 
     Raises ValueError, on all of them, where some rank gave other ranks to it, where those have
     different parts of what travels, or where stages are cut over others."""
+    comm = None if comm is None else Comm.of(comm)
     mine = None if comm is None else (comm.rank, comm.size)
     wrong = _wrong(comm, pipeline, list(stages)) if comm is not None and comm.size > 1 else ""
     every = pipeline.all_gather_object((mine, wrong))

@@ -5,12 +5,14 @@ step on shares   [ gather of bucket 0 ][ bucket 1 ][ bucket 2 ]
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from labkit.parallel.parts.agreement import WeakMark
 from labkit.parallel.parts.zero_buckets import ZeroBucket
 
 
@@ -53,11 +55,10 @@ class WaitInForward:
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """`method`, for a hook that does not keep its object alive."""
-    weak, name = ref(method.__self__), method.__name__  # type: ignore[attr-defined]
+    """`method`, for a hook that does not keep its object alive; nor does a copy of it."""
+    return partial(_call, WeakMark(method.__self__), method.__name__)  # type: ignore[attr-defined]
 
-    def hook(*args: Any) -> None:
-        if (alive := weak()) is not None:
-            getattr(alive, name)(*args)
 
-    return hook
+def _call(owner: Callable[[], Any], name: str, *args: Any) -> None:
+    if (alive := owner()) is not None:
+        getattr(alive, name)(*args)

@@ -1,0 +1,556 @@
+"""Copies, pickles, `torch.compile` and process groups: what works with torch's wrappers works here,
+or is refused in one sentence."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import labkit
+from labkit import (
+    DDP,
+    AsyncParameterServer,
+    ColumnParallelLinear,
+    Comm,
+    Fp32Gradients,
+    GradScaler,
+    MasterWeights,
+    Mesh,
+    NaiveDDP,
+    ParameterServer,
+    Pipeline,
+    RowParallelLinear,
+    Single,
+    World,
+    ZeroOptimizer,
+    listen,
+    split,
+)
+
+WRAPPERS: list[Any] = [DDP, NaiveDDP]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param) as made:
+        yield made
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen layer, a module used twice and a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(torch.tanh(self.tied(torch.tanh(self.first(self.first(x))))))
+        return self.norm(x)
+
+
+def net(kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    """Another one on each rank."""
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def train(model: nn.Module, seed: int, steps: int = 3, accumulate: bool = False) -> list[Any]:
+    """Plain SGD; the gradients of the last step, and then the weights. Buffers, too, but with
+    `no_sync`, after which torch broadcasts them one forward later than labkit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        if accumulate:
+            with model.no_sync():  # type: ignore[operator]
+                model(batch(seed + step + 50)).square().mean().backward()
+        model(batch(seed + step)).sigmoid().square().mean().backward()
+        last = gradients(model)
+        optimizer.step()
+    buffers = () if accumulate else model.buffers()
+    return [*last, *(x.detach().clone() for x in (*model.parameters(), *buffers))]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def saved(thing: Any) -> Any:
+    """Through `torch.save` and `torch.load`."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "AveragedModel": lambda x: AveragedModel(x).module,
+}
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DDP,
+    "small buckets": partial(DDP, bucket_mb=1e-5),
+    "static_graph": partial(DDP, static_graph=True, bucket_mb=1e-5),
+    "no overlap": partial(DDP, overlap=False),
+    "NaiveDDP": NaiveDDP,
+}
+
+
+def torchs(accumulate: bool) -> tuple[list[Any], list[Any]]:
+    """What torch's DDP gives: of a copy, and of the original after it."""
+    original = DistributedDataParallel(net(), find_unused_parameters=True)
+    train(original, 0, accumulate=accumulate)
+    copied = copy.deepcopy(original)
+    return (
+        train(copied, 7, accumulate=accumulate),
+        train(original, 20, accumulate=accumulate),
+    )
+
+
+def copies_train_as_torchs(accumulate: bool) -> None:
+    expected_copy, expected_original = torchs(accumulate)
+    for wrap in WAYS.values():
+        for copied_by in COPIES.values():
+            original = wrap(net())
+            train(original, 0, accumulate=accumulate)
+            copied = copied_by(original)
+            assert type(copied) is type(original)
+            assert_equal(train(copied, 7, accumulate=accumulate), expected_copy)
+            assert_equal(train(original, 20, accumulate=accumulate), expected_original)
+            del copied
+            assert_equal(train(copy.deepcopy(original), 3), train(original, 3))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(
+    world: World, accumulate: bool
+) -> None:
+    world.run(copies_train_as_torchs, accumulate)
+
+
+def original_is_gone() -> None:
+    for wrap in (*WRAPPERS, Single):
+        model = wrap(net())
+        copied = copy.deepcopy(copy.deepcopy(model))
+        expected = train(model, 0)
+        del model
+        gc.collect()
+        assert_equal(train(copied, 0), expected)
+
+
+def test_a_copy_averages_when_its_original_is_gone(world: World) -> None:
+    world.run(original_is_gone)
+
+
+calls = 0
+
+
+def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
+    global calls
+    calls += 1
+    return comm.all_reduce(flat, async_op=async_op)
+
+
+def hooks_stay() -> None:
+    for copied_by in COPIES.values():
+        before = calls
+        assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
+        assert calls == before + 3
+        coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
+        assert_equal(train(copied_by(coarse(net())), 0), train(coarse(net()), 0))
+
+
+def test_a_copy_has_the_communication_hook(world2: World) -> None:
+    world2.run(hooks_stay)
+
+
+def rank_0_alone(folder: Path) -> None:
+    model = DDP(net(), bucket_mb=1e-5)
+    train(model, 0)
+    if dist.get_rank() == 0:
+        with listen() as events:
+            average = AveragedModel(model)
+            average.requires_grad_(False)
+            average.update_parameters(model)
+            average.eval()
+            torch.save(average, folder / "average.pt")
+            loaded = torch.load(folder / "average.pt", weights_only=False)
+            assert torch.equal(copy.deepcopy(loaded)(batch()), average(batch()))
+            torch.save(model, folder / "model.pt")
+        assert not events
+    Comm().barrier()
+    loaded = torch.load(folder / "model.pt", weights_only=False)
+    assert_equal(train(loaded, 5), train(model, 5))
+
+
+def test_rank_0_alone_may_copy_average_save_and_load(world2: World, tmp_path: Path) -> None:
+    world2.run(rank_0_alone, tmp_path)
+
+
+def over_a_subgroup() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    model = DDP(net(), mesh.dp)
+    assert_equal(train(copy.deepcopy(model), 0), train(model, 0))
+    loaded = saved(model)
+    with pytest.raises(RuntimeError, match=r"over ranks \[\d, \d\] was pickled, and a process"):
+        loaded(batch())
+    torch.testing.assert_close(loaded.eval()(batch()), model.eval()(batch()))
+
+
+def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates(world4: World) -> None:
+    world4.run(over_a_subgroup)
+
+
+def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: World) -> None:
+    returned = world2.run(lambda: DDP(net()))[1]
+    returned.eval()(torch.ones(4, 3).double())
+    returned.train()
+    with pytest.raises(RuntimeError, match="was pickled, and a process group does not travel"):
+        returned(torch.ones(4, 3).double())
+
+
+def shallow() -> None:
+    for wrap in WRAPPERS:
+        model = wrap(net())
+        with pytest.raises(
+            ValueError, match="belongs to a .*DDP already; a module is wrapped once"
+        ):
+            copy.copy(model)
+
+
+def test_a_shallow_copy_would_be_a_second_owner_and_is_refused(world2: World) -> None:
+    world2.run(shallow)
+
+
+# ---- parameter servers
+
+
+def served(model: ParameterServer, seed: int) -> list[torch.Tensor]:
+    optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(seed + step)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def parameter_servers() -> None:
+    model = ParameterServer(net())
+    served(model, 0)
+    copied = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"model\.pull_after\(torch\.optim"):
+        copied(batch()).square().mean().backward()
+    averaging = DDP(copy.deepcopy(model.module))
+    optimizer = torch.optim.SGD(averaging.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        averaging(batch(5 + step)).square().mean().backward()
+        optimizer.step()
+    expected = [p.detach() for p in averaging.parameters()]
+    for copied in (copy.deepcopy(model), saved(model)):
+        assert_equal(served(copied, 5), expected)
+
+
+def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own(world2: World) -> None:
+    world2.run(parameter_servers)
+
+
+def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
+    def work() -> None:
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step)).square().mean().backward()
+            model.step()
+
+    model.run(work)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def asynchronous_servers() -> None:
+    model = AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    asynchronous(model)
+    copies = [copy.deepcopy(model), saved(model)]
+    expected = asynchronous(model)
+    for copied in copies:  # the state of the optimizer, too
+        assert_equal(asynchronous(copied), expected)
+
+
+def test_a_copied_asynchronous_server_goes_on_where_the_original_was(world2: World) -> None:
+    world2.run(asynchronous_servers)
+
+
+# ---- optimizers, pipelines, scalers, meshes
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    x = batch(seed).to(next(model.parameters()).dtype)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def master_weights() -> None:
+    model = nn.Linear(3, 3).bfloat16()
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    step_of(model, optimizer, 0)
+    both = model, optimizer
+    copies = [copy.deepcopy(both), saved(both), pickle.loads(pickle.dumps(both))]
+    for seed in range(1, 9):
+        step_of(model, optimizer, seed)
+    for copied, its in copies:
+        assert type(its) is MasterWeights
+        for seed in range(1, 9):
+            step_of(copied, its, seed)
+        assert_equal(list(copied.parameters()), list(model.parameters()))
+        assert_equal(its.state_dict()["masters"], optimizer.state_dict()["masters"])
+        masters = its.state_dict()["masters"]
+        assert any((x != x.bfloat16()).any() for x in masters)  # in fp32
+    scheduler.step()
+    alone = copy.deepcopy(optimizer)  # of its own parameters, as torch's
+    before = [p.clone() for p in model.parameters()]
+    for p in alone.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    alone.step()
+    assert_equal(list(model.parameters()), before)
+
+
+def test_copied_master_weights_train_on_to_the_bit(world2: World) -> None:
+    world2.run(master_weights)
+
+
+def zero(stage: int) -> None:
+    model = net()
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2, gather_in=model
+    )
+    step_of(model, optimizer, 0)
+    optimizer.wait()
+    for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
+        with pytest.raises(TypeError, match="ZeroOptimizer cannot be copied or pickled; make one"):
+            copied_by(optimizer)
+    for copied_by in (copy.deepcopy, saved):  # as the error says
+        copied = copied_by(model)
+        its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
+        its.load_state_dict(copied_by(optimizer.state_dict()))
+        step_of(copied, its, 1)
+        expected, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+        step_of(model, optimizer, 1)
+        optimizer.wait()
+        assert_equal(list(copied.parameters()), list(model.parameters()))
+        model.load_state_dict(expected.state_dict())
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_zero_optimizer_is_not_copied_but_its_state_is(world2: World, stage: int) -> None:
+    world2.run(zero, stage)
+
+
+def pipeline() -> None:
+    layers = nn.Sequential(*[nn.Linear(3, 3).double() for _ in range(4)])
+    made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
+    for copied_by in (copy.deepcopy, pickle.dumps, saved):
+        with pytest.raises(TypeError, match="Pipeline cannot be copied or pickled; copy pipeline"):
+            copied_by(made)
+    average = AveragedModel(made.module)
+    made.step(torch.ones(8, 3).double(), torch.zeros(8, 3).double())
+    average.update_parameters(made.module)
+    assert_equal(list(average.module.parameters()), list(made.module.parameters()))
+    with pytest.raises(TypeError, match=r"call pipeline\.step\(x, y\)"):
+        made(torch.ones(8, 3))
+
+
+def test_a_pipeline_is_not_copied_nor_called_but_its_module_is(world2: World) -> None:
+    world2.run(pipeline)
+
+
+def test_fp32_gradients_are_not_copied() -> None:
+    made = Fp32Gradients(nn.Linear(3, 3).parameters())
+    with pytest.raises(TypeError, match="Fp32Gradients cannot be copied or pickled; make one"):
+        copy.deepcopy(made)
+
+
+def scalers() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(init_scale=8.0, growth_interval=1)
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    scaler.unscale_(optimizer)
+    for copied_by in (copy.deepcopy, saved):
+        with pytest.raises(RuntimeError, match=r"after update\(\), before unscale_\(\)"):
+            copied_by(scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    for copied in (copy.deepcopy(scaler), saved(scaler)):
+        assert copied.get_scale() == 16.0
+        if dist.get_rank() == 0:  # all ranks skip what one of them must
+            model.weight.grad = torch.full((3, 3), torch.inf)
+        copied.scale(torch.ones(()))
+        before = model.weight.clone()
+        copied.step(optimizer)
+        copied.update()
+        assert torch.equal(model.weight, before)
+        assert (copied.get_scale(), scaler.get_scale()) == (8.0, 16.0)
+
+
+def test_a_copied_scaler_decides_with_all_ranks(world2: World) -> None:
+    world2.run(scalers)
+
+
+def meshes() -> None:
+    mesh = Mesh(dp=1, tp=2)
+    x = torch.ones(1)
+    copy.deepcopy(mesh).tp.all_reduce(x)
+    copy.copy(mesh.tp).all_reduce(x)
+    assert x.item() == 4
+    loaded = saved(mesh)
+    assert loaded.coordinates() == mesh.coordinates()
+    with pytest.raises(RuntimeError, match=r"all_reduce: this Comm of rank \d over ranks \[0, 1\]"):
+        loaded.tp.all_reduce(x)
+
+
+def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not(world2: World) -> None:
+    world2.run(meshes)
+
+
+# ---- a process group, or something else, where a Comm is expected
+
+
+def taking(comm: Any) -> dict[str, Callable[[], Any]]:
+    def linear() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    sgd = torch.optim.SGD
+    stages = [linear() for _ in range(2)]
+    return {
+        "DDP": lambda: DDP(linear(), comm),
+        "NaiveDDP": lambda: NaiveDDP(linear(), comm),
+        "ParameterServer": lambda: ParameterServer(linear(), comm),
+        "AsyncParameterServer": lambda: AsyncParameterServer(linear(), sgd, comm, lr=0.1),
+        "ZeroOptimizer": lambda: ZeroOptimizer(linear().parameters(), sgd, comm=comm, lr=0.1),
+        "Pipeline": lambda: Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
+        "tensor_parallel": lambda: labkit.tensor_parallel(labkit.GPT.preset("tiny"), comm),
+        "context_parallel": lambda: labkit.context_parallel(labkit.GPT.preset("tiny"), comm),
+        "ColumnParallelLinear": lambda: ColumnParallelLinear(2, 2, comm),
+        "VocabParallelEmbedding": lambda: labkit.VocabParallelEmbedding(4, 2, comm),
+        "Fp32Gradients": lambda: Fp32Gradients(linear().parameters(), comm),
+        "GradScaler": lambda: GradScaler(comm=comm),
+        "Mesh": lambda: Mesh(comm, dp=2),
+    }
+
+
+def foreign_groups() -> None:
+    for make in taking(dist.group.WORLD).values():
+        made = make()
+        parts = made.modules() if isinstance(made, nn.Module) else [made]
+        comms = [part.comm for part in parts if hasattr(part, "comm")]
+        assert comms
+        assert all(type(comm) is Comm and comm.size == 2 for comm in comms)
+    model = DDP(net(), dist.group.WORLD)
+    assert_equal(train(model, 0), train(DDP(net()), 0))
+    own = [dist.new_group([rank]) for rank in range(2)]  # a subgroup of this rank alone
+    local = DDP(net(), own[dist.get_rank()])
+    assert_equal(train(local, 0), train(Single(net()), 0))
+    for make in taking(own[1 - dist.get_rank()]).values():
+        with pytest.raises(ValueError, match="this rank is not a member of the group"):
+            make()
+
+
+def wrong_groups() -> None:
+    for wrong in ([0], Mesh(dp=2), "cuda", False):
+        for make in taking(wrong).values():
+            with pytest.raises(
+                TypeError, match="is no group of ranks; give a Comm, such as mesh.dp"
+            ):
+                make()
+
+
+def test_a_process_group_is_taken_for_its_comm(world2: World) -> None:
+    world2.run(foreign_groups)
+
+
+def test_what_is_no_group_is_refused_in_one_sentence(world2: World) -> None:
+    world2.run(wrong_groups)
+
+
+# ---- torch.compile
+
+
+def compiled(backend: str) -> None:
+    for wrap in (DDP, partial(DDP, bucket_mb=1e-5), NaiveDDP):
+        expected = train(wrap(net()), 0)
+        inside: Any = wrap(torch.compile(net(), backend=backend))
+        assert_equal(train(inside, 0), expected)
+        model = wrap(net())
+        outside: Any = torch.compile(model, backend=backend)
+        assert_equal(train(outside, 0, steps=2)[:9], train(wrap(net()), 0, steps=2)[:9])
+    model = DDP(net())
+    model.compile(backend=backend)
+    assert_equal(train(model, 0), train(DDP(net()), 0))
+    with listen() as events:
+        train(model, 0, steps=1)
+    assert events
+    assert all(", from test_faults_copies.py" in event.source for event in events)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module_with_buffers_averages(world2: World, backend: str) -> None:
+    world2.run(compiled, backend)
+
+
+def compiled_tensor_parallel() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        ends = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
+        return nn.Sequential(ends[0], nn.GELU(), ends[1]).double()
+
+    x = torch.ones(4, 3).double()
+    model, expected = made(), made()
+    torch.compile(model, backend="eager")(x).square().mean().backward()
+    expected(x).square().mean().backward()
+    assert_equal(gradients(model), gradients(expected))
+
+
+def test_a_compiled_tensor_parallel_model_computes_the_same(world2: World) -> None:
+    world2.run(compiled_tensor_parallel)
+
+
+def test_communication_does_not_load_the_compiler() -> None:
+    code = (
+        "import sys, torch, labkit; comm = labkit.attach().comm; comm.all_reduce(torch.ones(1)); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

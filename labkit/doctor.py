@@ -21,6 +21,7 @@ from labkit import __version__
 from labkit.bench.machine import NAME
 from labkit.clusters import Cluster, read_clusters
 from labkit.world import RankError, World, attach
+from labkit.world.memory import available_bytes
 from labkit.world.pick import check_size, pick
 from labkit.world.transport import pick_transport
 
@@ -128,14 +129,15 @@ def _versions(found: Findings) -> None:
 
 
 def _hardware(found: Findings) -> None:
-    memory = psutil.virtual_memory()
+    memory, free_bytes = psutil.virtual_memory(), available_bytes()
+    limited = " (the limit of a cgroup)" if free_bytes < 0.9 * memory.available else ""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found.add("machine", "system", f"{platform.system()} {platform.machine()}")
     found.add("machine", "cores", f"{psutil.cpu_count()}, {mine} of them for this process")
     found.add(
-        "machine", "memory", f"{memory.total / 1e9:.0f} GB, {memory.available / 1e9:.0f} GB free"
+        "machine", "memory", f"{memory.total / 1e9:.0f} GB, {free_bytes / 1e9:.1f} GB free{limited}"
     )
-    if memory.available < 2e9:
+    if free_bytes < 2e9:
         found.problems.append("less than 2 GB of memory are free: close programs before a lab")
     place = tempfile.gettempdir()
     found.add(

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from labkit import Comm, CommError, RankError, World
 from labkit.comm.tcp import LOOPBACK, Post, ends, own_host, post
 from labkit.comm.tcp.ends import HEAD, Key, Message, Reader, Writer
 
+Sockets = Callable[[], tuple[socket.socket, socket.socket]]
 LONG = 3 * post.SOCKET_BYTES  # elements of fp32: far more than a socket takes at once
 
 
@@ -224,14 +225,28 @@ def test_an_end_that_is_gone_is_named() -> None:
 
 
 @pytest.fixture
-def posts() -> tuple[dist.Store, Post, Post]:
-    return made_by_all(dist.HashStore())
+def posts() -> Iterator[tuple[dist.Store, Post, Post]]:
+    store, zero, one = made_by_all(dist.HashStore())
+    yield store, zero, one
+    zero.close(), one.close()
 
 
 def made_by_all(store: Any) -> tuple[dist.Store, Post, Post]:
     with ThreadPoolExecutor(2) as threads:
         made = [threads.submit(Post, store, rank, 2, LOOPBACK, 5.0) for rank in range(2)]
     return store, made[0].result(), made[1].result()
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    """Makes connected sockets, and closes them after the test."""
+    with ExitStack() as opened:
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            ours, theirs = socket.socketpair()
+            return opened.enter_context(ours), opened.enter_context(theirs)
+
+        yield make
 
 
 def as_bytes(*numbers: int) -> torch.Tensor:
@@ -263,9 +278,9 @@ def test_a_message_that_nobody_wants_yet_is_kept_for_its_group_and_tag(
         assert x.tolist() == [expected]
 
 
-def test_a_send_that_cannot_leave_in_time_is_an_error(tmp_path: Path) -> None:
+def test_a_send_that_cannot_leave_in_time_is_an_error(sockets: Sockets) -> None:
     """The other end takes nothing out."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = sockets()
     writer = Writer(1, lambda: ours, timeout_s=0.2, broken=lambda problem: writer.fail(problem))
     stuck = writer.send(Key(0, 0), torch.zeros(64 << 20, dtype=torch.uint8))
     behind = writer.send(Key(0, 0), as_bytes(1))
@@ -278,8 +293,8 @@ def test_a_send_that_cannot_leave_in_time_is_an_error(tmp_path: Path) -> None:
     theirs.close()
 
 
-def test_nobodys_tensor_is_written_after_its_error() -> None:
-    ours, theirs = socket.socketpair()
+def test_nobodys_tensor_is_written_after_its_error(sockets: Sockets) -> None:
+    ours, theirs = sockets()
     reader = Reader(1, timeout_s=0.2, broken=lambda problem: reader.fail(problem))
     threading.Thread(target=reader.read, args=(ours,), daemon=True).start()
     wanted = reader.receive(Key(0, 0), x := as_bytes(0, 0, 0, 0))
@@ -296,11 +311,11 @@ def test_nobodys_tensor_is_written_after_its_error() -> None:
         reader.receive(Key(0, 0), x)
 
 
-def test_who_never_called_is_waited_for_and_not_listened_to_later() -> None:
+def test_who_never_called_is_waited_for_and_not_listened_to_later(sockets: Sockets) -> None:
     reader = Reader(1, timeout_s=0.1, broken=lambda problem: reader.fail(problem))
     with pytest.raises(RuntimeError, match="Timed out"):
         reader.receive(Key(0, 0), x := as_bytes(0)).wait()
-    ours, theirs = socket.socketpair()
+    ours, theirs = sockets()
     theirs.sendall(HEAD.pack(0, 0, 1) + b"\1")
     reader.read(ours)  # returns
     assert x.tolist() == [0]
@@ -330,18 +345,19 @@ def test_a_second_world_at_the_same_store_has_its_own() -> None:
     zero.writer(1).send(Key(0, 0), as_bytes(5)).wait()
     one.reader(0).receive(Key(0, 0), x := as_bytes(0)).wait()
     assert x.tolist() == [5]
+    zero.close(), one.close()
 
 
-def pair(timeout_s: float = 5.0) -> tuple[Reader, socket.socket]:
+def pair(sockets: Sockets, timeout_s: float = 5.0) -> tuple[Reader, socket.socket]:
     """A reader that reads, and the socket at its other end."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = sockets()
     reader = Reader(1, timeout_s, broken=lambda problem: reader.fail(problem))
     threading.Thread(target=reader.read, args=(ours,), daemon=True).start()
     return reader, theirs
 
 
-def test_a_reader_that_has_no_memory_tells_who_waits() -> None:
-    reader, theirs = pair()
+def test_a_reader_that_has_no_memory_tells_who_waits(sockets: Sockets) -> None:
+    reader, theirs = pair(sockets)
     wanted = reader.receive(Key(0, 0), as_bytes(0))
     with patch.object(ends.torch, "empty", side_effect=RuntimeError("not enough memory")):
         theirs.sendall(HEAD.pack(0, 0, 2) + b"ab")
@@ -349,8 +365,8 @@ def test_a_reader_that_has_no_memory_tells_who_waits() -> None:
             wanted.wait()
 
 
-def test_a_message_that_is_kept_reaches_an_inference_tensor() -> None:
-    reader, theirs = pair()
+def test_a_message_that_is_kept_reaches_an_inference_tensor(sockets: Sockets) -> None:
+    reader, theirs = pair(sockets)
     theirs.sendall(HEAD.pack(0, 0, 2) + b"a")
     until(lambda: reader._arriving is not None)
     with torch.inference_mode():
@@ -360,8 +376,8 @@ def test_a_message_that_is_kept_reaches_an_inference_tensor() -> None:
     assert x.tolist() == [*b"ab"]
 
 
-def test_after_an_interrupt_in_the_middle_of_a_send_nothing_else_leaves() -> None:
-    ours, theirs = socket.socketpair()
+def test_after_an_interrupt_in_the_middle_of_a_send_nothing_else_leaves(sockets: Sockets) -> None:
+    ours, theirs = sockets()
     writer = Writer(1, lambda: ours, timeout_s=5.0, broken=lambda problem: writer.fail(problem))
 
     def interrupted(*given: Any) -> int:

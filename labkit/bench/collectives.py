@@ -17,7 +17,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 
 from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
@@ -35,6 +34,7 @@ from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.chooser import table_note
 from labkit.world import World, attach, progress
 from labkit.world.attach import Rank
+from labkit.world.memory import available_bytes
 from labkit.world.pick import pick
 
 COPY = "copy"
@@ -230,7 +230,7 @@ def _check_input(
     if turns < 1:
         raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
     held = BUFFERS + CHECKING_BYTES / getattr(torch, dtype).itemsize  # times the operation's size
-    need, free = held * max(sizes) * max(ranks), psutil.virtual_memory().available
+    need, free = held * max(sizes) * max(ranks), available_bytes()
     if need > free:
         raise ValueError(
             f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,8 @@ class Carrier:
         self._messages = defaultdict(partial(count, 1))
         self._backs: dict[tuple[torch.device, object], Back] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
+        self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations under way
+        self._subgroups: dict[Carrier, bool] = {}  # and whether this rank has dropped them
 
     @staticmethod
     def of(group: Any) -> "Carrier":
@@ -107,6 +109,7 @@ class Carrier:
                 event.transport = back.transport
             handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
         if async_op:
+            self.users.add(handle)
             return handle
         handle.wait()
         return None
@@ -129,7 +132,9 @@ class Carrier:
         call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
-            return Handle(_begun(op, lambda: start(back, call)), op, finish)
+            handle = Handle(_begun(op, lambda: start(back, call)), op, finish)
+            self.users.add(handle)
+            return handle
         source, target = self.ranks[ends[0]], self.ranks[ends[1]]
         note = Note(
             f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
@@ -144,7 +149,9 @@ class Carrier:
             event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
             event.transport = back.transport
             event.blocking = blocking
-        return self._noted(note, event, not blocking, lambda: start(back, call), finish)
+        handle = self._noted(note, event, not blocking, lambda: start(back, call), finish)
+        self.users.add(handle)
+        return handle
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         seq = next(self._collectives)  # also where nobody looks: a recording is the same
@@ -193,12 +200,26 @@ class Carrier:
         def make() -> Any:
             if shared and key in self._shared:
                 return self._shared[key]
+            self.destroy_dropped()
             made = dist.new_group(ranks, timeout=key[1])
             if shared:
                 self._shared[key] = made
+            elif made != dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(made) == "gloo":
+                self._subgroups[Carrier.of(made)] = False
             return made
 
         return self._made_together(f"subgroup({list(ranks)})", make)
+
+    def destroy_dropped(self) -> None:
+        """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
+        the store), and in which therefore nothing is under way."""
+        for one in [one for one in self._subgroups if not one.users and one._group()]:
+            store = dist.distributed_c10d._get_default_store()
+            dropped_by = store.add(f"labkit dropped {one.name}", 1 - self._subgroups[one])
+            self._subgroups[one] = True
+            if dropped_by == one.size:
+                del self._subgroups[one]
+                dist.destroy_process_group(living(one._group))
 
     def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
         """What all ranks make at once. It is no communication of a strategy, but they can

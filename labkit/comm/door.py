@@ -72,9 +72,16 @@ class Comm:
         group = dist.group.WORLD if group is None else group
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Comm(group): this rank is not a member of the group")
-        self.group = group
+        self._group = group
         self._carrier = carrier = Carrier.of(group)
+        carrier.users.add(self)
         self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
+
+    @property
+    def group(self) -> Any:
+        """The process group. Once it is given out, labkit does not destroy it."""
+        self._carrier.users.add(self._carrier)
+        return self._group
 
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
@@ -95,6 +102,8 @@ class Comm:
         a mesh all ranks of the mesh call it, and each gets the group of its own line. With
         `shared`, the group that was made so for the same ranks before, if there is one: a mesh that
         is made again (a group of gloo's has threads that wake up a hundred times in a second).
+        A gloo group whose `Comm` is dropped on all its ranks is destroyed, in a later `subgroup`
+        or run of a `World`.
         """
         for rank in ranks:
             check_member(rank, self.size)

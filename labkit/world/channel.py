@@ -6,7 +6,6 @@ lie and received into where they stay: nothing large is copied on the way.
     | number of parts | length of each | pickle | buffer | buffer ...
 """
 
-import os
 import pickle
 import socket
 import struct
@@ -16,7 +15,7 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-LONGEST_ADDRESS = 100  # of a socket that is a file: 103 bytes on macOS, 107 on Linux
+LONGEST_FOLDER = 93 if hasattr(socket, "AF_UNIX") else 1 << 20
 
 
 class Channel:
@@ -67,16 +66,17 @@ class Channel:
 
 def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
     """Those of `ends` (channels, sockets) that have something to read, within `patience_s`.
-    (Not `select`, which knows no file numbers above 1,023.)"""
-    return wait(ends, patience_s)
+    (Not `select`, which knows no file numbers above 1,023.) An end closed here is ready: reading
+    it raises."""
+    return [end for end in ends if end.fileno() < 0] or wait(ends, patience_s)
 
 
 def listener(folder: str) -> tuple[socket.socket, Any]:
     """A socket to be reached from this machine only, and its address: a file in `folder`, which
-    only this user can enter. On platforms without such sockets, or when the folder's name is too
-    long for one, a free port of the loopback."""
+    only this user can enter (its path is at most LONGEST_FOLDER bytes: macOS takes 103 in all). On
+    platforms without such sockets, a free port of the loopback."""
     address: Any = f"{folder}/driver"
-    if hasattr(socket, "AF_UNIX") and len(os.fsencode(address)) <= LONGEST_ADDRESS:
+    if hasattr(socket, "AF_UNIX"):
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(address)
     else:
@@ -88,9 +88,12 @@ def listener(folder: str) -> tuple[socket.socket, Any]:
 
 
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Reach the driver at `address` and say who is there."""
+    """Reach the driver at `address` and say who is there. Raises EOFError if it has gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
-    sock.connect(address)
-    sock.sendall(hello)
+    try:
+        sock.connect(address)
+        sock.sendall(hello)
+    except OSError as error:
+        raise EOFError(f"the driver does not listen: {error}") from None
     return sock

@@ -1,59 +1,59 @@
 """Ctrl-C and Jupyter's interrupt button, at a moment that suits us.
 
-An interrupt that strikes in the middle of a message would leave half of it in the socket, and
-everything after it out of step. So while the driver talks to its ranks, an interrupt is only
-noted, and the talk looks for it many times a second.
+An interrupt that strikes anywhere could lose the process ids of ranks that have just started. So
+while the driver starts ranks or talks to them, an interrupt is only noted, and `look` is called
+many times a second, where it is safe to stop.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import ClassVar
 
-ENOUGH = 3  # so many mean that we do not get round to looking
+ENOUGH = 3  # so many mean that nobody gets round to looking
 
 
 class Interrupts:
-    """While the block runs, `came` counts the interrupts. Whoever leaves it at its end without
-    having looked gets its KeyboardInterrupt then. A user's own handler is left in its place."""
+    """While the block runs, interrupts are counted, and raise one KeyboardInterrupt: in `look`,
+    once there are `enough`, or at its end. A block inside another has its own `enough`. A
+    handler of the user's is left in its place."""
 
-    def __init__(self) -> None:
-        self.came = 0
-        self._holds = False
+    outermost: "ClassVar[Interrupts | None]" = None  # only the main thread has one
 
-    def __enter__(self) -> "Interrupts":
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    def __init__(self, enough: float = ENOUGH) -> None:
+        self.count, self.enough, self.raised = 0, enough, False
+
+    def __enter__(self) -> None:
+        if _in_main() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            Interrupts.outermost = self
             signal.signal(signal.SIGINT, self._note)
-            self._holds = True
-        return self
+        block = (_in_main() and Interrupts.outermost) or self
+        block.enough, self.enough = self.enough, block.enough
+        if block.count >= block.enough:
+            look()
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._holds:
+    def __exit__(self, *error: object) -> None:
+        if Interrupts.outermost is self:
+            Interrupts.outermost = None
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if self.came and error is None:
+            if self.count and error[0] is None:
                 raise KeyboardInterrupt
+        elif _in_main() and Interrupts.outermost is not None:
+            Interrupts.outermost.enough = self.enough
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came += 1
-        if self.came >= ENOUGH:
-            raise KeyboardInterrupt
+        self.count += 1
+        if self.count >= self.enough:
+            look()
 
 
-@contextmanager
-def ignored() -> Iterator[None]:
-    """For what must not stop half way, and takes no more than seconds."""
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.getsignal(signal.SIGINT)
-    if before is None:  # another thread, or a handler that Python cannot put back
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def look() -> None:
+    """Raises KeyboardInterrupt if there was an interrupt since the outermost block began."""
+    block = Interrupts.outermost
+    if block is not None and block.count and not block.raised and _in_main():
+        block.raised = True
+        raise KeyboardInterrupt
+
+
+def _in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

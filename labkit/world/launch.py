@@ -6,6 +6,7 @@ what it has started (loaders of data, shell commands) is ended after it.
 """
 
 import atexit
+import itertools
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +49,8 @@ class End:
 
 
 class ForkServer:
-    """The driver's side of `labkit.world.server`, one for all worlds and threads of a process."""
+    """The driver's side of `labkit.world.server`, one for all worlds and threads of a process.
+    A request whose driver was interrupted is cancelled: the server kills the ranks it forks."""
 
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
@@ -67,38 +70,53 @@ class ForkServer:
         theirs.close()
         self._channel = Channel(ours)
         self._talking = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, tuple[list[int], str]] = {}  # process ids, refusal
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
-        if not early:
-            with self._talking:
-                self._expect("warm")
 
     @staticmethod
     def get(early: bool = False) -> "ForkServer":
-        """The running server, or a new one: warm, or, where it is asked for early, soon."""
+        """The running server, or a new one."""
         with ForkServer._choosing:
             only = ForkServer._only
             if only is None or only._owner != os.getpid() or only._process.poll() is not None:
+                if only is not None:
+                    only.close()
                 ForkServer._only = only = ForkServer(early)
             return only
 
     def answer_for(self, folder: str) -> None:
         """When the driver is gone, the server deletes it."""
-        with self._talking, suppress(EOFError):  # `start` tells it better
-            self._channel.send(("answer for", folder))
+        with suppress(EOFError):  # `start` reports it better
+            self._send("answer for", folder)
 
-    def start(self, specs: list[Spec]) -> list[int]:
-        """Bring these ranks to life; returns their process ids."""
-        with self._talking:
-            with suppress(EOFError):  # `_expect` tells it better
-                self._channel.send(("fork", specs))
-            pids, refusal = self._expect("forked")
+    def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
+        """Bring these ranks to life; returns their process ids. Calls `tick` while it waits."""
+        number = next(self._numbers)
+        try:
+            self._send("fork", (number, specs))
+            while number not in self._replies:
+                ready([self._channel], PIECE_S)
+                tick()
+                self.ends()
+        except EOFError:
+            self.close()
+            raise RuntimeError(
+                "the server that ranks are forked from ended with status "
+                f"{self._process.returncode}. Its own error, if it had one, stands above; check "
+                "that `import labkit.world` works."
+            ) from None
+        except BaseException:
+            with suppress(EOFError):
+                self._send("cancel", number)
+            raise
+        pids, refusal = self._replies.pop(number)
         if refusal:
             self.kill(pids)
             self.forget(pids)
             raise RuntimeError(f"the system did not start {len(specs)} processes: {refusal}")
-        started: list[int] = pids
-        return started
+        return pids
 
     def ends(self) -> dict[int, End]:
         """The ends known by now, by process id. Raises EOFError when the server itself is gone."""
@@ -136,29 +154,23 @@ class ForkServer:
             self._ends.pop(pid, None)
 
     def close(self) -> None:
+        self._channel.close()
         if self._owner == os.getpid():
-            self._channel.close()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)
             self._process.kill()
             self._process.wait()
 
-    def _expect(self, kind: str) -> Any:
-        while True:
-            try:
-                got, body = self._channel.recv()
-            except EOFError:
-                status = self._process.wait()
-                raise RuntimeError(
-                    f"the server that ranks are forked from ended with status {status}. Its own "
-                    "error, if it had one, stands above; check that `import labkit.world` works."
-                ) from None
-            if got == kind:
-                return body
-            self._note(got, body)
+    def _send(self, kind: str, body: Any) -> None:
+        with self._talking:
+            self._channel.send((kind, body))
 
     def _note(self, kind: str, body: Any) -> None:
-        if kind == "ended":
+        if kind == "forked":
+            number, pids, refusal = body
+            self.forget(pids)  # of processes that had these ids before
+            self._replies[number] = pids, refusal
+        else:
             pid, status, peak_bytes = body
             self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
 
@@ -172,7 +184,7 @@ class Spawner:
     def answer_for(self, folder: str) -> None:
         """When the driver is gone, the ranks delete it: they know it when they live."""
 
-    def start(self, specs: list[Spec]) -> list[int]:
+    def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from labkit.world.rank import spawned; "
             "spawned()"
@@ -188,9 +200,8 @@ class Spawner:
                     process.stdin.write(pickle.dumps(spec))
                     process.stdin.flush()  # and stays open: its end tells the rank of the driver's
         except BaseException:
-            started = list(self._processes)
-            self.kill(started)
-            self.forget(started)
+            self.kill(list(self._processes))
+            self.forget(list(self._processes))
             raise
         return list(self._processes)
 

@@ -6,6 +6,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from labkit.world.memory import available_bytes
+
 RANK_BYTES = 100e6  # what a rank takes before it does anything, with room to do something
 MOST_RANKS = 256
 SPARE_FILES = 16  # that a world opens beside the sockets of its ranks
@@ -71,13 +73,13 @@ def check_size(size: int) -> None:
         raise TypeError(f"World({size!r}): the number of ranks is an integer")
     if size < 1:
         raise ValueError(f"World({size}): a world has at least 1 rank")
-    memory = psutil.virtual_memory()
-    fitting = max(1, int(memory.available / RANK_BYTES))
+    free_bytes = available_bytes()
+    fitting = max(1, int(free_bytes / RANK_BYTES))
     if size > fitting:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
-            f"{RANK_BYTES / 1e6:.0f} MB and {memory.available / 1e9:.0f} GB are free: choose up "
-            f"to {min(fitting, MOST_RANKS)}."
+            f"{RANK_BYTES / 1e6:.0f} MB and {free_bytes / 1e9:.1f} GB are free (of the cgroup's "
+            f"limit, where that is less): choose up to {min(fitting, MOST_RANKS)}."
         )
     if size > MOST_RANKS:
         raise ValueError(f"World({size}): one machine runs up to {MOST_RANKS} ranks here")

@@ -5,15 +5,18 @@ On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the 
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import TypeVar
 
 from labkit.world.attach import current
-from labkit.world.output import in_notebook
+from labkit.world.interrupts import look
+from labkit.world.output import in_notebook, interactive
 
 T = TypeVar("T")
 EVERY_S = 0.1
 WIDTH = 30
+NOTICE_S = 1.0
 
 
 def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
@@ -33,6 +36,26 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
         from rich.progress import track
 
         yield from track(things, label, total=total, transient=True)
+
+
+@contextmanager
+def notice(text: str) -> Iterator[Callable[[], None]]:
+    """Yields a function to call while something goes on, which looks for interrupts and shows
+    `text` after a second, until the end of the block."""
+    due_s, shown = time.monotonic() + NOTICE_S, False
+
+    def tick() -> None:
+        nonlocal shown
+        look()
+        if not shown and time.monotonic() > due_s and (interactive() or sys.stdout.isatty()):
+            shown = True
+            print(f"\r{text}", end="", flush=True)
+
+    try:
+        yield tick
+    finally:
+        if shown:
+            print(f"\r{' ' * len(text)}\r", end="", flush=True)
 
 
 def _printed(

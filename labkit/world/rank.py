@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
+from labkit.comm.carrier import Carrier
 from labkit.comm.tcp import LOOPBACK, Post
 from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
@@ -62,7 +63,7 @@ class Spec:
 
     @property
     def folders(self) -> set[str]:
-        return {self.folder, self.shared}
+        return {self.folder, self.shared, os.path.dirname(str(self.address))}
 
 
 def live(spec: Spec) -> NoReturn:
@@ -165,8 +166,11 @@ def _stream(fd: int) -> io.TextIOWrapper:
     )
 
 
-def _flush() -> None:
-    """Let go of all that was printed; give the next run new streams for those it closed."""
+def _tidy() -> None:
+    """Let go of all that was printed and of groups that were dropped; give the next run new streams
+    for those it closed."""
+    if dist.is_initialized():
+        Carrier.of(dist.group.WORLD).destroy_dropped()
     for fd, name in ((1, "stdout"), (2, "stderr")):
         try:
             getattr(sys, name).flush()
@@ -187,6 +191,7 @@ def _serve(control: Channel) -> None:
         kind, body, spec = control.recv()
         if kind == "stop":
             return
+        _tidy()
         reply: tuple[str, Any]
         try:
             with recorder.following(spec):
@@ -201,7 +206,7 @@ def _serve(control: Channel) -> None:
             del value
         except BaseException as error:
             reply = (_kind(error), RemoteError.of(error))
-        _flush()
+        _tidy()
         if os.getpid() != process:
             os._exit(0)  # a fork that the function made, and that came back from it
         control.send(reply)

@@ -1,23 +1,26 @@
 """The processes of a world: how they are born, heard and stopped."""
 
+import math
 import os
 import secrets
 import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.comm import Board
 from labkit.comm.words import ranks_in_words
-from labkit.world.channel import Channel, listener, ready
+from labkit.world.channel import LONGEST_FOLDER, Channel, listener, ready
 from labkit.world.errors import RankError
 from labkit.world.folders import memory_folder, new_folder, remove
-from labkit.world.interrupts import Interrupts, ignored
+from labkit.world.interrupts import Interrupts
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
+from labkit.world.progress import notice
 from labkit.world.rank import CONTROL, HELLO, Spec
 
 if TYPE_CHECKING:
@@ -29,10 +32,9 @@ MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has p
 
 
 class Ranks:
-    """The living processes of a world, and the sockets to them. Among the `interrupts`, one is
-    looked for while they are born."""
+    """The living processes of a world, and the sockets to them."""
 
-    def __init__(self, world: "World", interrupts: Interrupts):
+    def __init__(self, world: "World"):
         self.size, self.owner = world.size, os.getpid()
         self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
@@ -53,21 +55,23 @@ class Ranks:
                 self.shared = memory_folder(told, self.folder)
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
-            self._bear(world, interrupts)
+            with notice("starting ranks; the first time, importing torch takes seconds") as tick:
+                fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
+                self._bear(world, self.folder if fits else new_folder(told, "/tmp"), tick)
         except BaseException:
             self.stop(kill=True)
             raise
 
-    def _bear(self, world: "World", interrupts: Interrupts) -> None:
-        sock, address = listener(self.folder)
-        token = secrets.token_bytes(16)
+    def _bear(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
+        sock, address = listener(folder)
+        token, env = secrets.token_bytes(16), dict(os.environ)
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
                 shared=self.shared, transport=world.transport, backend=world.backend,
                 device=world.device, threads=world.threads, timeout_s=world.timeout_s,
                 link=world.link, seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
-                env=dict(os.environ),
+                env=env,
             )
             for rank in range(world.size)
         ]  # fmt: skip
@@ -75,12 +79,13 @@ class Ranks:
         outputs: dict[int, socket.socket] = {}
         unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
         with sock:
-            self.pids = self.starter.start(specs)
+            self.pids = self.starter.start(specs, tick)
             until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
             while len(controls) + len(outputs) < 2 * world.size or unborn:
                 talking = ready([sock, *unborn], TICK_S)
+                tick()
                 if not talking:  # only now: a rank that has ended may have said why
-                    self._look_after(until_s, interrupts)
+                    self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
                         self._hear(unborn.pop(end), end)
@@ -99,7 +104,7 @@ class Ranks:
                         outputs[rank] = caller
         self.controls = [controls[rank] for rank in range(world.size)]
         self.outputs = [outputs[rank] for rank in range(world.size)]
-        self._look_after(until_s, interrupts)
+        self._look_after(until_s)
 
     def _hear(self, rank: int, channel: Channel) -> None:
         with suppress(EOFError):  # it has died, and is soon known to
@@ -108,7 +113,7 @@ class Ranks:
                 text = f"rank {rank} could not start:\n{error.format()}"
                 raise RankError(text, "raised", (rank,))
 
-    def _look_after(self, until_s: float, interrupts: Interrupts) -> None:
+    def _look_after(self, until_s: float) -> None:
         """Raises what stops the ranks from being born."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
@@ -116,8 +121,6 @@ class Ranks:
             raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
         if time.monotonic() > until_s:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
-        if interrupts.came:
-            raise KeyboardInterrupt
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
         """Answers of ranks that came within `patience_s`; what they print goes to `output`."""
@@ -132,7 +135,8 @@ class Ranks:
                 self._read(sources[end], output)
             else:
                 try:
-                    answers.append((sources[end], *end.recv()))
+                    with Interrupts(1):  # at once: this message can be long
+                        answers.append((sources[end], *end.recv()))
                 except EOFError:
                     end.close()
                     answers.append((sources[end], "cut off", None))
@@ -158,7 +162,7 @@ class Ranks:
         """End the processes, politely first unless `kill`; close and remove all that was theirs."""
         if os.getpid() != self.owner:
             return
-        with ignored():
+        with Interrupts(math.inf):  # not half way; it takes no more than seconds
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):

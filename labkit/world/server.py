@@ -37,17 +37,16 @@ def main(fd: int, early: bool = False) -> None:
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: set[int] = set()
+    children: dict[int, int] = {}  # process id -> number of the request
     folders: set[str] = set()
-    more, is_used = threading.Thread(target=_warm_up_more), False
+    more = threading.Thread(target=_warm_up_more)
     _warm_up()
     gc.freeze()
+    if early:
+        more.start()
     try:
-        driver.send(("warm", os.getpid()))
-        if early:
-            more.start()
         while True:
-            talking = ready([driver, wake_up], QUIET_S if is_used and more.ident is None else None)
+            talking = ready([driver, wake_up], QUIET_S if more.ident is None else None)
             if not talking:
                 more.start()
             if wake_up in talking:
@@ -58,13 +57,17 @@ def main(fd: int, early: bool = False) -> None:
                 kind, body = driver.recv()
                 if kind == "answer for":
                     folders.add(body)
+                elif kind == "cancel":
+                    for pid in [pid for pid, number in children.items() if number == body]:
+                        os.kill(pid, signal.SIGKILL)
                 elif kind == "fork":
                     if more.ident is not None:
                         more.join()  # a fork has one thread, and what the others held stays locked
-                    is_used = True
-                    pids, refusal = _fork_all(body, [driver.sock, wake_up, bell])
-                    children.update(pids)
-                    driver.send(("forked", (pids, refusal)))
+                    number, specs = body
+                    pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
+                    children.update(dict.fromkeys(pids, number))
+                    with suppress(EOFError):  # the driver has gone: what it sent before comes first
+                        driver.send(("forked", (number, pids, refusal)))
     except EOFError:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
@@ -120,13 +123,13 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
         os._exit(1)
 
 
-def _report_ends(driver: Channel, children: set[int]) -> None:
+def _report_ends(driver: Channel, children: dict[int, int]) -> None:
     """Tell the driver of every child that has ended: pid, wait status, peak memory in bytes."""
     for pid in list(children):
-        with suppress(ChildProcessError):
+        with suppress(ChildProcessError, EOFError):
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
-                children.discard(pid)
+                del children[pid]
                 kill_group(pid)
                 unit = 1 if sys.platform == "darwin" else 1024
                 driver.send(("ended", (pid, status, usage.ru_maxrss * unit)))

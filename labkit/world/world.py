@@ -26,7 +26,7 @@ from labkit.world import cells, pickling
 from labkit.world.attach import current
 from labkit.world.errors import RankError, RankInterrupt
 from labkit.world.failures import Failures
-from labkit.world.interrupts import Interrupts
+from labkit.world.interrupts import Interrupts, look
 from labkit.world.output import RankOutput, interactive
 from labkit.world.pick import check_size, pick
 from labkit.world.ranks import TICK_S, Ranks
@@ -93,11 +93,13 @@ class World:
         self._closed = False
         self._busy = threading.RLock()
         self._asked_to_stop = ""  # "closed" or "restarted", by another thread
-        try:
-            self._ranks()
-        except BaseException:  # an interrupt: nobody will ever have this world
-            self._stop(kill=True)
-            raise
+        with Interrupts():
+            try:
+                self._ranks()
+                look()
+            except BaseException:  # an interrupt: nobody will ever have this world
+                self._stop(kill=True)
+                raise
         if interactive():
             print(self.picked)
 
@@ -154,8 +156,8 @@ class World:
         """Stop the ranks, with all they keep and do, and start new ones."""
         self._asked_to_stop = "restarted"
         with self._busy:
-            self._stop(kill=True)
             self._asked_to_stop = ""
+            self._stop(kill=True)
             self._ranks()
 
     def close(self) -> None:
@@ -179,8 +181,8 @@ class World:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
             self._table = table_note()  # the ranks keep the environment that they are born with
-            with Interrupts() as interrupts:
-                self._alive = Ranks(self, interrupts)
+            with Interrupts():
+                self._alive = Ranks(self)
         if self._alive.owner != os.getpid():
             raise RuntimeError(
                 f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
@@ -204,8 +206,8 @@ class World:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this world is running something in another thread; make a second")
         try:
-            with Interrupts() as interrupts:
-                values = self._listen(message, targets, interrupts)
+            with Interrupts():
+                values = self._listen(message, targets)
         finally:
             self._busy.release()
         return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
@@ -217,9 +219,7 @@ class World:
         link = {"link": asdict(self.link)} if self.link else {}
         return {**about, "threads": self.threads, "seed": self.seed, "table": self._table, **link}
 
-    def _listen(
-        self, message: tuple[str, Any], targets: list[int], interrupts: Interrupts
-    ) -> dict[int, pickling.Parcel]:
+    def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
         """Talk with the ranks until all have answered. Whatever ends it sooner ends them."""
         ranks = self._ranks()
         output = RankOutput(self.size)
@@ -230,7 +230,7 @@ class World:
         spec = recording.spec_for(self, self._about()) if recording else None
         try:
             for rank in targets:
-                with suppress(EOFError):  # it has died: `failures` will see
+                with suppress(EOFError), Interrupts(1):  # it has died: `failures` will see
                     ranks.controls[rank].send((*message, spec))
             while len(values) < len(targets) and not failures.settled():
                 for rank, kind, body in ranks.listen(TICK_S, output):
@@ -240,8 +240,7 @@ class World:
                     else:
                         failures.add(rank, kind, body)
                 failures.look()
-                if interrupts.came:
-                    raise KeyboardInterrupt
+                look()
                 if self._asked_to_stop:
                     raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
             ranks.drain(output)

@@ -291,5 +291,5 @@ def fill(room: memoryview, connection: socket.socket) -> None:
 
 
 def end(connection: socket.socket) -> None:
-    with suppress(OSError):  # it is over
+    with connection, suppress(OSError):  # it is over
         connection.shutdown(socket.SHUT_RDWR)

@@ -64,7 +64,11 @@ class Post:
         _keep_little(self._listener, host)
         threading.Thread(target=self._accept, name="labkit post", daemon=True).start()
         place = host, self._listener.getsockname()[1], self._token.hex()
-        self._places = _told_by_all(store, rank, size, json.dumps(place), self._timeout_s)
+        try:
+            self._places = _told_by_all(store, rank, size, json.dumps(place), self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     def writer(self, rank: int) -> Writer:
         with self._lock:
@@ -98,7 +102,6 @@ class Post:
     def close(self) -> None:
         """The process leaves its world."""
         end(self._listener)
-        self._listener.close()
         self.fail("this process has left its world")
 
     def _call(self, rank: int) -> socket.socket:

@@ -32,35 +32,43 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     return shell.run_cell_magic("ranks", line, cell)
 
 
+def values(shell: InteractiveShell, line: str, cell: str) -> Any:
+    """The values of a cell, brought here."""
+    shell.user_ns.pop("found", None)
+    assert shell.run_cell_magic("ranks", f"{line} -o found", cell) is None
+    return shell.user_ns["found"]
+
+
 def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(shell: InteractiveShell) -> None:
-    values = ranks(shell, "4", "x = rank * 10\nx + size")
-    assert values == [4, 14, 24, 34]
-    assert repr(values).splitlines() == ["rank 0: 4", "rank 1: 14", "rank 2: 24", "rank 3: 34"]
+    found = values(shell, "4", "x = rank * 10\nx + size")
+    assert found == [4, 14, 24, 34]
+    assert repr(found) == repr(ranks(shell, "4", "x + size"))
+    assert repr(found).splitlines() == ["rank 0: 4", "rank 1: 14", "rank 2: 24", "rank 3: 34"]
 
 
 def test_the_world_and_its_names_last_from_cell_to_cell(shell: InteractiveShell) -> None:
     ranks(shell, "4", "kept = rank")
-    assert ranks(shell, "4", "kept + 1") == [1, 2, 3, 4]
-    assert ranks(shell, "", "kept + 1") == [1, 2, 3, 4]
+    assert values(shell, "4", "kept + 1") == [1, 2, 3, 4]
+    assert values(shell, "", "kept + 1") == [1, 2, 3, 4]
 
 
 def test_a_list_of_ranks_runs_there_only(shell: InteractiveShell) -> None:
     ranks(shell, "4", "seen = False")
-    assert ranks(shell, "0,2", "seen = True\nrank") == [0, 2]
-    assert ranks(shell, "4", "seen") == [True, False, True, False]
-    assert ranks(shell, "2,", "rank") == [2]
-    assert ranks(shell, " 3 , 1 ", "rank") == [3, 1]
+    assert values(shell, "0,2", "seen = True\nrank") == [0, 2]
+    assert values(shell, "4", "seen") == [True, False, True, False]
+    assert values(shell, "2,", "rank") == [2]
+    assert values(shell, " 3 , 1 ", "rank") == [3, 1]
     assert repr(ranks(shell, "1,", "rank")) == "rank 1: 1"
 
 
 def test_the_names_of_the_lab_are_there(shell: InteractiveShell) -> None:
     cell = "x = torch.ones(1)\ncomm.all_reduce(x)\ndist.barrier()\nx.item(), str(device)"
-    assert ranks(shell, "4", cell) == [(4.0, "cpu")] * 4
+    assert values(shell, "4", cell) == [(4.0, "cpu")] * 4
 
 
 def test_a_cell_without_a_value_shows_nothing(shell: InteractiveShell) -> None:
     assert ranks(shell, "4", "a = 1") is None
-    assert ranks(shell, "4", "None if rank else 5") == [5, None, None, None]
+    assert values(shell, "4", "None if rank else 5") == [5, None, None, None]
 
 
 def test_what_the_cell_prints_is_marked(
@@ -76,7 +84,7 @@ def test_an_error_shows_the_line_of_the_cell(shell: InteractiveShell) -> None:
     text = str(info.value)
     assert info.value.ranks == (2,) and "return 1 // y  # the line" in text
     assert "%%ranks cell" in text and "line 2, in f" in text
-    assert ranks(shell, "4", "rank") == [0, 1, 2, 3]
+    assert values(shell, "4", "rank") == [0, 1, 2, 3]
 
 
 def test_ranks_shows_and_resets_the_world(
@@ -88,27 +96,27 @@ def test_ranks_shows_and_resets_the_world(
     assert "4 ranks, gloo" in capsys.readouterr().out
     shell.run_line_magic("ranks", "reset")
     assert "new ranks" in capsys.readouterr().out
-    assert ranks(shell, "4", "'kept' in globals()") == [False] * 4
+    assert values(shell, "4", "'kept' in globals()") == [False] * 4
 
 
 def test_another_size_makes_another_world_and_says_so(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pids = ranks(shell, "4", "import os; os.getpid()")
+    pids = values(shell, "4", "import os; os.getpid()")
     capsys.readouterr()
-    assert ranks(shell, "2", "size") == [2, 2]
+    assert values(shell, "2", "size") == [2, 2]
     assert "2 ranks in place of 4: what those kept is gone" in capsys.readouterr().out
     assert gone(pids)
-    assert ranks(shell, "", "size") == [2, 2]
-    assert ranks(shell, "4", "size") == [4] * 4
+    assert values(shell, "", "size") == [2, 2]
+    assert values(shell, "4", "size") == [4] * 4
 
 
 @pytest.mark.parametrize("line", ["four", "1 2", "0,x", "1.5", ",", "--help", "0,,1"])
 def test_a_bad_line_is_told_how_to_write_it(shell: InteractiveShell, line: str) -> None:
-    pids = ranks(shell, "", "import os; os.getpid()")
+    pids = values(shell, "", "import os; os.getpid()")
     with pytest.raises(UsageError, match="give a number of ranks .%%ranks 4. or a list"):
         ranks(shell, line, "rank")
-    assert ranks(shell, "", "os.getpid()") == pids
+    assert values(shell, "", "os.getpid()") == pids
 
 
 @pytest.mark.parametrize(
@@ -117,10 +125,10 @@ def test_a_bad_line_is_told_how_to_write_it(shell: InteractiveShell, line: str) 
 def test_a_size_that_is_refused_does_not_cost_the_world_there_is(
     shell: InteractiveShell, line: str, reason: str
 ) -> None:
-    pids = ranks(shell, "", "import os; os.getpid()")
+    pids = values(shell, "", "import os; os.getpid()")
     with pytest.raises(ValueError, match=reason):
         ranks(shell, line, "rank")
-    assert ranks(shell, "", "os.getpid()") == pids
+    assert values(shell, "", "os.getpid()") == pids
 
 
 def test_a_rank_that_is_not_there_is_refused(shell: InteractiveShell) -> None:
@@ -138,7 +146,7 @@ def test_an_unknown_command_is_told_what_there_is(
 def test_closing_ends_the_ranks_and_the_next_cell_makes_new_ones(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pids = ranks(shell, "", "import os; os.getpid()")
+    pids = values(shell, "", "import os; os.getpid()")
     shell.run_line_magic("ranks", "close")
     assert gone(pids)
     capsys.readouterr()
@@ -147,7 +155,7 @@ def test_closing_ends_the_ranks_and_the_next_cell_makes_new_ones(
     assert capsys.readouterr().out.count("no world yet") == 2
     with pytest.raises(ValueError, match="at least 1"):
         ranks(shell, "0", "rank")
-    assert ranks(shell, "0,1", "size") == [4, 4], "a list alone makes the usual world"
+    assert values(shell, "0,1", "size") == [4, 4], "a list alone makes the usual world"
 
 
 # ---- a real kernel

@@ -118,7 +118,7 @@ def _world(size: int) -> World:
 
 def told(error: RankError) -> CheckFailed:
     """The failure of a run as a student should read it."""
-    lines = [line for line in str(error).splitlines() if "the next run starts new" not in line]
+    lines = [line for line in str(error).splitlines() if "the next run" not in line]
     first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
         case "raised" if "NotImplementedError: your turn:" in first:

@@ -3,6 +3,7 @@
 import ast
 import linecache
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,39 @@ def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
 
 
-def check(source: str, filename: str) -> None:
-    """Raises SyntaxError for what is not Python, saying so of IPython's own commands."""
+@dataclass(frozen=True)
+class Shown:
+    """A value of a rank as a notebook shows it. The value itself stays on the rank."""
+
+    text: str
+    html: str | None = None
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def shown(value: Any) -> Shown | None:
+    """How to show `value`; None for None. Never raises."""
+    if value is None:
+        return None
     try:
-        ast.parse(source, filename)
+        to_html = getattr(value, "_repr_html_", None)
+        html = to_html() if to_html is not None and not isinstance(value, type) else None
+        return Shown("".join(repr(value)), html if isinstance(html, str) else None)
+    except Exception as error:
+        return Shown(f"<a {type(value).__name__}; its repr raised {type(error).__name__}>")
+
+
+def check(source: str, filename: str) -> None:
+    """Raises SyntaxError for what is not Python, also for a `return` or `await` outside of a
+    function, and says so of IPython's own commands."""
+    try:
+        compile(source, filename, "exec", dont_inherit=True)
     except SyntaxError as error:
         if (error.text or "").lstrip().startswith(("!", "%")):
             error.add_note("Ranks run plain Python: IPython's ! and % commands do not work there.")
+        if "'await'" in (error.msg or ""):
+            error.add_note("On a rank, write asyncio.run(...) instead of a bare await.")
         raise
 
 

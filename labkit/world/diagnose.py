@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from labkit.comm.board import FAILED, WAITED_FOR, Board, Note
+from labkit.comm.board import ENDED, FAILED, WAITED_FOR, Board, Note
 from labkit.world.errors import ranks_text
 
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)\n')
@@ -98,18 +98,18 @@ class Watch:
         return Verdict(f"{ranks_text(circle)} wait for each other: none can go on.", circle)
 
 
-def who_stands_where(
+def positions(
     board: Board,
     pids: list[int],
     running: Callable[[int], bool],
     targets: Iterable[int],
     folder: Path,
-) -> str:
-    """A line for each rank: the operation it waits in, else the line of code it is at."""
+) -> dict[int, str]:
+    """Of each rank, the operation it waits in, else the line of code it is at."""
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
     free = [rank for rank in notes if running(rank) and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
-    lines = []
+    found = {}
     for rank in notes:
         if rank not in targets:
             where = "is not in this run"
@@ -119,8 +119,16 @@ def who_stands_where(
             where = f"waits in {notes[rank][0].sentence()}"
         else:
             where = f"is in no operation of a Comm; it {stacks.get(rank, 'is at an unknown line')}"
-        lines.append(f"  rank {rank}: {where}")
-    return "\n".join(lines)
+        found[rank] = where
+    return found
+
+
+def last_operation(board: Board, rank: int) -> str:
+    """Where a rank was that has died."""
+    notes = board.notes(rank)
+    if not notes:
+        return "died before its first operation"
+    return f"died {'after' if notes[-1].state == ENDED else 'in'} {notes[-1].sentence()}"
 
 
 def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:

@@ -56,18 +56,21 @@ class RemoteError:
         """Never raises, whatever `error` is: causes may form a circle, `str(error)` may fail.
         (`above`: the ids of errors that are being told already.)"""
         above = (*above, id(error))
-        cause, because = error.__cause__, "directly caused"
-        if cause is None and not error.__suppress_context__:
-            cause, because = error.__context__, "was being handled during"
-        parts = error.exceptions[:MOST_PARTS] if isinstance(error, BaseExceptionGroup) else ()
-        notes = getattr(error, "__notes__", None)
+        get = object.__getattribute__  # past a __getattribute__ of its class, which may raise
+        cause, because = get(error, "__cause__"), "directly caused"
+        if cause is None and not get(error, "__suppress_context__"):
+            cause, because = get(error, "__context__"), "was being handled during"
+        is_group = issubclass(type(error), BaseExceptionGroup)
+        parts = get(error, "exceptions")[:MOST_PARTS] if is_group else ()
+        notes = get(error, "__dict__").get("__notes__")
+        notes = notes if isinstance(notes, (list, tuple)) else ()
         return RemoteError(
             type_name=type(error).__name__,
             message=_text(error),
-            frames=_frames(error.__traceback__),
+            frames=_frames(get(error, "__traceback__")),
             cause=RemoteError.of(cause, above) if _new(cause, above) else None,
             because=because,
-            notes=[_cut(note) for note in notes or [] if isinstance(note, str)],
+            notes=[_cut(note) for note in notes if isinstance(note, str)],
             parts=[RemoteError.of(part, above) for part in parts if _new(part, above)],
         )
 
@@ -115,7 +118,7 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
 
 def _text(error: BaseException) -> str:
     try:
-        if isinstance(error, SyntaxError):
+        if issubclass(type(error), SyntaxError):
             return _cut("".join(traceback.format_exception_only(error)).strip())
         return _cut(str(error))
     except BaseException as broken:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from labkit.comm.board import ENDED, WAITED_FOR
 from labkit.world import cells
-from labkit.world.diagnose import Verdict, Watch, who_stands_where
+from labkit.world.diagnose import Verdict, Watch, last_operation, positions
 from labkit.world.errors import RankError, RemoteError, ranks_text
 from labkit.world.launch import End
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from labkit.world.world import World
 
 GRACE_S = 0.3  # between the first sign and the verdict
+COMPUTING_S = 2.0  # the same, while the other ranks wait for nothing and may yet answer
+UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
+HARMLESS = {"raised", "unpicklable"}  # by themselves they leave no rank in the middle of anything
 MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
@@ -31,7 +35,7 @@ class Failures:
         self._running = set(targets)
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
-        self._where = ""  # who stood where at the first sign
+        self._where: dict[int, str] = {}  # at the first sign
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
         self._watch = Watch(ranks.board, world.timeout_s, targets) if ranks.board else None
@@ -70,21 +74,45 @@ class Failures:
         waited_s = time.monotonic() - self._first_s
         if "server" in self._found:
             return True
-        if "cut off" in self._found and "died" not in self._found:
-            return waited_s > 5 * GRACE_S  # it has died, and is about to be buried
+        if self._found.get("cut off", {}).keys() - self._found.get("died", {}).keys():
+            return waited_s > UNREPORTED_S
+        if not self._running:
+            return True
+        if set(self._found) <= HARMLESS and not self._stuck and not self._someone_waits():
+            return waited_s > COMPUTING_S
         only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
-        return not self._running or waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
+        return waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
 
-    def error(self) -> RankError | None:
-        """The one error that tells it, or None when nothing failed."""
-        if self._first_s is None:
-            return None
+    def _someone_waits(self) -> bool:
+        board = self._ranks.board  # without it, nobody knows
+        return board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in self._running)
+
+    @property
+    def none(self) -> bool:
+        return self._first_s is None
+
+    def nothing_in_flight(self) -> bool:
+        """Whether all ranks have answered, and every operation that one of them began was
+        finished by all: then the next run finds them in step."""
+        board = self._ranks.board
+        if self._running or board is None or not set(self._found) <= HARMLESS:
+            return False
+        return all(
+            note.state == ENDED and all(board.has_begun(peer, note) for peer in note.ranks)
+            for rank in range(board.size)
+            for note in board.notes(rank)
+        )
+
+    def error(self, kept: bool) -> RankError:
+        """The one error that reports the failures; `kept`: the ranks live on."""
         kind, text, guilty = self._story()
         others = [rank for rank in range(self._world.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
         text += (
-            f"\n({stopped} stopped; the next run starts new ranks. What these kept is gone: run "
-            "the cells that made your variables again.)"
+            "\n(All ranks keep their variables for the next run.)"
+            if kept
+            else f"\n({stopped} stopped; the next run starts new ranks. What these kept is gone: "
+            "run the cells that made your variables again.)"
         )
         return RankError(cells.with_titles(text), kind, guilty)
 
@@ -93,16 +121,20 @@ class Failures:
         cause = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
         found = self._found.get(cause, {})
         guilty = tuple(sorted(found))
-        where = f"\nWho stood where:\n{self._where}" if self._where else ""
+        if cause in ("died", "cut off") and (board := self._ranks.board):
+            self._where.update({rank: last_operation(board, rank) for rank in guilty})
+        lines = [f"  rank {rank}: {where}" for rank, where in sorted(self._where.items())]
+        where = "\n".join(["\nWho stood where:", *lines]) if lines else ""
         match cause:
             case "server":
                 text = "the server that ranks are forked from has died, and all ranks with it"
                 return "died", text, ()
             case "died":
                 deaths = [f"rank {rank} {self._death(end)}" for rank, end in found.items()]
-                return "died", "\n".join(deaths), guilty
+                return "died", "\n".join(deaths) + where, guilty
             case "cut off":
-                return "died", f"{ranks_text(guilty)} closed the connection to this process", guilty
+                text = f"{ranks_text(guilty)} closed the connection to this process"
+                return "died", text + where, guilty
             case "disagree":  # the last to come saw all of them
                 return "disagree", list(found.values())[-1].message, ()
             case "unpicklable" | "raised":
@@ -117,7 +149,7 @@ class Failures:
             ranks = self._ranks
             if ranks.board:
                 folder = Path(ranks.folder)
-                self._where = who_stands_where(
+                self._where = positions(
                     ranks.board, ranks.pids, running.__contains__, self._targets, folder
                 )
 

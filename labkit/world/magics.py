@@ -4,10 +4,12 @@
 - `%%ranks 4`: the cell runs on 4 ranks, who keep their variables from cell to cell;
 - `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
 - `%%ranks`: on all ranks of the world there is;
+- `%%ranks 4 -o losses`: also bring the last values here, as the list `losses`;
 - `%ranks`: what there is; `%ranks reset` starts it anew, `%ranks close` ends it.
 """
 
 import itertools
+from html import escape
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -21,7 +23,7 @@ DEFAULT_SIZE = 4
 
 
 class PerRank(list[Any]):
-    """One value per rank, shown a rank a line."""
+    """One value per rank (or how it is shown there), shown a rank a line."""
 
     def __init__(self, ranks: list[int], values: list[Any]):
         super().__init__(values)
@@ -34,6 +36,16 @@ class PerRank(list[Any]):
             lines.append(f"rank {rank}: {text}")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str | None:
+        pages = [getattr(value, "html", None) for value in self]
+        if not any(pages):
+            return None
+        rows = zip(self.ranks, self, pages, strict=True)
+        return "".join(
+            f"<div>rank {rank}: {page or f'<pre>{escape(repr(value))}</pre>'}</div>"
+            for rank, value, page in rows
+        )
+
 
 @magics_class
 class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
@@ -44,12 +56,20 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> PerRank | None:
-        """Run the cell on ranks; `%%ranks 4`, `%%ranks 0,2` or `%%ranks`."""
+        """Run the cell on ranks; `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows the last value of
+        each; `-o NAME` brings the values here, as a list called NAME."""
+        line, wanted, name = line.partition("-o")
+        name = name.strip()
+        if wanted and not name.isidentifier():
+            raise UsageError("%%ranks ... -o NAME: give the list a name, as in %%ranks 4 -o losses")
         chosen = self._choose(line.strip())
         assert self.world is not None
         filename = f"<%%ranks cell {next(self._cells)}>"
-        values = self.world.run_cell(cell, filename, chosen)
-        return PerRank(chosen, values) if any(value is not None for value in values) else None
+        values = PerRank(chosen, self.world.run_cell(cell, filename, chosen, as_text=not wanted))
+        if wanted:
+            assert self.shell is not None
+            self.shell.user_ns[name] = values
+        return None if wanted or all(value is None for value in values) else values
 
     @line_magic("ranks")  # type: ignore[arg-type, unused-ignore]
     def manage(self, line: str) -> None:

@@ -4,6 +4,7 @@ can abort it.
 """
 
 import ctypes
+import dis
 import faulthandler
 import io
 import os
@@ -196,8 +197,9 @@ def _serve(control: Channel) -> None:
         try:
             with recorder.following(spec):
                 if kind == "cell":
-                    source, filename = body
+                    source, filename, as_text = body
                     value = cells.run(source, filename, vars(me.state))
+                    value = cells.shown(value) if as_text else value
                 else:
                     function, args, kwargs = unpack(body)
                     value = function(*args, **kwargs)
@@ -213,14 +215,25 @@ def _serve(control: Channel) -> None:
 
 
 def _kind(error: BaseException) -> str:
-    if isinstance(error, Unpicklable):
+    kind = type(error)  # isinstance would ask the error, which may be of a class that raises
+    if issubclass(kind, Unpicklable):
         return "unpicklable"
-    if isinstance(error, CollectiveMismatch):
+    if issubclass(kind, CollectiveMismatch):
         return "disagree"
     gloo_says = ("closed by peer", "Connection reset", "Timed out waiting")
-    torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    torch_lost = torchs and any(words in str(error) for words in gloo_says)
-    return "lost a peer" if torch_lost or isinstance(error, CommError) else "raised"
+    from_torch = (kind is RuntimeError or issubclass(kind, dist.DistError)) and _raised_in_c(error)
+    torch_lost = from_torch and any(words in str(error) for words in gloo_says)
+    return "lost a peer" if torch_lost or issubclass(kind, CommError) else "raised"
+
+
+def _raised_in_c(error: BaseException) -> bool:
+    """Whether no `raise` in Python raised it first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
 def spawned() -> NoReturn:

@@ -4,10 +4,12 @@
     World(4)  ── fork ──> warm server ──────> 0  1  2  3     one process group
     world.run(fn) ── cloudpickle ───────────> fn() on each   what they print comes back at once
               <── one value per rank ────────
-    a failure ──────────────────────────────> all are killed; the next run starts new ones
+    an exception ───────────────────────────> ranks live on if all have answered and nothing is
+                                              in flight; else all are killed, and the next run
+                                              starts new ones
 
 Nothing is ever repaired: a rank that failed may have left its peers in the middle of a
-collective, so the world is stopped and started anew, which takes a tenth of a second.
+collective. The world is then stopped and started anew, which takes a tenth of a second.
 """
 
 import os
@@ -121,8 +123,8 @@ class World:
         """Call `fn(*args, **kwargs)` on every rank; returns one value per rank.
 
         Functions, lambdas and closures of a notebook cell travel. GPU tensors come back as CPU
-        tensors. Raises RankError when a rank fails, RankInterrupt when the user interrupts; the
-        ranks are then stopped, and the next run starts new ones.
+        tensors. Raises RankError when a rank fails, and says whether the ranks were stopped;
+        RankInterrupt when the user interrupts, which stops them. The next run starts new ones.
         """
         return self.run_on(range(self.size), fn, *args, **kwargs)
 
@@ -140,17 +142,22 @@ class World:
             raise RankError(text, "unpicklable") from None
         return self._converse(("call", body), ranks)
 
-    def run_cell(self, source: str, filename: str, ranks: Sequence[int] | None = None) -> list[Any]:
+    def run_cell(
+        self,
+        source: str,
+        filename: str,
+        ranks: Sequence[int] | None = None,
+        as_text: bool = False,
+    ) -> list[Any]:
         """Run the statements of `source` on `ranks`, in the names that live there; returns the
-        value of its last expression for each. (What `%%ranks` does.)
+        value of its last expression for each, or with `as_text` its repr: a `cells.Shown`.
 
         Raises SyntaxError here, before the ranks see it.
         """
         cells.remember(source, filename)
         cells.check(source, filename)
-        return self._converse(
-            ("cell", (source, filename)), range(self.size) if ranks is None else ranks
-        )
+        message = ("cell", (source, filename, as_text))
+        return self._converse(message, range(self.size) if ranks is None else ranks)
 
     def restart(self) -> None:
         """Stop the ranks, with all they keep and do, and start new ones."""
@@ -220,12 +227,12 @@ class World:
         return {**about, "threads": self.threads, "seed": self.seed, "table": self._table, **link}
 
     def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
-        """Talk with the ranks until all have answered. Whatever ends it sooner ends them."""
+        """Talk with the ranks until all have answered. Whatever ends it sooner kills them."""
         ranks = self._ranks()
         output = RankOutput(self.size)
         failures = Failures(self, ranks, targets)
         values: dict[int, pickling.Parcel] = {}
-        unharmed = False
+        keep = False
         recording = Recording.now
         spec = recording.spec_for(self, self._about()) if recording else None
         try:
@@ -244,16 +251,16 @@ class World:
                 if self._asked_to_stop:
                     raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
             ranks.drain(output)
-            if error := failures.error():
-                raise error
-            unharmed = True
+            keep = failures.none or failures.nothing_in_flight()
+            if not failures.none:
+                raise failures.error(keep)
         except KeyboardInterrupt:
             were = "1 rank was" if self.size == 1 else f"{self.size} ranks were"
             raise RankInterrupt(
                 f"interrupted; the {were} stopped, and the next run starts new ones"
             ) from None
         finally:
-            if not unharmed:
+            if not keep:
                 self._stop(kill=True)
                 if recording:
                     recording.failed()

@@ -1,0 +1,206 @@
+"""Mistakes of an afternoon: after each, the ranks either keep their variables, or say that they do
+not, and why is in the error."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from labkit import Comm, RankError, World
+
+pytest.importorskip("IPython", reason="the magics need IPython")
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+KEPT = "All ranks keep their variables"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(3, timeout_s=60) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "labkit")
+    shell.run_cell_magic("ranks", "3", "pass")
+    yield shell
+    shell.run_line_magic("ranks", "close")
+    InteractiveShell.clear_instance()
+
+
+def sum_of_ones(world: World) -> list[float]:
+    def work() -> float:
+        x = torch.ones(1)
+        Comm().all_reduce(x)
+        return x.item()
+
+    return world.run(work)
+
+
+def remember(world: World) -> None:
+    world.run_cell("kept = rank + 0.5", "<cell>")
+
+
+def remembers(world: World) -> bool:
+    """Whether the ranks still have the variable and are in step."""
+    kept = world.run_cell("globals().get('kept')", "<cell>")
+    assert sum_of_ones(world) == [world.size] * world.size, "the next run works in any case"
+    return kept == [rank + 0.5 for rank in range(world.size)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "undefined_name",
+        "import sys\nsys.exit()",
+        "raise KeyboardInterrupt",
+        "raise SystemExit(3)",
+        "1 / 0 if rank == 1 else comm.rank",
+        "if rank > 0: raise ValueError(rank)",
+        "comm.barrier()\n[][1]",
+        "class Lock(Exception):\n    def __reduce__(self): raise TypeError\nraise Lock",
+        "import threading\nthreading.Lock()",
+        "(x for x in range(3))",
+    ],
+)
+def test_after_an_exception_the_ranks_keep_their_variables(world: World, source: str) -> None:
+    remember(world)
+    with pytest.raises(RankError) as info:
+        world.run_cell(source, "<cell of the mistake>")
+    assert info.value.kind in ("raised", "unpicklable") and KEPT in str(info.value)
+    assert "stopped" not in str(info.value)
+    assert remembers(world)
+
+
+@pytest.mark.parametrize("source", ["return 3", "await comm", "break", "x = 1\nyield x", "x ="])
+def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source: str) -> None:
+    remember(world)
+    with pytest.raises(SyntaxError) as info:
+        world.run_cell("comm.barrier()\n" + source, "<cell of the mistake>")
+    assert info.value.lineno and info.value.lineno > 1
+    if "await" in source:
+        assert "asyncio.run" in info.value.__notes__[0]
+    assert remembers(world)
+
+
+def test_an_exception_of_a_function_keeps_the_ranks_too(world: World) -> None:
+    remember(world)
+    with pytest.raises(RankError, match="KeyError") as info:
+        world.run(lambda: {}["missing"])
+    assert KEPT in str(info.value) and remembers(world)
+
+
+def test_ranks_that_still_compute_are_waited_for(world: World) -> None:
+    remember(world)
+
+    def late() -> None:
+        if Comm().rank == 0:
+            raise ValueError("early")
+        time.sleep(1)
+
+    with pytest.raises(RankError, match="early") as info:
+        world.run(late)
+    assert KEPT in str(info.value) and remembers(world)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if rank == 1: raise ValueError\ncomm.all_reduce(torch.ones(2))",
+        "if rank == 0: comm.isend(torch.ones(2), 1)\nraise ValueError",
+        "if rank == 0: comm.broadcast(torch.ones(2), 0, async_op=True)\nraise ValueError",
+        "comm.all_reduce(torch.ones(2 + rank))",
+    ],
+)
+def test_an_operation_in_flight_costs_the_variables_and_says_so(world: World, source: str) -> None:
+    remember(world)
+    with pytest.raises(RankError) as info:
+        world.run_cell(source, "<cell of the mistake>")
+    assert "What these kept is gone" in str(info.value) and KEPT not in str(info.value)
+    assert not remembers(world)
+
+
+def test_a_message_that_nobody_took_is_in_flight(world: World) -> None:
+    """Its sender has returned from `send`; a later receive would get it in place of its own."""
+
+    def unread() -> None:
+        if Comm().rank == 0:
+            Comm().send(torch.zeros(1), 1)
+        raise ValueError("before the receive")
+
+    def message() -> float:
+        x = torch.ones(1)
+        if Comm().rank == 0:
+            Comm().send(x + 1, 1)
+        if Comm().rank == 1:
+            Comm().recv(x, 0)
+        return x.item()
+
+    with pytest.raises(RankError, match="before the receive"):
+        world.run(unread)
+    assert world.run(message) == [1, 2, 1]
+
+
+def test_without_the_board_ranks_are_stopped_after_an_exception() -> None:
+    with World(2, check=False) as world:
+        world.run_cell("kept = 1", "<cell>")
+        with pytest.raises(RankError, match="What these kept is gone"):
+            world.run_cell("undefined_name", "<cell>")
+        assert sum_of_ones(world) == [2, 2]
+
+
+# ---- what a cell shows
+
+
+def show(shell: InteractiveShell, cell: str, line: str = "") -> Any:
+    return shell.run_cell_magic("ranks", line, cell)
+
+
+def test_a_value_that_does_not_travel_is_shown(shell: InteractiveShell) -> None:
+    show(shell, "from labkit import DDP\nmodel = DDP(torch.nn.Linear(2, 3))\nkept = rank")
+    assert "Linear(in_features=2" in repr(show(shell, "model"))
+    assert "generator" in repr(show(shell, "(x for x in ())"))
+    assert "tensor([2., 2.])" in repr(show(shell, "torch.full((2,), rank + 0.0)")).splitlines()[2]
+    assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]
+    assert show(shell, "None") is None
+
+
+def test_a_value_is_shown_as_its_own_page_where_it_has_one(shell: InteractiveShell) -> None:
+    cell = (
+        "class Page:\n    def __repr__(self): return '<text>'\n"
+        "    def _repr_html_(self): return f'<b>{rank}</b>'\n"
+        "Page() if rank < 2 else '<plain>'"
+    )
+    values = show(shell, cell)
+    html = values._repr_html_()
+    assert "<b>0</b>" in html and "<b>1</b>" in html and "&lt;plain&gt;" in html
+    assert "rank 0: <text>" in repr(values)
+    assert show(shell, "rank")._repr_html_() is None
+
+
+def test_a_repr_that_raises_costs_nothing(shell: InteractiveShell) -> None:
+    show(shell, "kept = rank")
+    cell = "class Bad:\n    def __repr__(self): raise ValueError\nBad()"
+    assert "its repr raised ValueError" in repr(show(shell, cell))
+    assert repr(show(shell, "kept", "2,")) == "rank 2: 2"
+
+
+def test_values_come_here_when_they_are_asked_for(shell: InteractiveShell) -> None:
+    assert show(shell, "torch.ones(2) * rank", "0,2 -o found") is None
+    found = shell.user_ns["found"]
+    assert [x.tolist() for x in found] == [[0.0, 0.0], [2.0, 2.0]]
+    for line in ("3 -o", "3 -o 1x", "3 -o a b"):
+        with pytest.raises(UsageError, match="give the list a name"):
+            show(shell, "rank", line)
+
+
+def test_ranks_of_a_subset_keep_their_variables(shell: InteractiveShell) -> None:
+    show(shell, "kept = rank")
+    with pytest.raises(RankError, match=KEPT):
+        show(shell, "undefined_name", "0,2")
+    assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]

@@ -12,6 +12,9 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
     averaged             a a b b            rank 1's share, summed over the ranks
+
+After backward no rank has a whole average, and `.grad` is a `GradientInPieces`. Any other `.grad`
+was set by hand: it is this rank's own gradient, and `step` averages it first.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,7 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.gradient_in_pieces import gradient_in_pieces
 from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
 
@@ -57,6 +61,7 @@ class ZeroBucket:
         self._versions = [p._version for p in self.parameters]
         self.gradients: torch.Tensor | None = None
         self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
+        self._in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
         self.missing = set(self.parameters)  # whose gradient has not come in this backward
         self._unused: list[int] = []
         self._sending: Handle | None = None
@@ -71,6 +76,16 @@ class ZeroBucket:
         )
 
     # --- gradients come ---
+
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Have in `.grad` what autograd may add to; returns whether that is divided already."""
+        if p.grad is not None and p.grad is self._in_pieces.get(p):
+            p.grad = self.view[p]
+        return p.grad is not None and p.grad is self.view.get(p)
+
+    def was_set_by_hand(self, p: torch.Tensor) -> bool:
+        """Also to None."""
+        return p.grad is not self._in_pieces.get(p)
 
     def take(self, p: torch.Tensor, divided: bool) -> None:
         """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
@@ -89,6 +104,7 @@ class ZeroBucket:
             self.gradients = torch.empty_like(self.flat)
             self.gradients[self.layout.numel :].zero_()
             self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
+        self.uncover(p)
         if p.grad is None or p.grad is self.view[p]:
             return
         check_dense([p.grad])
@@ -114,6 +130,7 @@ class ZeroBucket:
         if self._sending is not None:
             self._sending.wait()
         self._averages_are_there()
+        self._cover()
         self.reset()
 
     def reset(self) -> None:
@@ -142,6 +159,12 @@ class ZeroBucket:
             if not nobody_used(arrived[one.at : one.at + 1])
         ]
 
+    def _cover(self) -> None:
+        averaged = [p for p in self.parameters if self.has_gradient(p)]
+        self._in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
+        for p, in_pieces in self._in_pieces.items():
+            p.grad = in_pieces
+
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p.grad is not None
 
@@ -157,8 +180,9 @@ class ZeroBucket:
             for one in self.pieces
         ]
 
-    def forget_gradients(self, set_to_none: bool) -> None:
+    def forget_gradients(self) -> None:
         """For `zero_grad`, which has done so with the parameters' own."""
+        self._in_pieces = {}
 
     # --- parameters that other ranks of a pipeline have, too: tied.py ---
 
@@ -180,6 +204,7 @@ class ZeroBucket:
     def _all_have_gradients(self) -> None:
         for p in self.parameters:
             p.grad = self.view[p]
+        self._cover()
 
     # --- parameters are stepped on, and gathered ---
 
@@ -221,9 +246,9 @@ class ZeroBucket:
 class FreeingBucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
 
-    With `.grad` gone, `averaged_for` says which parameters have a gradient. Averages arrive in
-    `averaged` itself where it is free: at first, after `zero_grad`, and after a step. Otherwise
-    (accumulation) they arrive beside it, and are added.
+    `averaged_for` says which parameters have averages. They arrive in `averaged` itself where it is
+    free: at first, after `zero_grad`, and after a step. Otherwise (accumulation) they arrive beside
+    it, and are added.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
@@ -235,7 +260,7 @@ class FreeingBucket(ZeroBucket):
 
     def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
         if self._stepped_on:
-            self.forget_gradients(True)
+            self.forget_gradients()
         self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
         self.averaged_for.update(p for p in self.parameters if p.grad is not None)
         for p in self.parameters:
@@ -253,6 +278,18 @@ class FreeingBucket(ZeroBucket):
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p in self.averaged_for
 
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Averages stay where they are; what was set by hand replaces them."""
+        in_pieces = self._in_pieces.pop(p, None)
+        if in_pieces is not None and p.grad is in_pieces:
+            p.grad = None
+        elif in_pieces is not None:
+            self.averaged_for.discard(p)
+            for one in self.pieces:
+                if self.parameters[one.index] is p:
+                    self.averaged[one.at : one.at + one.numel].zero_()
+        return super().uncover(p)
+
     def own_gradients(self) -> list[torch.Tensor | None]:
         return self._own(self.averaged)
 
@@ -265,16 +302,15 @@ class FreeingBucket(ZeroBucket):
 
     def put_aside(self) -> None:
         if self._stepped_on:
-            self.forget_gradients(True)
+            self.forget_gradients()
         super().put_aside()
         self.averaged_for.clear()
 
     def _all_have_gradients(self) -> None:
         self.averaged_for.update(self.parameters)
+        self._cover()
 
-    def forget_gradients(self, set_to_none: bool) -> None:
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
         self._stepped_on = False
-        if set_to_none:
-            self.averaged_for.clear()
-        else:
-            self.averaged.zero_()
+        self.averaged_for.clear()

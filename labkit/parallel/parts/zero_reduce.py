@@ -8,6 +8,7 @@ full waits for those before it, and one that misses a gradient leaves when backw
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -34,22 +35,25 @@ class SendInBackward:
         self._in_backward = False
         self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
         self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
+        self._nodes = [self._divide_what_is_added(p) for p in self._bucket_of]  # with their hooks
         for p in self._bucket_of:
-            self._divide_what_is_added(p)
             when_gradient_is_there(p, self._gradient_is_there)
 
-    def _divide_what_is_added(self, p: torch.Tensor) -> None:
-        """What lies in `.grad` is a mean already, so what autograd adds to it must be divided."""
+    def _divide_what_is_added(self, p: torch.Tensor) -> Any:
+        """What a backward has left in `.grad` is divided already, so what autograd adds to it must
+        be. (A hook on `p` itself would also run in `torch.autograd.grad`, which adds nothing.)"""
         weak, parameter = ref(self), ref(p)
 
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        def hook(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
             me, p = weak(), parameter()
-            if me is None or p is None or p.grad is None:
+            if me is None or p is None or not me._bucket_of[p].uncover(p):
                 return None
             me._adds.add(p)
-            return gradient / me._comm.size
+            return (gradients[0] / me._comm.size,)
 
-        p.register_hook(hook)
+        node = torch.autograd.graph.get_gradient_edge(p).node
+        node.register_prehook(hook)
+        return node
 
     def _gradient_is_there(self, p: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `p`."""
@@ -90,26 +94,36 @@ class SendInBackward:
         self._in_backward, self._sent, self._received = False, 0, 0
         self._adds.clear()
 
-    def forget(self) -> bool:
-        """For `zero_grad`; tells whether the last backward was cut short by an error."""
-        cut_short, self._not_averaged = self._in_backward, False
-        if cut_short:
+    def forget(self) -> None:
+        """For `zero_grad`, also after a backward that was cut short by an error."""
+        self._not_averaged = False
+        if self._in_backward:
             self._reset()
-        return cut_short
 
     # --- what must hold ---
 
-    def check_averaged(self) -> None:
-        """Raises ValueError when the gradients are of a backward in `no_sync`."""
+    def finish_averages(self) -> None:
+        """Average what was set by hand since the last backward. Raises ValueError when the
+        gradients are of a backward in `no_sync`."""
         if self._not_averaged:
             raise ValueError(
                 "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
                 "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
             )
+        self.check_unchanged()
+        if any(bucket.was_set_by_hand(p) for p, bucket in self._bucket_of.items()):
+            for bucket in self._buckets:
+                bucket.send(meanwhile=False)
+                bucket.receive()
 
     def check_unchanged(self) -> None:
-        """Raises ValueError, naming the parameter, when one lies elsewhere than in its bucket."""
+        """Raises ValueError, naming the parameter, when one is not where it was, or was frozen."""
         for p, name in self._names.items():
+            if p not in self._bucket_of and (p.requires_grad or p.grad is not None):
+                raise ValueError(
+                    f"ZeroOptimizer: {name} was frozen when the optimizer was made, and would not "
+                    "be trained; make the optimizer after requires_grad_(True)"
+                )
             if p in self._bucket_of and not self._bucket_of[p].has(p):
                 raise ValueError(
                     f"ZeroOptimizer: the memory of {name} is another than when the "

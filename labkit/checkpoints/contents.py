@@ -49,8 +49,7 @@ class Contents:
     buffer_shapes  name -> shape of those that any rank has; buffer_rank: the first that has it
     also           a further name of a tied parameter or buffer -> its first name
     groups         for each parameter group the names of its parameters, of all ranks
-    stateful       names of the parameters that the optimizer steps on
-    trained        those of them that are not frozen
+    stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
     Raises ValueError where the ranks have different models or optimizers, or some are missing.
     """

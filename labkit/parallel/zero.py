@@ -154,6 +154,7 @@ class ZeroOptimizer(StandIns):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         value = value_of(closure)
         self.wait()
+        self._check_frozen(self._bucket_of)
         self._sends.finish_averages()
         self._hand_down_options()
         self._hand_down_factor()

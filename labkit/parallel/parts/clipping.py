@@ -36,7 +36,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import owner_of
-from labkit.parallel.parts.in_stages import InStages, piece_counts_here, pipeline_of
+from labkit.parallel.parts.in_stages import piece_counts_here, pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as, shard_of
 from labkit.precision.stand_ins import LOW, StandIns
 from labkit.precision.unscaling import mark_clipped
@@ -59,9 +59,8 @@ def clip_grad_norm(
     trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
-    all ranks. Call it on every rank, after backward, with a wrapped module, an optimizer or, as
-    torch's, parameters; under a Pipeline, with that, its parameters or their optimizer: the norm is
-    that of all stages.
+    all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
+    torch's, its parameters. Under a Pipeline the norm is that of all stages.
 
     Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
     keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
@@ -106,11 +105,11 @@ def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Owns
     if isinstance(trained, OwnsGradientPieces):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
     own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
-    in_stages = isinstance(trained, InStages) or pipeline_of(trained, parameters)
-    several = len(owners) > 1 and not (in_stages and all(isinstance(x, nn.Module) for x in owners))
-    if owners and (several or own != {p for p in parameters if p.requires_grad and p.numel()}):
+    others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
+    kinds = {one if isinstance(one, StandIns) else one.comm.ranks for one in owners}
+    if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(
             f"clip_grad_norm: a {name} has these gradients in pieces, and the parameters given are "
@@ -190,7 +189,8 @@ def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[torch.Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        return list(getattr(trained, "module", trained).parameters())
+        inside: Any = trained.module if hasattr(trained, "gradient_pieces") else trained
+        return list(inside.parameters())
     if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, torch.Tensor) else list(trained)

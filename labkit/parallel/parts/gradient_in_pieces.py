@@ -15,14 +15,12 @@ class GradientInPieces(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise ValueError(
             f"{func.overloadpacket.__name__} on the `.grad` of a ZeroOptimizer's parameter: each "
-            "rank has only its share of the averaged gradient; clip with labkit.clip_grad_norm, "
-            "scale losses with labkit.GradScaler (torch.amp.GradScaler is not supported), change "
-            "optimizer.gradient_pieces()[0] in place, or set `.grad` to a new tensor, which step "
-            "averages"
+            "rank has a share of the averaged gradient; clip with labkit.clip_grad_norm, scale by "
+            "labkit.GradScaler (torch.amp.GradScaler is not supported), change the tensors of "
+            "optimizer.gradient_pieces()[0], or set `.grad` to a new one, which step averages"
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"GradientInPieces({list(self.shape)})"
+    __repr__ = object.__repr__  # type: ignore[assignment]
 
 
 def gradient_in_pieces(p: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

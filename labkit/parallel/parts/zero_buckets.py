@@ -12,9 +12,6 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
     averaged             a a b b            rank 1's share, summed over the ranks
-
-After backward no rank has a whole average, and `.grad` is a `GradientInPieces`. Any other `.grad`
-was set by hand: it is this rank's own gradient, and `step` averages it first.
 """
 
 from collections.abc import Sequence
@@ -61,7 +58,8 @@ class ZeroBucket:
         self._versions = [p._version for p in self.parameters]
         self.gradients: torch.Tensor | None = None
         self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
-        self._in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
+        self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
+        self.averaged = self.share[:0]  # until gradients have come
         self.missing = set(self.parameters)  # whose gradient has not come in this backward
         self._unused: list[int] = []
         self._sending: Handle | None = None
@@ -79,13 +77,9 @@ class ZeroBucket:
 
     def uncover(self, p: torch.Tensor) -> bool:
         """Have in `.grad` what autograd may add to; returns whether that is divided already."""
-        if p.grad is not None and p.grad is self._in_pieces.get(p):
+        if p.grad is not None and p.grad is self.in_pieces.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)
-
-    def was_set_by_hand(self, p: torch.Tensor) -> bool:
-        """Also to None."""
-        return p.grad is not self._in_pieces.get(p)
 
     def take(self, p: torch.Tensor, divided: bool) -> None:
         """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
@@ -104,8 +98,7 @@ class ZeroBucket:
             self.gradients = torch.empty_like(self.flat)
             self.gradients[self.layout.numel :].zero_()
             self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
-        self.uncover(p)
-        if p.grad is None or p.grad is self.view[p]:
+        if self.uncover(p) or p.grad is None:
             return
         check_dense([p.grad])
         torch.div(p.grad.detach(), 1 if divided else self.comm.size, out=self.view[p])
@@ -130,7 +123,7 @@ class ZeroBucket:
         if self._sending is not None:
             self._sending.wait()
         self._averages_are_there()
-        self._cover()
+        self._cover([p for p in self.parameters if self.has_gradient(p)])
         self.reset()
 
     def reset(self) -> None:
@@ -159,10 +152,9 @@ class ZeroBucket:
             if not nobody_used(arrived[one.at : one.at + 1])
         ]
 
-    def _cover(self) -> None:
-        averaged = [p for p in self.parameters if self.has_gradient(p)]
-        self._in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
-        for p, in_pieces in self._in_pieces.items():
+    def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
+        for p, in_pieces in self.in_pieces.items():
             p.grad = in_pieces
 
     def has_gradient(self, p: torch.Tensor) -> bool:
@@ -170,7 +162,7 @@ class ZeroBucket:
 
     def own_gradients(self) -> list[torch.Tensor | None]:
         """The averaged gradient of each stand-in, in the parameters' dtype."""
-        return self._own(self.averaged) if self.view else [None] * len(self.pieces)
+        return self._own(self.averaged)
 
     def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
         return [
@@ -182,7 +174,7 @@ class ZeroBucket:
 
     def forget_gradients(self) -> None:
         """For `zero_grad`, which has done so with the parameters' own."""
-        self._in_pieces = {}
+        self.in_pieces = {}
 
     # --- parameters that other ranks of a pipeline have, too: tied.py ---
 
@@ -199,12 +191,7 @@ class ZeroBucket:
         copies.all_reduce(self.averaged)
         if self._aside is not None:
             self.averaged.add_(self._aside)
-        self._all_have_gradients()
-
-    def _all_have_gradients(self) -> None:
-        for p in self.parameters:
-            p.grad = self.view[p]
-        self._cover()
+        self._cover(self.parameters)
 
     # --- parameters are stepped on, and gathered ---
 
@@ -280,7 +267,7 @@ class FreeingBucket(ZeroBucket):
 
     def uncover(self, p: torch.Tensor) -> bool:
         """Averages stay where they are; what was set by hand replaces them."""
-        in_pieces = self._in_pieces.pop(p, None)
+        in_pieces = self.in_pieces.pop(p, None)
         if in_pieces is not None and p.grad is in_pieces:
             p.grad = None
         elif in_pieces is not None:
@@ -289,9 +276,6 @@ class FreeingBucket(ZeroBucket):
                 if self.parameters[one.index] is p:
                     self.averaged[one.at : one.at + one.numel].zero_()
         return super().uncover(p)
-
-    def own_gradients(self) -> list[torch.Tensor | None]:
-        return self._own(self.averaged)
 
     def skip(self) -> None:
         self._stepped_on = True
@@ -306,9 +290,9 @@ class FreeingBucket(ZeroBucket):
         super().put_aside()
         self.averaged_for.clear()
 
-    def _all_have_gradients(self) -> None:
+    def sum_copies(self, copies: Any) -> None:
+        super().sum_copies(copies)
         self.averaged_for.update(self.parameters)
-        self._cover()
 
     def forget_gradients(self) -> None:
         super().forget_gradients()

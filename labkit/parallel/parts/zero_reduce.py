@@ -8,10 +8,11 @@ full waits for those before it, and one that misses a gradient leaves when backw
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
+from torch import Tensor
 
 from labkit.comm import Comm
 from labkit.parallel.parts.replicas import at_end_of_backward, when_gradient_is_there
@@ -35,25 +36,11 @@ class SendInBackward:
         self._in_backward = False
         self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
         self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
-        self._nodes = [self._divide_what_is_added(p) for p in self._bucket_of]  # with their hooks
-        for p in self._bucket_of:
+        # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
+        for p, node in zip(self._bucket_of, self._nodes, strict=True):
+            node.register_prehook(partial(_divided, p, self._bucket_of[p], self._adds))
             when_gradient_is_there(p, self._gradient_is_there)
-
-    def _divide_what_is_added(self, p: torch.Tensor) -> Any:
-        """What a backward has left in `.grad` is divided already, so what autograd adds to it must
-        be. (A hook on `p` itself would also run in `torch.autograd.grad`, which adds nothing.)"""
-        weak, parameter = ref(self), ref(p)
-
-        def hook(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            me, p = weak(), parameter()
-            if me is None or p is None or not me._bucket_of[p].uncover(p):
-                return None
-            me._adds.add(p)
-            return (gradients[0] / me._comm.size,)
-
-        node = torch.autograd.graph.get_gradient_edge(p).node
-        node.register_prehook(hook)
-        return node
 
     def _gradient_is_there(self, p: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `p`."""
@@ -96,37 +83,38 @@ class SendInBackward:
 
     def forget(self) -> None:
         """For `zero_grad`, also after a backward that was cut short by an error."""
+        self._reset()
         self._not_averaged = False
-        if self._in_backward:
-            self._reset()
 
     # --- what must hold ---
 
     def finish_averages(self) -> None:
-        """Average what was set by hand since the last backward. Raises ValueError when the
-        gradients are of a backward in `no_sync`."""
+        """Average what was set by hand. Raises ValueError for gradients of `no_sync`."""
         if self._not_averaged:
             raise ValueError(
                 "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
                 "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
             )
         self.check_unchanged()
-        if any(bucket.was_set_by_hand(p) for p, bucket in self._bucket_of.items()):
+        if any(p.grad is not bucket.in_pieces.get(p) for p, bucket in self._bucket_of.items()):
             for bucket in self._buckets:
                 bucket.send(meanwhile=False)
                 bucket.receive()
 
     def check_unchanged(self) -> None:
-        """Raises ValueError, naming the parameter, when one is not where it was, or was frozen."""
+        """Raises ValueError, naming the parameter, when one lies elsewhere than in its bucket."""
         for p, name in self._names.items():
-            if p not in self._bucket_of and (p.requires_grad or p.grad is not None):
-                raise ValueError(
-                    f"ZeroOptimizer: {name} was frozen when the optimizer was made, and would not "
-                    "be trained; make the optimizer after requires_grad_(True)"
-                )
             if p in self._bucket_of and not self._bucket_of[p].has(p):
                 raise ValueError(
                     f"ZeroOptimizer: the memory of {name} is another than when the "
                     "optimizer was made (p.data = ..., or module.to(...)); change a model first, "
                     "then make its optimizer"
                 )
+
+
+def _divided(p: Tensor, bucket: ZeroBucket, adds: set[Tensor], gradients: Any) -> Any:
+    """What a backward has left in `.grad` is divided, so what autograd adds to it must be, too."""
+    if not bucket.uncover(p):
+        return None
+    adds.add(p)
+    return (gradients[0] / bucket.comm.size,)

@@ -1,6 +1,6 @@
 """Faulty ZeRO must turn the contract red: a test that cannot fail proves nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -121,15 +121,10 @@ def test_a_strategy_that_shards_nothing_turns_red(pair: World, stage: int) -> No
 
 def test_a_stage_2_that_frees_nothing_turns_red(pair: World) -> None:
     class Keeps(FreeingBucket):
-        def reset(self) -> None:
-            super().reset()
-            for p in self.parameters:
-                p.grad = torch.zeros_like(p)
-
-        def forget_gradients(self, set_to_none: bool) -> None:
-            super().forget_gradients(set_to_none)
-            for p in self.parameters:
-                p.grad = None
+        def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+            super()._cover(averaged)
+            for p in averaged:
+                p.grad = self.in_pieces[p] = torch.zeros_like(p)
 
     class KeepsGradients(Faulty):
         def spoil(self) -> None:

@@ -49,7 +49,7 @@ class Contents:
     buffer_shapes  name -> shape of those that any rank has; buffer_rank: the first that has it
     also           a further name of a tied parameter or buffer -> its first name
     groups         for each parameter group the names of its parameters, of all ranks
-    stateful       names of the parameters that the optimizer steps on
+    stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
     Raises ValueError where the ranks have different models or optimizers, or some are missing.
     """
@@ -74,6 +74,7 @@ class Contents:
         return {
             "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
             "stateful": {piece.name for piece in self.pieces if piece.optimizer is not None},
+            "trained": {x.name for x in self.pieces if x.optimizer and x.tensor.requires_grad},
             "groups": [
                 [names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups
             ],
@@ -89,6 +90,7 @@ class Contents:
             )
         self.shapes = _together([told["shapes"] for told in everyone])
         self.stateful = set().union(*(told["stateful"] for told in everyone))
+        self.trained = set().union(*(told["trained"] for told in everyone))
         self.groups = [
             list(dict.fromkeys(name for told in everyone for name in told["groups"][k]))
             for k in range(counts[0])

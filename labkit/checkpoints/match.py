@@ -77,8 +77,9 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     found = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
         names = [name for name in names if contents.has_elements(name)]
-        missing = [name for name in names if name not in group_of]
+        missing = [name for name in names if name not in group_of and name in contents.trained]
         _raise(stored, "optimizer", missing, [], [])
+        names = [name for name in names if name in group_of]
         first = {group_of[name]: name for name in names}
         if len(first) > 1:
             raise ValueError(

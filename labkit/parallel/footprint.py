@@ -57,7 +57,7 @@ def _memory_bytes(things: Iterable[Any]) -> int:
     for storage, begin, nbytes in sorted(
         (x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.element_size(), x.nbytes)
         for x in things
-        if isinstance(x, torch.Tensor)
+        if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes()
     ):
         counted = max(begin, end[1]) if storage == end[0] else begin
         total += max(0, begin + nbytes - counted)

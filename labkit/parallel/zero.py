@@ -65,11 +65,11 @@ class ZeroOptimizer(NotCopyable, StandIns):
             else reads them (a norm, `copy.deepcopy`).
         defaults: the arguments of `optimizer_cls`.
 
-    After `loss.backward()` each rank has the averages of its share. Stage 1 keeps `.grad`: this
-    rank's share is averaged, the rest is zero. In stage 2 `.grad` is None, and the averages stay
-    until the next backward after `step` or until `zero_grad`. Clip with `clip_grad_norm_` of this
-    optimizer: torch's own sees a share (stage 1) or nothing (stage 2), and silently clips wrong.
-    Scale losses with labkit.GradScaler; torch's is refused.
+    After `loss.backward()` each rank has the averages of its share; in stage 2 they stay until the
+    next backward after `step` or until `zero_grad`. `.grad` then only says that there is a
+    gradient: computing with it, as torch's `clip_grad_norm_` does, raises ValueError. Clip with
+    `clip_grad_norm_` of this optimizer. A `.grad` that is set by hand, on all ranks, is averaged
+    by the next `step`. Scale losses with labkit.GradScaler; torch's is refused.
 
     What is written to the model from elsewhere (`load_state_dict`) fp32 master copies take, too.
     Past autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
@@ -78,7 +78,6 @@ class ZeroOptimizer(NotCopyable, StandIns):
 
     _depends_on = "rank, world size, bucket_mb or model"
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
-    _step_supports_amp_scaling = True  # so torch's scaler comes to `step`, to be refused
 
     def __init__(
         self,
@@ -155,11 +154,10 @@ class ZeroOptimizer(NotCopyable, StandIns):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self._check_not_scaled()
         value = value_of(closure)
         self.wait()
-        self._sends.check_unchanged()
-        self._sends.check_averaged()
+        self._check_frozen(self._bucket_of)
+        self._sends.finish_averages()
         self._hand_down_options()
         self._hand_down_factor()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
@@ -183,28 +181,19 @@ class ZeroOptimizer(NotCopyable, StandIns):
         for bucket in self._buckets:
             bucket.skip()
 
-    def _check_not_scaled(self) -> None:
-        """torch's GradScaler sets these two for `step`. It would look for infs in this rank's
-        gradients only: one rank skips its step, and the others wait for it."""
-        if hasattr(self, "found_inf"):
-            vars(self).pop("found_inf"), vars(self).pop("grad_scale")
-            raise ValueError(
-                "ZeroOptimizer: torch.amp.GradScaler is not supported: each rank would look for "
-                "infs in its own share of the gradients only. Use labkit.GradScaler, whose ranks "
-                "decide together, or train in bf16, which needs no loss scaling"
-            )
-
     def wait(self) -> None:
         """Return when all new parameters are there."""
         for bucket in reversed(self._buckets):
             bucket.wait_for_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if self._sends.forget():  # a backward was cut short, and its rest has set `.grad` again
-            super().zero_grad(set_to_none)
+        self._sends.forget()
+        zeros = [] if set_to_none else [p for p in self._bucket_of if p.grad is not None]
+        super().zero_grad()
+        for p in zeros:
+            p.grad = torch.zeros_like(p)
         for bucket in self._buckets:
-            bucket.forget_gradients(set_to_none)
+            bucket.forget_gradients()
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
         """The averaged gradients that this rank owns, flat, to be read or scaled in place, and
@@ -212,7 +201,7 @@ class ZeroOptimizer(NotCopyable, StandIns):
         return self.own_gradients(), self.comm
 
     def own_gradients(self) -> list[torch.Tensor]:
-        self._sends.check_averaged()
+        self._sends.finish_averages()
         return [
             piece_of(bucket.parameters[one.index], marked_as(bucket.parameters[one.index], g))
             for bucket in self._buckets

@@ -63,7 +63,7 @@ class MasterWeights(StandIns):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         value = value_of(closure)
-        self._check_known()
+        self._check_frozen(self._master)
         self._hand_down_options()
         self._take_what_was_written()
         for chunk in self._chunks():
@@ -77,16 +77,6 @@ class MasterWeights(StandIns):
         self.gradient_factor = None
         self.after_load()
         return value
-
-    def _check_known(self) -> None:
-        every = [p for group in self.param_groups for p in group["params"]]
-        if thawed := [p for p in every if p.grad is not None and p not in self._master]:
-            raise ValueError(
-                f"MasterWeights: {len(thawed)} parameters, the first of shape "
-                f"{list(thawed[0].shape)}, were frozen when the optimizer was made and have a "
-                "gradient now: without a master they would not be trained. Make the optimizer "
-                "after requires_grad_(True)"
-            )
 
     def _chunks(self) -> Iterator[list[torch.Tensor]]:
         """The parameters with gradients, some at a time: so their fp32 gradients are never all

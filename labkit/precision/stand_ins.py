@@ -7,7 +7,7 @@ A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter,
 (labkit/parallel/zero.py). Groups, their options and the state of each stand-in are torch's own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,16 @@ class StandIns(torch.optim.Optimizer):
             for x in some:
                 if x.dtype != p.dtype:  # a master copy is known before the first step
                     self.state[x] = self.state[x]
+
+    def _check_frozen(self, stand_in_for: Container[torch.Tensor]) -> None:
+        """Raises ValueError where parameters without a stand-in have gradients."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        if thawed := [p for p in every if p.grad is not None and p not in stand_in_for]:
+            raise ValueError(
+                f"{type(self).__name__}: {len(thawed)} parameters, the first of shape "
+                f"{list(thawed[0].shape)}, were frozen when the optimizer was made, which does not "
+                "train them, and have a gradient now; make it after requires_grad_(True)"
+            )
 
     def _hand_down_options(self) -> None:
         """Schedulers change the learning rate of the outer groups."""

@@ -28,7 +28,7 @@ Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent n
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -36,10 +36,12 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import owner_of
-from labkit.parallel.parts.in_stages import InStages, piece_counts_here, pipeline_of
+from labkit.parallel.parts.in_stages import piece_counts_here, pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as, shard_of
 from labkit.precision.stand_ins import LOW, StandIns
 from labkit.precision.unscaling import mark_clipped
+
+Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
 
 
 @runtime_checkable
@@ -54,30 +56,30 @@ class OwnsGradientPieces(Protocol):
 
 
 def clip_grad_norm(
-    trained: nn.Module | torch.optim.Optimizer | OwnsGradientPieces,
-    max_norm: float,
-    norm_type: float = 2.0,
+    trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
-    all ranks. Call it on every rank, after backward, with a wrapped module or an optimizer; under
-    a Pipeline, with that or the optimizer of its parameters: the norm is that of all stages.
+    all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
+    torch's, its parameters. Under a Pipeline the norm is that of all stages.
 
     Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
     keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
-    model, where it is MasterWeights or a ZeroOptimizer.
+    model, where it is MasterWeights.
 
-    Raises ValueError where gradients are in pieces, for a norm that is no power sum, and for
-    another than the strategy that has the pieces.
+    Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
+    power sum, and for other parameters than those of the strategy that has the pieces.
     """
-    factor = trained.gradient_factor if isinstance(trained, StandIns) else None
     parameters = _parameters_of(trained)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
-    if owners := _owners_of_pieces(trained, parameters):
+    owners = _owners_of_pieces(trained, parameters)
+    optimizer = next((one for one in (trained, *owners) if isinstance(one, StandIns)), None)
+    factor = optimizer.gradient_factor if optimizer else None
+    if owners:
         found = [owner.gradient_pieces() for owner in owners]
         pieces, comm = [x for some, _ in found for x in some], found[0][1]
         once = [x for x in pieces if piece_counts_here(x)]
-    elif groups or stages or isinstance(trained, StandIns):
+    elif groups or stages or optimizer:
         have = [(p, marked_as(p, p.grad)) for p in parameters if p.grad is not None]
         pieces = [g for _, g in have]
         once = [g for p, g in have if pipeline is None or pipeline.counts_here(p)]
@@ -88,29 +90,30 @@ def clip_grad_norm(
     if not once:  # a stage of tied or frozen ones: the dtype of the norm is that of the others
         once = [x.new_empty(0) for x in [*pieces, *parameters][:1]]
     norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
-    if isinstance(trained, StandIns) and factor is not None:
-        trained.gradient_factor = factor * _share_of(max_norm, norm)
+    if optimizer and factor is not None:
+        optimizer.gradient_factor = factor * _share_of(max_norm, norm)
         pieces = [x for x in pieces if x.dtype not in LOW]
     scale_to(max_norm, norm, pieces)
     return norm
 
 
 def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
-    """Who has the gradients in pieces: `trained` itself; of a pipeline, the ZeRO3 around each of
-    this rank's stages.
+    """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
+    pipeline, the ZeRO3 around each of this rank's stages.
 
-    Raises ValueError for another: of what is in pieces, `.grad` is a part or nothing, and its norm
-    is not that of all."""
+    Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
     if isinstance(trained, OwnsGradientPieces):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners = [one for one in every if isinstance(one, OwnsGradientPieces)]
-    in_stages = isinstance(trained, InStages) and all(isinstance(x, nn.Module) for x in owners)
-    if owners and not in_stages:
+    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
+    others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
+    kinds = {one if isinstance(one, StandIns) else one.comm.ranks for one in owners}
+    if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(
-            f"clip_grad_norm: a {name} has these gradients in pieces, and the "
-            f"{type(trained).__name__} knows but some of them; call it with the {name}"
+            f"clip_grad_norm: a {name} has these gradients in pieces, and the parameters given are "
+            f"not exactly its own; call it with the {name}"
         )
     return owners
 
@@ -186,5 +189,14 @@ def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[torch.Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        return list(getattr(trained, "module", trained).parameters())
-    return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
+        inside: Any = trained.module if hasattr(trained, "gradient_pieces") else trained
+        return list(inside.parameters())
+    if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
+        return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
+    given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
+    if not given or not all(isinstance(p, torch.Tensor) for p in given):
+        raise ValueError(
+            f"clip_grad_norm: no parameters, or other things, in this {type(trained).__name__}; "
+            "give parameters (a generator has them only once), the wrapped model or its optimizer"
+        )
+    return given

@@ -28,10 +28,9 @@ def check_elementwise(
     device: torch.device,
 ) -> None:
     """Raises ValueError, naming the optimizer, when its pieces do not do what the whole does."""
-    name = getattr(optimizer_cls, "__name__", str(optimizer_cls))
     # In a thread of its own: what records this one, or runs it without data, is not there.
     with ThreadPoolExecutor(1) as thread:
-        why = thread.submit(_difference, optimizer_cls, options, device).result()
+        name, why = thread.submit(_difference, optimizer_cls, options, device).result()
     if why:
         raise ValueError(
             f"{name} cannot be sharded: {why}. ZeRO gives each rank flat pieces of the parameters; "
@@ -44,8 +43,9 @@ def _difference(
     optimizer_cls: Callable[..., torch.optim.Optimizer],
     options: dict[str, Any],
     device: torch.device,
-) -> str:
-    """Why not; empty where a matrix and its pieces end equal."""
+) -> tuple[str, str]:
+    """The optimizer's name, and why not; empty where a matrix and its pieces end equal."""
+    name = getattr(optimizer_cls, "__name__", type(optimizer_cls).__name__)
     count = SHAPE[0] * SHAPE[1]
     start = torch.arange(count, dtype=torch.float64, device=device).sin()
     whole = nn.Parameter(start.view(SHAPE).clone())
@@ -53,6 +53,7 @@ def _difference(
     try:
         for parameters in ([whole], pieces):
             optimizer = optimizer_cls([{**options, "params": parameters}])
+            name = type(optimizer).__name__  # a lambda or partial has none of its own
             before = deepcopy(options_of(optimizer.param_groups[0]))
             for step in range(STEPS):
                 gradient = (start * (step + 2)).cos()
@@ -62,12 +63,12 @@ def _difference(
             after = options_of(optimizer.param_groups[0])
             changed = [key for key in after if key not in before or after[key] != before[key]]
             if changed:
-                return (
+                return name, (
                     f"its step changes the option {changed[0]!r} of the group (what it counts "
                     "belongs into the state of each parameter)"
                 )
     except Exception as error:  # of any kind: it is somebody's optimizer
-        return f"it failed when it was tried on pieces of a matrix ({error})"
+        return name, f"it failed when it was tried on pieces of a matrix ({error})"
     if torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in pieces]), rtol=1e-9):
-        return ""
-    return "on two pieces of a matrix it steps otherwise than on the whole"
+        return name, ""
+    return name, "on two pieces of a matrix it steps otherwise than on the whole"

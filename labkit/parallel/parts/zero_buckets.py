@@ -22,6 +22,7 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.parts.gradient_in_pieces import gradient_in_pieces
 from labkit.parallel.parts.replicas import UNUSED, check_dense, nobody_used
 from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
 
@@ -57,6 +58,8 @@ class ZeroBucket:
         self._versions = [p._version for p in self.parameters]
         self.gradients: torch.Tensor | None = None
         self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
+        self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
+        self.averaged = self.share[:0]  # until gradients have come
         self.missing = set(self.parameters)  # whose gradient has not come in this backward
         self._unused: list[int] = []
         self._sending: Handle | None = None
@@ -71,6 +74,12 @@ class ZeroBucket:
         )
 
     # --- gradients come ---
+
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Have in `.grad` what autograd may add to; returns whether that is divided already."""
+        if p.grad is not None and p.grad is self.in_pieces.get(p):
+            p.grad = self.view[p]
+        return p.grad is not None and p.grad is self.view.get(p)
 
     def take(self, p: torch.Tensor, divided: bool) -> None:
         """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
@@ -89,7 +98,7 @@ class ZeroBucket:
             self.gradients = torch.empty_like(self.flat)
             self.gradients[self.layout.numel :].zero_()
             self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
-        if p.grad is None or p.grad is self.view[p]:
+        if self.uncover(p) or p.grad is None:
             return
         check_dense([p.grad])
         torch.div(p.grad.detach(), 1 if divided else self.comm.size, out=self.view[p])
@@ -114,6 +123,7 @@ class ZeroBucket:
         if self._sending is not None:
             self._sending.wait()
         self._averages_are_there()
+        self._cover([p for p in self.parameters if self.has_gradient(p)])
         self.reset()
 
     def reset(self) -> None:
@@ -142,12 +152,17 @@ class ZeroBucket:
             if not nobody_used(arrived[one.at : one.at + 1])
         ]
 
+    def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
+        for p, in_pieces in self.in_pieces.items():
+            p.grad = in_pieces
+
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p.grad is not None
 
     def own_gradients(self) -> list[torch.Tensor | None]:
         """The averaged gradient of each stand-in, in the parameters' dtype."""
-        return self._own(self.averaged) if self.view else [None] * len(self.pieces)
+        return self._own(self.averaged)
 
     def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
         return [
@@ -157,8 +172,9 @@ class ZeroBucket:
             for one in self.pieces
         ]
 
-    def forget_gradients(self, set_to_none: bool) -> None:
+    def forget_gradients(self) -> None:
         """For `zero_grad`, which has done so with the parameters' own."""
+        self.in_pieces = {}
 
     # --- parameters that other ranks of a pipeline have, too: tied.py ---
 
@@ -175,11 +191,7 @@ class ZeroBucket:
         copies.all_reduce(self.averaged)
         if self._aside is not None:
             self.averaged.add_(self._aside)
-        self._all_have_gradients()
-
-    def _all_have_gradients(self) -> None:
-        for p in self.parameters:
-            p.grad = self.view[p]
+        self._cover(self.parameters)
 
     # --- parameters are stepped on, and gathered ---
 
@@ -221,9 +233,9 @@ class ZeroBucket:
 class FreeingBucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
 
-    With `.grad` gone, `averaged_for` says which parameters have a gradient. Averages arrive in
-    `averaged` itself where it is free: at first, after `zero_grad`, and after a step. Otherwise
-    (accumulation) they arrive beside it, and are added.
+    `averaged_for` says which parameters have averages. They arrive in `averaged` itself where it is
+    free: at first, after `zero_grad`, and after a step. Otherwise (accumulation) they arrive beside
+    it, and are added.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
@@ -235,7 +247,7 @@ class FreeingBucket(ZeroBucket):
 
     def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
         if self._stepped_on:
-            self.forget_gradients(True)
+            self.forget_gradients()
         self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
         self.averaged_for.update(p for p in self.parameters if p.grad is not None)
         for p in self.parameters:
@@ -253,8 +265,17 @@ class FreeingBucket(ZeroBucket):
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p in self.averaged_for
 
-    def own_gradients(self) -> list[torch.Tensor | None]:
-        return self._own(self.averaged)
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Averages stay where they are; what was set by hand replaces them."""
+        in_pieces = self.in_pieces.pop(p, None)
+        if in_pieces is not None and p.grad is in_pieces:
+            p.grad = None
+        elif in_pieces is not None:
+            self.averaged_for.discard(p)
+            for one in self.pieces:
+                if self.parameters[one.index] is p:
+                    self.averaged[one.at : one.at + one.numel].zero_()
+        return super().uncover(p)
 
     def skip(self) -> None:
         self._stepped_on = True
@@ -265,16 +286,15 @@ class FreeingBucket(ZeroBucket):
 
     def put_aside(self) -> None:
         if self._stepped_on:
-            self.forget_gradients(True)
+            self.forget_gradients()
         super().put_aside()
         self.averaged_for.clear()
 
-    def _all_have_gradients(self) -> None:
+    def sum_copies(self, copies: Any) -> None:
+        super().sum_copies(copies)
         self.averaged_for.update(self.parameters)
 
-    def forget_gradients(self, set_to_none: bool) -> None:
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
         self._stepped_on = False
-        if set_to_none:
-            self.averaged_for.clear()
-        else:
-            self.averaged.zero_()
+        self.averaged_for.clear()

@@ -8,9 +8,11 @@ full waits for those before it, and one that misses a gradient leaves when backw
 """
 
 from collections.abc import Mapping, Sequence
-from weakref import ref
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from labkit.comm import Comm
 from labkit.parallel.parts.replicas import at_end_of_backward, when_gradient_is_there
@@ -34,22 +36,11 @@ class SendInBackward:
         self._in_backward = False
         self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
         self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
-        for p in self._bucket_of:
-            self._divide_what_is_added(p)
+        # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
+        for p, node in zip(self._bucket_of, self._nodes, strict=True):
+            node.register_prehook(partial(_divided, p, self._bucket_of[p], self._adds))
             when_gradient_is_there(p, self._gradient_is_there)
-
-    def _divide_what_is_added(self, p: torch.Tensor) -> None:
-        """What lies in `.grad` is a mean already, so what autograd adds to it must be divided."""
-        weak, parameter = ref(self), ref(p)
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            me, p = weak(), parameter()
-            if me is None or p is None or p.grad is None:
-                return None
-            me._adds.add(p)
-            return gradient / me._comm.size
-
-        p.register_hook(hook)
 
     def _gradient_is_there(self, p: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `p`."""
@@ -90,22 +81,25 @@ class SendInBackward:
         self._in_backward, self._sent, self._received = False, 0, 0
         self._adds.clear()
 
-    def forget(self) -> bool:
-        """For `zero_grad`; tells whether the last backward was cut short by an error."""
-        cut_short, self._not_averaged = self._in_backward, False
-        if cut_short:
-            self._reset()
-        return cut_short
+    def forget(self) -> None:
+        """For `zero_grad`, also after a backward that was cut short by an error."""
+        self._reset()
+        self._not_averaged = False
 
     # --- what must hold ---
 
-    def check_averaged(self) -> None:
-        """Raises ValueError when the gradients are of a backward in `no_sync`."""
+    def finish_averages(self) -> None:
+        """Average what was set by hand. Raises ValueError for gradients of `no_sync`."""
         if self._not_averaged:
             raise ValueError(
                 "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
                 "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
             )
+        self.check_unchanged()
+        if any(p.grad is not bucket.in_pieces.get(p) for p, bucket in self._bucket_of.items()):
+            for bucket in self._buckets:
+                bucket.send(meanwhile=False)
+                bucket.receive()
 
     def check_unchanged(self) -> None:
         """Raises ValueError, naming the parameter, when one lies elsewhere than in its bucket."""
@@ -116,3 +110,11 @@ class SendInBackward:
                     "optimizer was made (p.data = ..., or module.to(...)); change a model first, "
                     "then make its optimizer"
                 )
+
+
+def _divided(p: Tensor, bucket: ZeroBucket, adds: set[Tensor], gradients: Any) -> Any:
+    """What a backward has left in `.grad` is divided, so what autograd adds to it must be, too."""
+    if not bucket.uncover(p):
+        return None
+    adds.add(p)
+    return (gradients[0] / bucket.comm.size,)

@@ -1,0 +1,522 @@
+"""What users do to gradients between backward and step works as in torch, or is refused in a
+sentence: clipping by a list of parameters, `.grad` set by hand, parameters frozen or thawed later.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import (
+    DDP,
+    Comm,
+    GradScaler,
+    MasterWeights,
+    Mesh,
+    NaiveDDP,
+    Pipeline,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+    load_checkpoint,
+    save_checkpoint,
+    tensor_parallel,
+)
+
+SGD, MOMENTUM = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+stages = pytest.mark.parametrize("stage", [1, 2])
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} ranks")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, timeout_s=60) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=60) as world:
+        yield world
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen layer, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 5, bias=False)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 5)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.frozen(self.embed(x)).tanh()))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    return Tied().to(dtype)
+
+
+def batch(step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """6 rows divide evenly over 1, 2 and 3 ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, 5, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 30 * model(x).square().mean()
+
+
+def mine(x: torch.Tensor) -> torch.Tensor:
+    return x.tensor_split(Comm().size)[Comm().rank]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> None:
+    state = model.full_state_dict() if isinstance(model, ZeRO3) else model.state_dict()
+    for name, x in oracle.state_dict().items():
+        torch.testing.assert_close(state[name], x, rtol=0, atol=atol, msg=name)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- clip_grad_norm of parameters ---
+
+
+def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
+    """The module, what is called, its optimizer."""
+    module = fresh()
+    if strategy in ("ddp", "naive", "zero3"):
+        model = {"ddp": DDP, "naive": NaiveDDP, "zero3": ZeRO3}[strategy](module)
+        return module, model, SGD(model.parameters(), **MOMENTUM)
+    if strategy == "masters":
+        model = DDP(module)
+        return module, model, MasterWeights(model.parameters(), SGD, **MOMENTUM)
+    stage = int(strategy[-1])
+    return (
+        module,
+        module,
+        ZeroOptimizer(module.parameters(), SGD, stage, bucket_mb=1e-4, **MOMENTUM),
+    )
+
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "list": lambda model: list(model.parameters()),
+    "generator": lambda model: model.parameters(),
+    "trainable": lambda model: (p for p in model.parameters() if p.requires_grad),
+    "model": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "naive", "masters", "zero-1", "zero-2", "zero3"])
+def test_parameters_are_clipped_by_the_norm_that_one_process_finds(
+    world: World, strategy: str
+) -> None:
+    def run() -> None:
+        for form in (*FORMS.values(), None):
+            oracle = fresh()
+            torchs = SGD(oracle.parameters(), **MOMENTUM)
+            module, model, optimizer = wrapped(strategy)
+            for step in range(2):
+                optimizer.zero_grad(), torchs.zero_grad()
+                for micro in range(2):
+                    hold = nullcontext() if micro else getattr(model, "no_sync", nullcontext)()
+                    with hold:
+                        loss_of(model, mine(batch(2 * step + micro))).backward()
+                    loss_of(oracle, batch(2 * step + micro)).backward()
+                expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+                given = form(model) if form else optimizer
+                torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
+                optimizer.step(), torchs.step()
+            check_equal(model if strategy == "zero3" else module, oracle)
+
+    world.run(run)
+
+
+def test_one_tensor_and_a_plain_model_are_clipped_as_by_torch(pair: World) -> None:
+    def run() -> None:
+        for given in (lambda model: model.embed.weight, lambda model: model.parameters()):
+            model, oracle = fresh(), fresh()
+            for one, clip in ((model, clip_grad_norm), (oracle, nn.utils.clip_grad_norm_)):
+                loss_of(one, batch()).backward()
+                assert clip(given(one), 0.5) > 0.5
+            for p, q in zip(trained(model), trained(oracle)):
+                torch.testing.assert_close(p.grad, q.grad)
+
+    run()
+    pair.run(run)
+
+
+def test_a_model_with_a_submodule_named_module_is_clipped_as_a_whole() -> None:
+    model = nn.Module()
+    model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    assert clip_grad_norm(model, 1.0).item() == pytest.approx(12**0.5)
+    assert model.head.weight.grad is not None and model.head.weight.grad.norm() < 1
+
+
+def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(pair: World) -> None:
+    def run(sharder: str) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(5, 4), nn.Linear(4, 5)]
+        oracle = copy.deepcopy(nn.Sequential(*layers)).double()
+        stages: list[nn.Module] = [layer.double() for layer in layers]
+        comm = Comm()
+        if sharder == "zero3":
+            alone = Mesh(pp=2, dp=1).dp
+            stages[comm.rank] = ZeRO3(stages[comm.rank], alone)
+        pipe = Pipeline(stages, comm, microbatches=2, loss_fn=nn.MSELoss())
+        optimizer: Any = SGD(pipe.parameters(), lr=0.1)
+        if sharder == "zero-1":
+            optimizer = ZeroOptimizer(pipe.parameters(), SGD, 1, comm=Mesh(pp=2, dp=1).dp, lr=0.1)
+        x = batch()
+        pipe.step(x, 30 * x)
+        nn.MSELoss()(oracle(x), 30 * x).backward()
+        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm(pipe.parameters(), 0.5), expected)
+        optimizer.step(), SGD(oracle.parameters(), lr=0.1).step()
+        for p, q in zip(pipe.full_state_dict().values(), oracle.state_dict().values()):
+            torch.testing.assert_close(p, q)
+
+    for sharder in ("plain", "zero-1", "zero3"):
+        pair.run(run, sharder)
+
+
+def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards(pair: World) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        oracle = Mlp().double()
+        model = tensor_parallel(copy.deepcopy(oracle), Comm())
+        x = torch.randn(3, 5, dtype=torch.float64)
+        for one in (model, oracle):
+            loss_of(one, x).backward()
+        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected)
+
+    pair.run(run)
+
+
+@stages
+def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
+    world: World, stage: int
+) -> None:
+    """As the masters step: the factor of the loss scaler is taken into account."""
+
+    def run(by: str) -> torch.Tensor:
+        model = fresh(dtype=torch.bfloat16)
+        optimizer = ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
+        scaler = GradScaler(init_scale=4.0)
+        scaler.scale(loss_of(model, mine(batch(dtype=torch.bfloat16)))).backward()
+        scaler.unscale_(optimizer)
+        given = optimizer if by == "optimizer" else model.parameters()
+        norm = clip_grad_norm(given, 0.5)
+        assert norm.dtype == torch.float32 and norm > 0.5
+        scaler.step(optimizer)
+        return torch.cat([norm.view(1), *(p.detach().float().view(-1) for p in trained(model))])
+
+    for one, other in zip(world.run(run, "optimizer"), world.run(run, "parameters")):
+        assert torch.equal(one, other)
+
+
+def test_what_is_no_list_of_parameters_is_refused(pair: World) -> None:
+    model = fresh()
+    loss_of(model, batch()).backward()
+    spent = model.parameters()
+    SGD(spent, lr=0.1)
+    for given in (spent, [], model.named_parameters(), model.state_dict()):
+        assert "no parameters, or other things" in refused(partial(clip_grad_norm, given, 1.0))
+
+    def some(strategy: str) -> None:
+        module, model, _ = wrapped(strategy)
+        loss_of(model, mine(batch())).backward()
+        for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
+            message = refused(partial(clip_grad_norm, given, 1.0))
+            assert "not exactly its own; call it with the Z" in message
+
+    for strategy in ("zero-1", "zero-2", "zero3"):
+        pair.run(some, strategy)
+
+
+# --- .grad under a ZeroOptimizer ---
+
+
+def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any]:
+    model, oracle = fresh(), fresh()
+    options = options or MOMENTUM
+    ours = ZeroOptimizer(model.parameters(), cls, stage, bucket_mb=1e-4, **options)
+    return model, ours, oracle, cls(oracle.parameters(), **options)
+
+
+@stages
+def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(
+    world: World, stage: int
+) -> None:
+    """And leaves the averages as they are: the step is that of one process."""
+
+    def run() -> None:
+        model, ours, oracle, torchs = both(stage)
+        loss_of(model, mine(batch())).backward()
+        loss_of(oracle, batch()).backward()
+        p = model.embed.weight
+
+        def replace() -> None:
+            p.grad = p.grad * 0.5
+
+        for name, change in {
+            "linalg_vector_norm": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "_foreach_norm": lambda: nn.utils.clip_grad_norm_(trained(model), 1.0, foreach=True),
+            "clamp_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+            "mul_": lambda: p.grad.mul_(0.5),
+            "mul": replace,
+            "add_": lambda: p.grad.add_(torch.randn_like(p)),
+            "detach": lambda: p.grad.data.norm(),
+        }.items():
+            message = refused(change)
+            assert message.startswith(f"{name} on the `.grad` of a ZeroOptimizer's parameter")
+            assert "labkit.clip_grad_norm" in message
+        assert "`.grad`" in refused(SGD(model.parameters(), lr=1.0).step)  # another optimizer
+        for g in ours.gradient_pieces()[0]:
+            g.mul_(0.5)
+        for q in trained(oracle):
+            q.grad.mul_(0.5)
+        ours.step(), torchs.step()
+        check_equal(model, oracle)
+
+    world.run(run)
+
+
+@stages
+def test_gradients_set_by_hand_are_averaged_by_the_step(world: World, stage: int) -> None:
+    """From torch.autograd.grad on each rank's rows; with zero_grad in between, and without."""
+
+    def run(zero: bool) -> None:
+        model, ours, oracle, torchs = both(stage)
+        for step in range(3):
+            if zero:
+                ours.zero_grad()
+            for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
+                gradients = torch.autograd.grad(loss_of(one, x), trained(one))
+                for p, g in zip(trained(one), gradients):
+                    p.grad = g
+            nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+            clip_grad_norm(ours, 0.5)
+            ours.step(), torchs.step()
+        check_equal(model, oracle)
+
+    world.run(run, True)
+    world.run(run, False)
+
+
+@stages
+def test_a_gradient_set_by_hand_replaces_what_backward_left(world: World, stage: int) -> None:
+    """Of one parameter; another is set to None, which skips it; the others keep their averages."""
+
+    def run() -> None:
+        model, ours, oracle, torchs = both(stage)
+        for step in range(3):
+            ours.zero_grad(), torchs.zero_grad()
+            for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
+                loss_of(one, x).backward()
+                one.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
+                one.norm.bias.grad = None
+            ours.step(), torchs.step()
+        check_equal(model, oracle)
+
+    world.run(run)
+
+
+@stages
+def test_a_backward_adds_to_a_gradient_set_by_hand(world: World, stage: int) -> None:
+    def run() -> None:
+        model, ours, oracle, torchs = both(stage)
+        for one, x in ((model, mine(batch())), (oracle, batch())):
+            one.embed.weight.grad = torch.ones(5, 5).double()
+            one.norm.bias.grad = torch.ones(5).double()
+            loss_of(one, x).backward()
+            one.norm.bias.grad = None  # what two backwards have left is dropped
+            loss_of(one, x).backward()
+            torch.autograd.grad(loss_of(one, x), trained(one))  # changes nothing
+        ours.step(), torchs.step()
+        check_equal(model, oracle)
+
+    world.run(run)
+
+
+@stages
+@pytest.mark.parametrize("quiet", [False, True], ids=["", "no_sync"])
+def test_gradients_dropped_between_backwards_are_dropped(
+    world: World, stage: int, quiet: bool
+) -> None:
+    """By `zero_grad` of the model or the optimizer, to None or to zero."""
+
+    def run(drop: Callable[[Any, Any], None]) -> None:
+        model, ours, oracle, torchs = both(stage, weight_decay=0.1, lr=0.1)
+        for _ in range(2):
+            for micro in range(3):
+                for one, its, x in (
+                    (model, ours, mine(batch(micro))), (oracle, torchs, batch(micro)),
+                ):  # fmt: skip
+                    hold = its is ours and quiet and micro < 2
+                    with ours.no_sync() if hold else nullcontext():
+                        loss_of(one, x).backward()
+                    if micro == 0:
+                        drop(one, its)
+            ours.step(), torchs.step()
+            drop(model, ours), drop(oracle, torchs)
+        if not quiet:
+            ours.step(), torchs.step()  # on zeros, weight decay counts
+        check_equal(model, oracle)
+
+    world.run(run, lambda model, its: its.zero_grad())
+    world.run(run, lambda model, its: its.zero_grad(set_to_none=False))
+    world.run(run, lambda model, its: model.zero_grad())
+
+
+@stages
+def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(world: World, stage: int) -> None:
+    def run() -> None:
+        model, ours, oracle, torchs = both(stage)
+        for step in range(5):
+            for one, its, x in (
+                (model, ours, mine(batch(step))), (oracle, torchs, batch(step)),
+            ):  # fmt: skip
+                one.norm.requires_grad_(step not in (1, 2))
+                its.zero_grad()
+                loss_of(one, x).backward()
+                its.step()
+        check_equal(model, oracle)
+
+    world.run(run)
+
+
+@stages
+def test_a_parameter_thawed_later_is_refused_at_the_first_step(world: World, stage: int) -> None:
+    def run() -> tuple[list[str], bool]:
+        model, ours, *_ = both(stage)
+        before = model.embed.weight.detach().clone()
+        model.frozen.weight.requires_grad_(True)
+        loss_of(model, mine(batch())).backward()
+        found = [refused(ours.step)]
+        model.zero_grad()
+        model.frozen.weight.sum().backward()  # nothing that the optimizer trains takes part
+        return [*found, refused(ours.step)], torch.equal(before, model.embed.weight)
+
+    for messages, unchanged in world.run(run):
+        assert unchanged
+        for message in messages:
+            assert "1 parameters, the first of shape [5, 5], were frozen when" in message
+            assert "make it after requires_grad_(True)" in message
+
+
+@stages
+def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(world: World, stage: int) -> None:
+    """And a closure may set them."""
+
+    def run() -> None:
+        model, oracle = fresh(dtype=torch.bfloat16), fresh(dtype=torch.bfloat16)
+        ours = ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
+        masters = MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
+
+        def closure(one: nn.Module) -> None:
+            for p in trained(one):
+                p.grad = torch.ones_like(p)
+
+        for _ in range(3):
+            ours.step(lambda: closure(model)), masters.step(lambda: closure(oracle))
+        check_equal(model, oracle, atol=0.0)
+
+    world.run(run)
+
+
+# --- the optimizer itself ---
+
+
+def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it(pair: World) -> None:
+    def run() -> list[str]:
+        made = [
+            lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+            lambda ps: torch.optim.LBFGS(ps),
+        ]
+        parameters = list(fresh().parameters())
+        return [refused(partial(ZeroOptimizer, parameters, make)) for make in made]
+
+    for adafactor, lbfgs in pair.run(run):
+        assert adafactor.startswith("Adafactor cannot be sharded: on two pieces of a matrix")
+        assert adafactor.endswith("or Adafactor under DDP")
+        assert lbfgs.startswith("LBFGS cannot be sharded: ")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
+def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_parameters(
+    pair: World, strategy: str, tmp_path: Path
+) -> None:
+    def run(saved_all: bool) -> None:
+        def built(everything: bool, seed: int) -> tuple[nn.Module, Any]:
+            module = fresh(seed)
+            model = {"ddp": DDP, "zero3": ZeRO3}.get(strategy, nn.Identity.forward)  # type: ignore[arg-type]
+            model = module if strategy == "zero-1" else model(module)
+            params = list(model.parameters()) if everything else trained(model)
+            options = {"lr": 0.1 + seed, "momentum": 0.9}
+            kind = ZeroOptimizer if strategy == "zero-1" else lambda ps, cls, **o: cls(ps, **o)
+            return model, kind(params, SGD, **options)
+
+        def train(model: nn.Module, optimizer: Any) -> None:
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, mine(batch(step))).backward()
+                optimizer.step()
+
+        folder = tmp_path / f"{strategy}-{saved_all}"
+        model, optimizer = built(saved_all, 0)
+        train(model, optimizer)
+        save_checkpoint(folder, model, optimizer)
+        train(model, optimizer)
+        other, resumed = built(not saved_all, 1)
+        load_checkpoint(folder, other, resumed)
+        assert resumed.param_groups[0]["lr"] == 0.1
+        train(other, resumed)
+        state = model.full_state_dict() if isinstance(model, ZeRO3) else model.state_dict()
+        again = other.full_state_dict() if isinstance(other, ZeRO3) else other.state_dict()
+        assert all(torch.equal(state[name], again[name]) for name in state)
+
+    pair.run(run, True)
+    pair.run(run, False)
+
+
+def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
+    pair: World, tmp_path: Path
+) -> None:
+    def run() -> str:
+        model = DDP(fresh())
+        save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
+        other = DDP(fresh().requires_grad_(True))
+        return refused(lambda: load_checkpoint(tmp_path, other, SGD(other.parameters(), lr=0.1)))
+
+    for message in pair.run(run):
+        assert "it lacks frozen.weight, frozen.bias" in message

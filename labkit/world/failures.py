@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from labkit.comm.board import ENDED, WAITED_FOR
 from labkit.world import cells
 from labkit.world.diagnose import Verdict, Watch, last_operation, positions
 from labkit.world.errors import RankError, RemoteError, ranks_text
 from labkit.world.launch import End
+from labkit.world.memory import available_bytes
 
 if TYPE_CHECKING:
     from labkit.world.ranks import Ranks
@@ -162,7 +161,7 @@ class Failures:
                     "model or batch"
                 )
             else:
-                free_gb = psutil.virtual_memory().available / 1e9
+                free_gb = available_bytes() / 1e9
                 text += (
                     f" ({free_gb:.1f} GB are free now). If nobody killed it, the system did, "
                     "which it does when memory runs out"

@@ -72,7 +72,7 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 #
 # A rank is a process of its own: such a cell does not see the names of this notebook (what you
 # import or define in other cells), and its names do not come back here. Only the value of its last
-# line does.
+# line is shown; `%%ranks 4 -o values` brings the values here as a list.
 
 # %%
 # %%ranks 4
@@ -83,8 +83,8 @@ f"process {os.getpid()} has x = {x.item()}"
 
 # %% [markdown]
 # Four processes, four different `x`. Ranks keep their variables from cell to cell, as a notebook
-# does, until one fails: then all are stopped, new ones start, and you run the cells that made your
-# variables again.
+# does, also after an exception. Only an exception in the middle of an operation costs them: then all
+# ranks are stopped, new ones start, and you run the cells that made your variables again.
 #
 # `comm` is each rank's door to the others. An **all-reduce** adds up the tensors of all ranks and
 # gives everyone the sum, in place:

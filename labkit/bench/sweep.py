@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labkit.foreign import read_file
+
 FORMAT = 1
 WHAT = "sweep of collectives"
 DEFAULT = "default"  # among the algorithms: what runs when none is asked for
@@ -118,7 +120,7 @@ def read_sweep(path: str | Path) -> Sweep:
     """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError where the file holds
     something else."""
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        told = json.loads(read_file(path))
         if told["what"] != WHAT or told["format"] > FORMAT:
             raise ValueError(f"its format is {told['format']} of {told['what']!r}")
         points = [Point(**point) for point in told["points"]]

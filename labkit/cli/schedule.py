@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from labkit.cli.terminal import console
+from labkit.foreign import check_picture, markup
 
 EXAMPLES = (
     "Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
@@ -23,7 +24,9 @@ def schedule(
     chunks: Annotated[
         int | None, typer.Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it over time, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it over time, as PNG.", callback=check_picture)
+    ] = None,
 ) -> None:
     """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
     from labkit import schedules
@@ -44,4 +47,4 @@ def schedule(
         from labkit.plot import schedule as draw
 
         draw(found, name=name).savefig(plot, dpi=120)
-        console.print(f"The picture: {plot}", soft_wrap=True)
+        console.print(f"The picture: {markup(plot)}", soft_wrap=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.clusters.cluster import Cluster, Device, Level
+from labkit.foreign import read_file
 
 # What a number can be, so that 300 for 300 GB/s, or 5 for 5 us, is told: least, most, what of.
 PLAUSIBLE = {
@@ -47,7 +48,7 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
     Raises FileNotFoundError, or ValueError that says what in the file is wrong.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
     return clusters_in(text, str(path))

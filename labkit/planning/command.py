@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from labkit.foreign import check_picture, markup
+
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
     from labkit.planning.fits import Fit
@@ -63,7 +65,9 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)
+    ] = None,
     fits: Annotated[
         bool, typer.Option("--fits", help="Instead: does it fit, and what holds how much.")
     ] = False,
@@ -120,7 +124,7 @@ def plan(
 
         draw(planned).savefig(plot, dpi=120)
         if not as_json:
-            console.print(f"The picture: {plot}", soft_wrap=True)
+            console.print(f"The picture: {markup(plot)}", soft_wrap=True)
 
 
 def _show(planned: "Plan", top: int) -> None:

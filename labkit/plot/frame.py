@@ -9,6 +9,7 @@ from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
+from labkit.foreign import literal
 from labkit.plot.bars import end_of
 from labkit.plot.style import (
     FAINT,
@@ -61,7 +62,7 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
         entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
     for op in in_order(ops):
         name = "send, recv" if op in ("send", "recv") else op
-        entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
+        entries[literal(name)] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
     if unfinished(trace):
         entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
     return entries
@@ -104,7 +105,7 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
         behind = "" if where else " behind computing"  # there is only so much room
         words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
     if where:
-        words.append(f"replayed on {where}")
+        words.append(f"replayed on {literal(str(where))}")
     if link := part.about.get("link"):
         words.append(f"paced to {speed_of(link)}")
     return "  ·  ".join(words)

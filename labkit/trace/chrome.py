@@ -181,21 +181,17 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[Arrow]:
             at, wait = page.computing_at(issued_ns), page.waited.get(id(event))
             if at and wait and not event.blocking:
                 yield "issued", replace(at, begin_ns=issued_ns), wait
+    carried = {event: x for page in pages.values() for event, x in page.carried.items()}
     for ends in trace.messages().values():
         if len(ends) == 2:
-            sent, got = (_carried(pages, ends[name]) for name in ("send", "recv"))
-            yield "message", sent, got
+            yield "message", carried[id(ends["send"])], carried[id(ends["recv"])]
     for events in trace.collectives().values():
         first, *others = sorted(
-            (_carried(pages, event) for event in events.values()),
+            (carried[id(event)] for event in events.values()),
             key=lambda x: (x.begin_ns, x.rank),
         )
         for other in others:
             yield "collective", first, other
-
-
-def _carried(pages: dict[int, _Page], event: CommEvent) -> _Slice:
-    return pages[event.ranks[event.rank]].carried[id(event)]
 
 
 def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:

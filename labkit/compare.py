@@ -13,6 +13,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from labkit.foreign import check_output
 from labkit.models import GPT
 from labkit.parallel.footprint import Footprint
 from labkit.recipes import RECIPES, Recipe, recipe
@@ -24,6 +25,7 @@ from labkit.world import World
 from labkit.world.pick import check_size
 
 WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
+PICTURES = ("compare.png", "steps.png")
 LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
 
 
@@ -60,7 +62,10 @@ def compare(
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]
-    chosen = _fitting(chosen, task, ranks, asked=bool(strategies))
+    chosen = fitting(chosen, task, ranks, asked=bool(strategies))
+    out.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        check_output(out / picture)
     on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
@@ -74,7 +79,7 @@ def compare(
     return results
 
 
-def _fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
+def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
     """Those that can train the task's model on so many ranks; that others are left out is said, or
     raised as ValueError where they were asked for."""
     with torch.device("meta"):
@@ -177,7 +182,7 @@ def draw(results: list[Result], out: Path) -> list[Path]:
     from labkit import plot, view
     from labkit.plot.comparison import draw_comparison
 
-    draw_comparison(results, out / "compare.png")
-    plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)
+    draw_comparison(results, out / PICTURES[0])
+    plot.compare({one.strategy: one.trace for one in results}).savefig(out / PICTURES[1], dpi=120)
     own = [picture for one in results for picture in view.draw(one.trace, out / one.strategy)]
-    return [out / "compare.png", out / "steps.png", *own]
+    return [*(out / picture for picture in PICTURES), *own]

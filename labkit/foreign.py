@@ -36,14 +36,14 @@ def check_output(path: Path | None) -> Path | None:
     if path is None:
         return None
     for wrong, why in (
-        (path.is_symlink(), "is a link, and labkit does not write through links"),
+        (path.is_symlink(), "is a link, through which labkit does not write"),
         (path.is_dir(), "is a folder"),
         (not path.parent.is_dir(), f"cannot be written: there is no folder {path.parent}"),
         (path.exists() and not path.is_file(), "is not a regular file"),
-        (not os.access(path if path.exists() else path.parent, os.W_OK), "cannot be written"),
+        (not os.access(path if path.exists() else path.parent, os.W_OK), "may not be written"),
     ):
         if wrong:
-            raise ValueError(f"{path} {why}; give the name of another file")
+            raise ValueError(f"{path} {why}; give the name of a file that can be written")
     return path
 
 

@@ -184,7 +184,10 @@ def plot() -> None:
 def replay(
     turns: Turns = 10,
     depth: Annotated[
-        int, typer.Option(help="Layers of the model of 175B that is recorded; 96 are all.", min=1)
+        int,
+        typer.Option(
+            help="Layers of the model of 175B that is recorded; 96 are all.", min=1, max=96
+        ),
     ] = 96,
     only: Annotated[str | None, typer.Option(help="prediction or scale; both if absent.")] = None,
 ) -> None:
@@ -365,6 +368,6 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    if wrong := [word for word in _words(text) if not word.isdecimal()]:
+    if wrong := [word for word in _words(text) or [text] if not word.isdecimal()]:
         raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
     return [int(word) for word in _words(text)]

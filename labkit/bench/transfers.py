@@ -78,9 +78,9 @@ def bench_transfers(
 
     Raises ValueError for sizes that cannot be.
     """
+    if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
+        raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give 4000 MB or less, and turns")
     numel = int(mb * 1e6 / 4)
-    if numel < 1 or turns < 1 or gbps < 0:
-        raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give sizes above 0, and turns")
     if to not in DTYPES or to == "fp32":
         raise ValueError(f"to={to!r}: choose fp16 or bf16")
     bus = Bus(gbps) if gbps else None

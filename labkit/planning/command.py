@@ -31,15 +31,21 @@ Numbers = Annotated[str | None, typer.Option(help="Only these, with commas; all 
 
 def plan(
     cluster: Annotated[str, typer.Option(help="As `selene` or `dgx-h100`.")],
-    batch: Annotated[int, typer.Option(help="Rows of a step, over all replicas.", min=1)],
+    batch: Annotated[
+        int, typer.Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)
+    ],
     model: Annotated[
         str | None, typer.Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Of the model.", min=1)] = None,
-    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1)] = None,
+    width: Annotated[int | None, typer.Option(help="Of the model.", min=1, max=1 << 17)] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1, max=2048)] = None,
     heads: Annotated[int | None, typer.Option(help="Of attention.", min=1)] = None,
-    context: Annotated[int | None, typer.Option(help="Positions of a row; 2048.", min=1)] = None,
-    vocab: Annotated[int | None, typer.Option(help="Of the model; 51200.", min=1)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Of the model; 51200.", min=1, max=1 << 22)
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Use so many; all if absent.", min=1)] = None,
     clusters: Annotated[
         Path | None, typer.Option(help="A file of clusters of your own, where --cluster is.")

@@ -8,9 +8,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from timeit import repeat
 
 import numpy as np
 import psutil
@@ -204,13 +204,4 @@ def _talk() -> tuple[float, float]:
         if me.device.type == "cuda":
             torch.cuda.synchronize()
 
-    return _best_s(ping_pong, 50), _best_s(all_reduce, 5)
-
-
-def _best_s(function: Callable[[], None], times: int) -> float:
-    best_s = float("inf")
-    for _ in range(times):
-        began_s = time.perf_counter()
-        function()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
+    return min(repeat(ping_pong, number=1, repeat=50)), min(repeat(all_reduce, number=1, repeat=5))

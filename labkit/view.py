@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -146,16 +145,7 @@ def _timed(trace: Trace) -> Trace:
     unfinished = {x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()
-    ranks = {
-        rank: replace(
-            one,
-            steps=[x for x in one.steps if x.index in steps],
-            spans=[x for x in one.spans if x.step in steps],
-            comms=[x for x in one.comms if x.step in steps],
-        )
-        for rank, one in trace.ranks.items()
-    }
-    return replace(trace, ranks=ranks)
+    return trace.only(steps)
 
 
 def _ms(time_s: float) -> str:

@@ -124,9 +124,13 @@ def read_sweep(path: str | Path) -> Sweep:
         if told["what"] != WHAT or told["format"] > FORMAT:
             raise ValueError(f"its format is {told['format']} of {told['what']!r}")
         points = [Point(**point) for point in told["points"]]
+        for point in points:
+            for name, kind in Point.__annotations__.items():
+                if not isinstance(getattr(point, name), kind):
+                    raise ValueError(f"{name} is {getattr(point, name)!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
-        return Sweep(points, told["about"])
+        return Sweep(points, dict(told["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no sweep that this labkit can read ({error}); write one with labkit "

@@ -25,13 +25,14 @@ PLAUSIBLE = {
 MAY_BE_0 = ("launch_s", "host_s", "latency_s", "start_s", "tile")
 
 
-def cluster(name: str) -> Cluster:
-    """A cluster that labkit knows. Raises ValueError, listing the names, for another.
+def cluster(name: str, path: str | Path | None = None) -> Cluster:
+    """A cluster that labkit knows, or one of the file `path`. Raises ValueError, listing the names,
+    for another, and as `read_clusters`.
 
     >>> cluster("dgx-h100").size
     1024
     """
-    known = known_clusters()
+    known = known_clusters() | (read_clusters(path) if path else {})
     if name not in known:
         raise ValueError(f"no cluster {name!r}; there are {', '.join(known)}")
     return known[name]

@@ -27,7 +27,7 @@ LINE = re.compile(
 )
 VERSION = re.compile(r"NCCL version (\d[\w.+]*\w)")
 INIT = re.compile(
-    r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d+) cudaDev (?P<device>\d+)"
+    r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d{1,6}) cudaDev (?P<device>\d+)"
     r".*? busId (?P<bus>\w+)"
     r"(?: parent (?P<parent>\S+)(?: (?:split|child)Count (?P<nth>\d+))? color (?P<color>-?\d+))?"
     r"(?:.*?commId (?P<id>\w+))?.*Init (?P<state>START|COMPLETE)"

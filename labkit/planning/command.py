@@ -90,9 +90,11 @@ def plan(
 
     A step of each is replayed from what its stages compute, send and hold.
     """
+    from labkit.clusters import cluster as find_cluster
+
     if sum((fits, largest, plot is not None)) > 1:
         raise ValueError("--fits, --largest and --plot: give one of them")
-    where = _cluster(cluster, clusters)
+    where = find_cluster(cluster, clusters)
     sizes = _sizes(model, width, depth, heads, context, vocab)
     if sizes is None and not largest:
         raise ValueError("which model? give --model gpt3-175b, or --width, --depth and --heads")
@@ -187,17 +189,6 @@ def _told(found: "Fit") -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "memory_bytes": dict(report.memory_bytes),
     }
-
-
-def _cluster(name: str, path: Path | None) -> "Cluster":
-    from labkit.clusters import cluster, known_clusters, read_clusters
-
-    if path is None:
-        return cluster(name)
-    every = known_clusters() | read_clusters(path)
-    if name not in every:
-        raise ValueError(f"no cluster {name!r}; there are {', '.join(every)}")
-    return every[name]
 
 
 def _sizes(

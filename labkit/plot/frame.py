@@ -10,7 +10,6 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from labkit.foreign import literal
-from labkit.plot.bars import end_of
 from labkit.plot.style import (
     FAINT,
     INK,
@@ -25,7 +24,7 @@ from labkit.plot.style import (
     shade,
 )
 from labkit.trace import Trace
-from labkit.trace.measures import overlap, waiting
+from labkit.trace.measures import end_of, overlap, waiting
 
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 

@@ -142,7 +142,8 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
 
     def put(rank: int, depth: int) -> None:
         nonlocal leaves
-        children = tree.get(rank, TreeNode(None, ())).children
+        place[rank] = (0.0, 0.0)  # a damaged tree may come back to it
+        children = [x for x in tree.get(rank, TreeNode(None, ())).children if x not in place]
         for child in children:
             put(child, depth + 1)
         if not children:
@@ -153,6 +154,8 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
     for rank, node in sorted(tree.items()):
         if node.parent is None:
             put(rank, 0)
+    if not place:  # of a damaged tree without a root
+        put(min(tree), 0)
     depth = max((-y for _, y in place.values()), default=0.0)
     scale = max(2.6 / max(1.0, leaves), 0.4)
     place = {rank: (x * scale, y * 2.4 / max(1.0, depth)) for rank, (x, y) in place.items()}

@@ -78,6 +78,20 @@ def overlap(trace: Trace) -> float:
     return hidden_s / total_s if total_s else 0.0
 
 
+def end_of(trace: Trace) -> float:
+    """The last moment known of it, in seconds; 0.0 of an empty trace."""
+    times = [0.0]
+    for one in trace.ranks.values():
+        for thing in one.things():
+            times += [thing.ended_s]
+            if isinstance(thing, CommEvent):
+                times += [thing.issued_s, thing.began_s, thing.wait_began_s, thing.wait_ended_s]
+            else:
+                times += [thing.began_s]
+        times += [point.when_s for point in one.memory]
+    return max(times)
+
+
 def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
     """The events of one rank by group, and where some of one group were under way at the same
     time, in as many lanes as that takes: in a lane, one ends before the next begins."""

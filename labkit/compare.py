@@ -25,7 +25,6 @@ from labkit.world import World
 from labkit.world.pick import check_size
 
 WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
-PICTURES = ("compare.png", "steps.png")
 LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
 
 
@@ -64,8 +63,8 @@ def compare(
     chosen = [recipe(name) for name in names if name != "single"]
     chosen = fitting(chosen, task, ranks, asked=bool(strategies))
     out.mkdir(parents=True, exist_ok=True)
-    for picture in PICTURES:
-        check_output(out / picture)
+    for name in ("compare.png", "steps.png"):
+        check_output(out / name)
     on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
@@ -182,7 +181,7 @@ def draw(results: list[Result], out: Path) -> list[Path]:
     from labkit import plot, view
     from labkit.plot.comparison import draw_comparison
 
-    draw_comparison(results, out / PICTURES[0])
-    plot.compare({one.strategy: one.trace for one in results}).savefig(out / PICTURES[1], dpi=120)
+    draw_comparison(results, out / "compare.png")
+    plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)
     own = [picture for one in results for picture in view.draw(one.trace, out / one.strategy)]
-    return [*(out / picture for picture in PICTURES), *own]
+    return [out / "compare.png", out / "steps.png", *own]

@@ -25,9 +25,7 @@ Carrier = Annotated[
     str | None,
     typer.Option("--transport", help="Of labkit's: shm, gloo, tcp; if absent, a World's pick."),
 ]
-Save = Annotated[
-    Path | None, typer.Option(help="Write all that was found as JSON.", callback=check_output)
-]
+Save = Annotated[Path | None, typer.Option(help="Write all of it as JSON.", callback=check_output)]
 Plot = Annotated[Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)]
 
 
@@ -255,10 +253,7 @@ def collectives(
         bool, typer.Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
     ] = False,
     table: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where --fit writes the table; if absent, it tells where.", callback=check_output
-        ),
+        Path | None, typer.Option(help="Where --fit writes; else it tells.", callback=check_output)
     ] = None,
 ) -> None:
     """The table that nccl-tests prints, for labkit's collectives and the backend's own.

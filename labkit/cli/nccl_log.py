@@ -28,10 +28,7 @@ def nccl_log(
         str, typer.Option(help="Instead of files: one_node, two_nodes or sockets.")
     ] = "",
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to draw to; if absent, FILE.png or nccl.png here.", callback=check_picture
-        ),
+        Path | None, typer.Option(help="Where to draw to; FILE.png here.", callback=check_picture)
     ] = None,
 ) -> None:
     """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""

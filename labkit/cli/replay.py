@@ -31,7 +31,7 @@ def replay(
     ] = False,
     chrome: Annotated[
         Path | None,
-        typer.Option(help="Write the replay (of one cluster) for Perfetto.", callback=check_output),
+        typer.Option(help="Write it for Perfetto, on one cluster.", callback=check_output),
     ] = None,
 ) -> None:
     """What a recorded run would do on other clusters: the split of its step, and its timeline.

@@ -41,7 +41,6 @@ def run(
     from labkit import recording
     from labkit.compare import fitting
     from labkit.recipes import recipe
-    from labkit.trace.folder import check_free
     from labkit.training import Task, train
     from labkit.world import World, attach
 
@@ -49,7 +48,8 @@ def run(
     task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
     recorded: Callable[[], AbstractContextManager[object]] = nullcontext
     if record is not None:
-        check_free(record)
+        if record.exists() and not (record.is_dir() and not any(record.iterdir())):
+            raise ValueError(f"{record} is not an empty folder; record into a new one")
         recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if ranks is not None:

@@ -18,7 +18,7 @@ def view(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")],
     chrome: Annotated[
         Path | None,
-        typer.Option(help="Write the trace for Perfetto; .gz packs it.", callback=check_output),
+        typer.Option(help="Write it for Perfetto; .gz packs it.", callback=check_output),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Draw the timeline of this step only.")] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the pictures on screen.")] = False,

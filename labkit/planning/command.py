@@ -113,7 +113,7 @@ def plan(
             typer.echo(json.dumps(_told(found), indent=1))
         else:
             console.print(
-                f"{'the largest: ' if largest else ''}{found}", highlight=False, soft_wrap=True
+                f"{'the largest: ' * largest}{markup(found)}", highlight=False, soft_wrap=True
             )
             console.print(f"{found.table()}", highlight=False)
         if not found.fits:
@@ -142,9 +142,9 @@ def _show(planned: "Plan", top: int) -> None:
     count = len(planned.reports)
     console.print(
         f"{best.sizes.parameters / 1e9:,.1f}B parameters on {best.layout.ranks:,} × "
-        f"{planned.cluster.device.name} ({planned.cluster.title}), {best.global_batch:,} rows: "
-        f"{count:,} of {count + large:,} layouts fit, planned in {planned.took_s:.1f} s",
-        highlight=False, soft_wrap=True,
+        + markup(f"{planned.cluster.device.name} ({planned.cluster.title})")
+        + f", {best.global_batch:,} rows: {count:,} of {count + large:,} layouts fit, "
+        f"planned in {planned.took_s:.1f} s", highlight=False, soft_wrap=True,
     )  # fmt: skip
     wide = Console(width=max(WIDTH, console.width))
     wide.print(in_terminal(planned.table(top)), in_terminal(planned.trades(near=1)), sep="")
@@ -152,7 +152,7 @@ def _show(planned: "Plan", top: int) -> None:
         nearest = planned.too_large[0]
         console.print(
             f"the smallest that does not fit: {nearest.layout.in_words} "
-            f"{planned.why(nearest.layout)}", highlight=False, soft_wrap=True,
+            f"{markup(planned.why(nearest.layout))}", highlight=False, soft_wrap=True,
         )  # fmt: skip
 
 

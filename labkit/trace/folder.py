@@ -40,26 +40,21 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     Raises ValueError when the folder holds a run (and not `replace`) or anything else.
     """
     path = Path(path)
-    check_free(path, replace)
-    for file in path.iterdir() if path.is_dir() else ():
-        if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
-            file.unlink()
+    if path.is_dir() and any(path.iterdir()):
+        _told_from_others(path)
+        if not replace:
+            raise ValueError(f"{path} holds a run already; choose another folder, or replace=True")
+        for file in path.iterdir():
+            if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
+                file.unlink()
+    elif path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; a run needs a folder of its own")
     path.mkdir(parents=True, exist_ok=True)
     told = {**_here(), **(about or {}), "format": FORMAT}
     text = json.dumps(told, indent=2, ensure_ascii=False, default=str)
     (path / RUN).write_text(text + "\n", encoding="utf-8")
     (path / METRICS).touch()
     return path
-
-
-def check_free(path: Path, replace: bool = False) -> None:
-    """Whether a run can be written there. Raises ValueError as `begin_run`."""
-    if path.is_dir() and any(path.iterdir()):
-        _told_from_others(path)
-        if not replace:
-            raise ValueError(f"{path} holds a run already; choose another folder, or replace=True")
-    elif path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; a run needs a folder of its own")
 
 
 def add_about(path: str | Path, **more: Any) -> None:

@@ -132,8 +132,7 @@ class ReadRank:
 
 
 def read_rank_file(path: Path) -> ReadRank:
-    """What the file holds, as far as it can be read. Raises OSError, and ValueError when it is no
-    regular file or lacks its header."""
+    """What can be read of the file. Raises OSError, and ValueError where it lacks its header."""
     lines = read_file(path).split(b"\n")
     ranges = _Ranges()
     if lines[-1] == b"":

@@ -13,6 +13,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from labkit.foreign import check_output
 from labkit.models import GPT
 from labkit.parallel.footprint import Footprint
 from labkit.recipes import RECIPES, Recipe, recipe
@@ -60,7 +61,10 @@ def compare(
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]
-    chosen = _fitting(chosen, task, ranks, asked=bool(strategies))
+    chosen = fitting(chosen, task, ranks, asked=bool(strategies))
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("compare.png", "steps.png"):
+        check_output(out / name)
     on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
@@ -74,7 +78,7 @@ def compare(
     return results
 
 
-def _fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
+def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
     """Those that can train the task's model on so many ranks; that others are left out is said, or
     raised as ValueError where they were asked for."""
     with torch.device("meta"):

@@ -8,9 +8,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from timeit import repeat
 
 import numpy as np
 import psutil
@@ -20,6 +20,7 @@ from rich.table import Table
 from labkit import __version__
 from labkit.bench.machine import NAME
 from labkit.clusters import Cluster, read_clusters
+from labkit.foreign import check_output, markup
 from labkit.world import RankError, World, attach
 from labkit.world.memory import available_bytes
 from labkit.world.pick import check_size, pick
@@ -57,19 +58,16 @@ def table(found: Findings) -> Table:
     for group, entries in found.groups.items():
         for i, (name, value) in enumerate(entries):
             last = i == len(entries) - 1
-            shown.add_row(f"[bold]{group}[/]" if i == 0 else "", name, value, end_section=last)
+            shown.add_row(
+                f"[bold]{group}[/]" if i == 0 else "", name, markup(value), end_section=last
+            )
     return shown
 
 
 def check_cluster_file(path: Path) -> None:
     """Whether what is measured may be written here, before it takes its time to measure: to a new
     file, or over what was measured before. Raises ValueError if not."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it, or name another")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it, as {path / 'laptop.toml'}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path}: you may not write there; name another file")
+    check_output(path)
     if not path.exists():
         return
     try:
@@ -105,7 +103,7 @@ def cluster_table(one: Cluster) -> Table:
             ("wire, a step", f"{wire.latency_s * 1e6:.1f} us", wire.sources["latency_s"]),
             ("wire, start", f"{wire.start_s * 1e6:.1f} us", wire.sources["start_s"]),
         ]
-    shown = Table("of a rank", title=one.title, title_justify="left")
+    shown = Table("of a rank", title=markup(one.title), title_justify="left")
     shown.add_column("measured", justify="right")
     shown.add_column("by")
     for name, value, source in cells:
@@ -208,13 +206,4 @@ def _talk() -> tuple[float, float]:
         if me.device.type == "cuda":
             torch.cuda.synchronize()
 
-    return _best_s(ping_pong, 50), _best_s(all_reduce, 5)
-
-
-def _best_s(function: Callable[[], None], times: int) -> float:
-    best_s = float("inf")
-    for _ in range(times):
-        began_s = time.perf_counter()
-        function()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
+    return min(repeat(ping_pong, number=1, repeat=50)), min(repeat(all_reduce, number=1, repeat=5))

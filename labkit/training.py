@@ -2,6 +2,7 @@
 it reports: the run that `labkit compare` and `labkit run` do for every strategy.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,9 +46,13 @@ class Task:
             raise ValueError(f"model {self.model!r}: choose one of {', '.join(PRESETS)}")
         if self.text is not None and not Path(self.text).exists():
             raise ValueError(f"text {self.text!r}: there is no such file or folder")
-        for name in ("steps", "rows", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+        for name, most in (("steps", 10**9), ("rows", 1 << 16), ("length", 1 << 16)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)}: choose 1 to {most:,}")
+        if not (0 <= self.lr < math.inf and 0 <= self.seed < 1 << 63):
+            raise ValueError(
+                f"lr={self.lr}, seed={self.seed}: finite numbers of 0 or more are needed"
+            )
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from rich.filesize import decimal
-from rich.markup import escape
 from rich.table import Table
 
+from labkit.foreign import check_output, markup
 from labkit.trace import CATEGORIES, RankTrace, Trace
 from labkit.trace.graph import PHASES
 from labkit.trace.measures import communicating, length_s, overlap, union, waiting, without
@@ -21,7 +20,7 @@ Rows = list[tuple[str, str]]
 def table(trace: Trace, name: str = "run") -> Table:
     """The trace as a rich table. Times are medians over the timed steps of all ranks; a step that
     was recorded in detail counts for bytes and memory only."""
-    shown = Table(show_header=False, title=escape(name), title_justify="left")
+    shown = Table(show_header=False, title=markup(name), title_justify="left")
     for group, rows in (
         ("what ran", _what(trace)),
         ("time of a step", _times(trace)),
@@ -30,7 +29,7 @@ def table(trace: Trace, name: str = "run") -> Table:
     ):
         for i, (left, right) in enumerate(rows):
             title = f"[bold]{group}[/]" if i == 0 else ""
-            shown.add_row(title, escape(left), escape(right), end_section=i == len(rows) - 1)
+            shown.add_row(title, markup(left), markup(right), end_section=i == len(rows) - 1)
     return shown
 
 
@@ -45,6 +44,7 @@ def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
     if trace.steps(detail=True) and any(one.memory for one in trace.ranks.values()):
         pictures["memory.png"] = plot.memory(trace)
     for name, figure in pictures.items():
+        check_output(folder / name)
         figure.savefig(folder / name, dpi=120)
     return [folder / name for name in pictures]
 
@@ -67,7 +67,8 @@ def _what(trace: Trace) -> Rows:
     losses = [(x["step"], x["loss"]) for x in trace.metrics if {"step", "loss"} <= x.keys()]
     if losses:
         ends = (min(losses)[0], max(losses)[0])
-        first, last = (fmean(loss for step, loss in losses if step == end) for end in ends)
+        of_ends = [[loss for step, loss in losses if step == end] for end in ends]
+        first, last = (sum(own) / len(own) for own in of_ends)
         rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
     return rows
 
@@ -144,16 +145,7 @@ def _timed(trace: Trace) -> Trace:
     unfinished = {x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()
-    ranks = {
-        rank: replace(
-            one,
-            steps=[x for x in one.steps if x.index in steps],
-            spans=[x for x in one.spans if x.step in steps],
-            comms=[x for x in one.comms if x.step in steps],
-        )
-        for rank, one in trace.ranks.items()
-    }
-    return replace(trace, ranks=ranks)
+    return trace.only(steps)
 
 
 def _ms(time_s: float) -> str:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
-    1: {"schedules", "events", "trace", "clusters", "nccl_log"},
+    1: {"schedules", "events", "foreign", "trace", "clusters", "nccl_log"},
     2: {"comm"},
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"recording", "world", "checkpoints"},
@@ -44,7 +44,9 @@ LAYERS: dict[int, set[str]] = {
 # A world switches the recording of its ranks on. Faces may use one another, but the command
 # line is the last: nothing stands on it.
 SIBLINGS: dict[str, set[str]] = {
-    "trace": {"events"},
+    "trace": {"events", "foreign"},
+    "clusters": {"foreign"},
+    "nccl_log": {"foreign"},
     "parallel": {"precision", "memory"},
     "memory": {"precision"},  # attention by tiles computes in float32, inside autocast, too
     "world": {"recording"},

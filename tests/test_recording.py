@@ -33,7 +33,6 @@ from labkit.recording.recorder import Recorder
 from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.laws import broken_laws
-from labkit.trace.measures import with_costs
 
 pytestmark = pytest.mark.slow
 
@@ -379,17 +378,6 @@ def test_operations_are_those_of_torchs_counter() -> None:
     core = 2 * 2 * rows * length * length * width  # both matrix products, unmasked
     assert flops["forward", "blocks.1.attn.core"] == core
     assert attention == blocks * (core + 5 * core // 2)
-
-
-def test_costs_are_joined_to_the_timed_steps() -> None:
-    loop = Loop()
-    trace = with_costs(recorded(*[loop.step] * 3, detail_step=1))
-    for phase in ("forward", "backward", "optimizer"):
-        timed, detailed = spans_of(trace, phase, 2), spans_of(trace, phase, 1)
-        assert [(x.module, x.flops, x.moved_bytes) for x in timed] == [
-            (x.module, x.flops, x.moved_bytes) for x in detailed
-        ]
-    assert sum(x.flops or 0 for x in spans_of(trace, "forward", 2)) > 0
 
 
 def test_memory_freed_by_resizing_is_seen() -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from labkit.foreign import check_output, check_picture, markup
+
 bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
     epilog="Examples:  labkit bench  ·  labkit bench data-parallel --only ddp  ·  "
@@ -23,6 +25,8 @@ Carrier = Annotated[
     str | None,
     typer.Option("--transport", help="Of labkit's: shm, gloo, tcp; if absent, a World's pick."),
 ]
+Save = Annotated[Path | None, typer.Option(help="Write all of it as JSON.", callback=check_output)]
+Plot = Annotated[Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)]
 
 
 def _shown(name: str, measured: Callable[[], Any]) -> None:
@@ -90,18 +94,16 @@ def tensor_parallel(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
     models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
     transport: Carrier = None,
-    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+    save: Save = None,
 ) -> None:
     """A step of tensor parallelism against torch's DTensor."""
     from labkit.bench import tensor_parallel as module
 
-    if save is not None and save.is_dir():
-        raise ValueError(f"{save} is a folder; give the name of a file")
     with console.status("measuring tensor-parallel ..."):
         found = module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
     _print(module.table(found))
     if save is not None:
-        console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
+        console.print(f"All that was measured: {markup(module.save(found, save))}", soft_wrap=True)
 
 
 @bench.command(
@@ -118,20 +120,18 @@ def pipeline(
     models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
     microbatches: Annotated[int, typer.Option(help="So many of the 16 rows.", min=1)] = 8,
     transport: Carrier = None,
-    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+    save: Save = None,
 ) -> None:
     """A step of a pipeline against torch's by the same schedule, and the floor of both."""
     from labkit.bench import pipeline as module
 
-    if save is not None and save.is_dir():
-        raise ValueError(f"{save} is a folder; give the name of a file")
     with console.status("measuring pipeline ..."):
         found = module.bench_pipeline(
             _words(only or ""), _numbers(ranks), _words(models), microbatches, turns, transport
         )
     _print(module.table(found))
     if save is not None:
-        console.print(f"All that was measured: {module.save(found, save)}", soft_wrap=True)
+        console.print(f"All that was measured: {markup(module.save(found, save))}", soft_wrap=True)
 
 
 @bench.command(
@@ -144,25 +144,19 @@ def precision(
         str | None,
         typer.Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
+    save: Save = None,
 ) -> None:
     """A step in each number format, and mixed precision and recompute against torch's."""
     from labkit.bench import precision as module
-    from labkit.bench.precision_found import Steps, table
+    from labkit.bench.precision_found import table
 
     names = _words(only or "")
     module.check_names(names)
-    if save is not None and save.is_dir():
-        raise ValueError(f"{save} is a folder; give the name of a file")
-    found: list[Steps] = []
-
-    def measured() -> Any:
-        found.append(module.bench_precision(names, turns=turns))
-        return table(found[0])
-
-    _shown("precision", measured)
+    with console.status("measuring precision ..."):
+        found = module.bench_precision(names, turns=turns)
+    _print(table(found))
     if save is not None:
-        console.print(f"All that was measured: {found[0].save(save)}", soft_wrap=True)
+        console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
 
 
 @bench.command()
@@ -188,7 +182,10 @@ def plot() -> None:
 def replay(
     turns: Turns = 10,
     depth: Annotated[
-        int, typer.Option(help="Layers of the model of 175B that is recorded; 96 are all.", min=1)
+        int,
+        typer.Option(
+            help="Layers of the model of 175B that is recorded; 96 are all.", min=1, max=96
+        ),
     ] = 96,
     only: Annotated[str | None, typer.Option(help="prediction or scale; both if absent.")] = None,
 ) -> None:
@@ -250,13 +247,13 @@ def collectives(
     turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
     check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
     transport: Carrier = None,
-    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw bus bandwidth over size, as PNG.")] = None,
+    save: Save = None,
+    plot: Plot = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
     ] = False,
     table: Annotated[
-        Path | None, typer.Option(help="Where --fit writes the table; if absent, it tells where.")
+        Path | None, typer.Option(help="Where --fit writes; else it tells.", callback=check_output)
     ] = None,
 ) -> None:
     """The table that nccl-tests prints, for labkit's collectives and the backend's own.
@@ -270,9 +267,6 @@ def collectives(
         raise ValueError("a table chooses for messages; --fit is for --transport gloo or tcp")
     if table is not None and not fit:
         raise ValueError("--table says where --fit writes; give both")
-    for path in filter(None, (save, plot, table)):
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the name of a file")
     if fit and dtype != "float32":
         raise ValueError(f"a table is fitted to float32, in which models train; not to {dtype}")
     if fit and (other := [op for op in _words(ops or "") if op not in choices.OPS]):
@@ -290,17 +284,17 @@ def collectives(
     for shown in report.tables(found):
         _print(shown)
     if save:
-        console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
+        console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
     if plot:
         from labkit.plot.bandwidths import bandwidth
 
         bandwidth(found).savefig(plot)
-        console.print(f"The picture: {plot}", soft_wrap=True)
+        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
     if fit:
         fitted = fits.fit_sweep(found)
         _print(report.fit_table(fitted))
         if doubts := report.doubts(fitted):
-            console.print(f"[yellow]poor fit:[/] {doubts}")
+            console.print(f"[yellow]poor fit:[/] {markup(doubts)}")
         path = choices.write_table(found, table or choices.user_table())
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
@@ -324,8 +318,8 @@ def transfers(
     ] = 16.0,
     turns: Turns = 9,
     to: Annotated[str, typer.Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
-    save: Annotated[Path | None, typer.Option(help="Write all that was measured as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw measured beside predicted.")] = None,
+    save: Save = None,
+    plot: Plot = None,
 ) -> None:
     """Ways to move a tensor between memories: cast before or after, pinned or not, and so on."""
     from labkit.bench import transfers as module
@@ -334,12 +328,12 @@ def transfers(
         found = module.bench_transfers(mb, gbps, turns, to)
     _print(module.table(found))
     if save:
-        console.print(f"All that was measured: {found.save(save)}", soft_wrap=True)
+        console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
     if plot:
         from labkit.plot.moving import transfers as draw
 
         draw(found.measured, found.rates).savefig(plot)
-        console.print(f"The picture: {plot}", soft_wrap=True)
+        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
 
 
 @bench.command(
@@ -350,8 +344,8 @@ def calibrate(
     folder: Annotated[
         Path | None, typer.Argument(help="Of the published tables; if absent, labkit's copies.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write all that was found as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw measured beside predicted.")] = None,
+    save: Save = None,
+    plot: Plot = None,
     stored: Annotated[
         bool, typer.Option("--stored", help="Show what labkit brings along; fit nothing.")
     ] = False,
@@ -369,6 +363,6 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    if wrong := [word for word in _words(text) if not word.isdecimal()]:
+    if wrong := [word for word in _words(text) or [text] if not word.isdecimal()]:
         raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
     return [int(word) for word in _words(text)]

@@ -9,7 +9,6 @@ All have the same model, cut alike, the same batch and micro-batches, and take t
 processes. A step is forward and backward of the whole batch; the optimizer's would be the same.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from labkit.bench.pipeline_floor import (
     stages_of,
 )
 from labkit.comm import Comm
+from labkit.foreign import write_json
 from labkit.models.gpt import PRESETS
 from labkit.parallel.pipeline import Pipeline
 from labkit.schedules import schedule
@@ -210,8 +210,6 @@ def _timed(one: Found) -> list[str]:
 
 def save(found: Sequence[Found], path: str | Path) -> Path:
     """Write all that was measured as JSON."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     steps = [
         {
             "ranks": one.ranks,
@@ -234,5 +232,4 @@ def save(found: Sequence[Found], path: str | Path) -> Path:
         "torch": torch.__version__, "cores": os.cpu_count(), "rows": ROWS, "length": LENGTH,
         "depth": DEPTH, "vocab": VOCAB,
     }  # fmt: skip
-    path.write_text(json.dumps({"about": about, "steps": steps}, indent=1) + "\n", encoding="utf-8")
-    return path
+    return write_json(path, {"about": about, "steps": steps})

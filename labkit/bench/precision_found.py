@@ -1,6 +1,5 @@
 """What `labkit bench precision` has found: a table for the terminal, and a small file to keep."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from statistics import median, quantiles
 from rich.table import Table
 
 from labkit.bench.data_parallel import Contest
+from labkit.foreign import write_json
 from labkit.predict import mfu, step_flops
 
 # Operations a second, dense. NVIDIA H100 architecture whitepaper (SXM5; the H200 has its cores),
@@ -73,8 +73,6 @@ class Steps:
 
     def save(self, path: str | Path) -> Path:
         """Write all of it as JSON."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         cases = {
             name: {
                 "step_s": self.seconds[name],
@@ -92,8 +90,7 @@ class Steps:
             for one in contests(self.seconds)
         }
         told = {"about": self.about, "sizes": asdict(self.sizes), "cases": cases, "ratios": ratios}
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        return path
+        return write_json(path, told)
 
 
 def contests(names: Iterable[str]) -> list[Contest]:

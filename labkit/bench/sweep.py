@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labkit.foreign import read_file
+
 FORMAT = 1
 WHAT = "sweep of collectives"
 DEFAULT = "default"  # among the algorithms: what runs when none is asked for
@@ -118,13 +120,17 @@ def read_sweep(path: str | Path) -> Sweep:
     """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError where the file holds
     something else."""
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        told = json.loads(read_file(path))
         if told["what"] != WHAT or told["format"] > FORMAT:
             raise ValueError(f"its format is {told['format']} of {told['what']!r}")
         points = [Point(**point) for point in told["points"]]
+        for point in points:
+            for name, kind in Point.__annotations__.items():
+                if not isinstance(getattr(point, name), kind):
+                    raise ValueError(f"{name} is {getattr(point, name)!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
-        return Sweep(points, told["about"])
+        return Sweep(points, dict(told["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no sweep that this labkit can read ({error}); write one with labkit "

@@ -11,7 +11,6 @@ of a few steps; a ratio is taken turn by turn. Each is told with and without Ada
 DTensor takes long by itself.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from labkit.bench import peers
 from labkit.bench.data_parallel import LR, Contest, Steps
 from labkit.comm import Comm
+from labkit.foreign import write_json
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.tensor import tensor_parallel
@@ -184,8 +184,6 @@ def table(found: Sequence[Found]) -> Table:
 
 def save(found: Sequence[Found], path: str | Path) -> Path:
     """Write all that was measured as JSON."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     steps = [
         {
             "ranks": one.whole.ranks,
@@ -204,5 +202,4 @@ def save(found: Sequence[Found], path: str | Path) -> Path:
         for one in found
     ]
     about = {"torch": torch.__version__, "cores": os.cpu_count(), "rows": ROWS, "length": LENGTH}
-    path.write_text(json.dumps({"about": about, "steps": steps}, indent=1) + "\n", encoding="utf-8")
-    return path
+    return write_json(path, {"about": about, "steps": steps})

@@ -17,6 +17,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.foreign import read_file, write_json
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Measured, measure, rates_of
 from labkit.memory.transfers import Rates, Transfer, short, ways
@@ -39,29 +40,26 @@ class TransferTimes:
 
     def save(self, path: str | Path) -> Path:
         """Write all of it as JSON."""
-        path = Path(path)
         rows = []
         for one in self.measured:
             way = one.way
             its = {**vars(way), "dtype": short(way.dtype), "to": short(way.to)}
             rows.append({**its, "done_s": one.done_s, "returned_s": one.returned_s})
         contents = {"about": self.about, "numel": self.measured[0].numel, "measured": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        return path
+        return write_json(path, contents)
 
 
 def read_transfers(path: str | Path) -> TransferTimes:
     """What `TransferTimes.save` has written. Raises ValueError for another file."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_file(path))
         measured = []
         for row in found["measured"]:
             times = {name: row.pop(name) for name in ("done_s", "returned_s")}
             way = Transfer(**row | {name: DTYPES[row[name]] for name in ("dtype", "to")})
             measured.append(Measured(way, found["numel"], **times))
         return TransferTimes(found["about"], measured)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is no file of `labkit bench transfers --save`: {error!r}"
         ) from None
@@ -80,9 +78,9 @@ def bench_transfers(
 
     Raises ValueError for sizes that cannot be.
     """
+    if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
+        raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give 4000 MB or less, and turns")
     numel = int(mb * 1e6 / 4)
-    if numel < 1 or turns < 1 or gbps < 0:
-        raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give sizes above 0, and turns")
     if to not in DTYPES or to == "fp32":
         raise ValueError(f"to={to!r}: choose fp16 or bf16")
     bus = Bus(gbps) if gbps else None

@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from statistics import median
+from timeit import repeat
 
 import torch
 from rich.table import Table
@@ -77,11 +78,7 @@ def bench_world(tries: int = 3) -> WorldTimes:
             warm.append(time.perf_counter() - began_s)
     with World(SIZE) as world:
         world.run(lambda: None)
-        empty = []
-        for _ in range(50):
-            began_s = time.perf_counter()
-            world.run(lambda: None)
-            empty.append(time.perf_counter() - began_s)
+        empty = repeat(lambda: world.run(lambda: None), number=1, repeat=50)
     return WorldTimes(median(cold), median(warm), median(spawn), median(empty))
 
 

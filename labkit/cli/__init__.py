@@ -10,10 +10,11 @@ import typer
 from labkit import __version__
 from labkit.bench.command import bench
 from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
-from labkit.cli.terminal import ToldGroup, console, told
+from labkit.cli.terminal import ToldGroup, console
 from labkit.planning import command as planning
 
 app = typer.Typer(
+    cls=ToldGroup,
     help="Distributed training you can read, run, check and see.",
     no_args_is_help=True,
     add_completion=False,
@@ -31,14 +32,14 @@ def _root(
         raise typer.Exit
 
 
-app.command(epilog=compare.EXAMPLES)(told()(compare.compare))
-app.command(epilog=run.EXAMPLES)(told()(run.run))
-app.command(epilog=doctor.EXAMPLES)(told()(doctor.doctor))
-app.command(epilog=view.EXAMPLES)(told()(view.view))
-app.command(epilog=replay.EXAMPLES)(told()(replay.replay))
-app.command(epilog=schedule.EXAMPLES)(told()(schedule.schedule))
-app.command("nccl-log", epilog=nccl_log.EXAMPLES)(told()(nccl_log.nccl_log))
-app.command(epilog=planning.EXAMPLES)(told()(planning.plan))
+app.command(epilog=compare.EXAMPLES)(compare.compare)
+app.command(epilog=run.EXAMPLES)(run.run)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=view.EXAMPLES)(view.view)
+app.command(epilog=replay.EXAMPLES)(replay.replay)
+app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
+app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
+app.command(epilog=planning.EXAMPLES)(planning.plan)
 app.add_typer(bench, name="bench", cls=ToldGroup)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from labkit.cli.options import Dtype, Lr, Model, Ranks, Rows, Seed, Steps, TextPath
-from labkit.cli.terminal import console
+from labkit.cli.terminal import console, markup
 
 EXAMPLES = (
     "Examples:  labkit compare  ·  labkit compare ddp --ranks 3 --rows 7  ·  "
@@ -43,11 +43,11 @@ def compare(
     console.print(comparing.table(results, task))
     with console.status("drawing ..."):
         pictures = comparing.draw(results, out)
-    console.print(f"The pictures: {', '.join(str(picture) for picture in pictures[:2])}")
-    console.print(f"Each run: labkit view {out / results[-1].strategy}, and so on.")
+    console.print(f"The pictures: {markup(', '.join(map(str, pictures[:2])))}")
+    console.print(f"Each run: labkit view {markup(out / results[-1].strategy)}, and so on.")
     problems = [f"{one.strategy}: {problem}" for one in results for problem in one.problems]
     for problem in problems:
-        console.print(f"[red]not equal[/] {problem}")
+        console.print(f"[red]not equal[/] {markup(problem)}")
     if problems:
         raise typer.Exit(1)
     console.print("[green]All equal:[/] losses, weights, replicas, bytes sent and bytes held.")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from labkit.cli.terminal import console
+from labkit.cli.terminal import console, markup
 
 EXAMPLES = "Examples:  labkit doctor  ·  labkit doctor --cluster laptop.toml --ranks 4"
 
@@ -33,7 +33,7 @@ def doctor(
         findings = examining.examine()
     console.print(examining.table(findings))
     for problem in findings.problems:
-        console.print(f"[red]wrong:[/] {problem}")
+        console.print(f"[red]wrong:[/] {markup(problem)}")
     if findings.problems:
         raise typer.Exit(1)
     console.print("[green]Nothing is wrong.[/]")

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from labkit.cli.terminal import console
+from labkit.cli.terminal import console, markup
+from labkit.foreign import check_picture, read_file
 
 EXAMPLES = (
     "Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
@@ -27,7 +28,7 @@ def nccl_log(
         str, typer.Option(help="Instead of files: one_node, two_nodes or sockets.")
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Where to draw to; if absent, FILE.png or nccl.png here.")
+        Path | None, typer.Option(help="Where to draw to; FILE.png here.", callback=check_picture)
     ] = None,
 ) -> None:
     """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
@@ -53,12 +54,13 @@ def nccl_log(
         console.print(f"No picture: {log.main.size} ranks; it shows at most {MOST_RANKS}.")
         return
     picture = out or Path(f"{stem}.png")
+    check_picture(picture)
     plot.nccl(log).savefig(picture, dpi=120)
-    console.print(f"The picture: {picture}")
+    console.print(f"The picture: {markup(picture)}")
 
 
 def _text_of(source: str) -> str:
     """What stands in the file, or comes from standard input for "-"."""
     if source == "-":
         return typer.get_text_stream("stdin", "utf-8", "replace").read()
-    return Path(source).read_text(encoding="utf-8", errors="replace")
+    return read_file(source).decode(errors="replace")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from labkit.cli.terminal import console
+from labkit.foreign import check_output, check_picture, markup
 
 EXAMPLES = (
     "Examples:  labkit replay runs/compare/ddp  ·  "
@@ -29,7 +30,8 @@ def replay(
         typer.Option("--measured", help="Computing as it was; only the wires are the cluster's."),
     ] = False,
     chrome: Annotated[
-        Path | None, typer.Option(help="Write the replay (of one cluster) for Perfetto.")
+        Path | None,
+        typer.Option(help="Write it for Perfetto, on one cluster.", callback=check_output),
     ] = None,
 ) -> None:
     """What a recorded run would do on other clusters: the split of its step, and its timeline.
@@ -58,10 +60,12 @@ def replay(
     console.print(table(found))
     for one in found:
         if one.replayed is None:
-            console.print(f"[yellow]not on {one.name}:[/] {one.why_not}", highlight=False)
+            name, why_not = markup(one.name), markup(one.why_not)
+            console.print(f"[yellow]not on {name}:[/] {why_not}", highlight=False)
         else:
-            picture = folder / f"replay-{one.name}.png"
+            picture = folder / f"replay-{one.name.replace('/', '-')}.png"
+            check_picture(picture)
             plot.timeline(one.replayed).savefig(picture, dpi=120)
-            console.print(f"The picture: {picture}")
+            console.print(f"The picture: {markup(picture)}")
             if chrome:
-                console.print(f"For ui.perfetto.dev: {write_chrome(one.replayed, chrome)}")
+                console.print(f"For ui.perfetto.dev: {markup(write_chrome(one.replayed, chrome))}")

@@ -39,6 +39,7 @@ def run(
 ) -> None:
     """Train with one strategy, on ranks of its own or on those that torchrun has started."""
     from labkit import recording
+    from labkit.compare import fitting
     from labkit.recipes import recipe
     from labkit.training import Task, train
     from labkit.world import World, attach
@@ -47,6 +48,8 @@ def run(
     task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)
     recorded: Callable[[], AbstractContextManager[object]] = nullcontext
     if record is not None:
+        if record.exists() and not (record.is_dir() and not any(record.iterdir())):
+            raise ValueError(f"{record} is not an empty folder; record into a new one")
         recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if ranks is not None:
@@ -60,7 +63,9 @@ def run(
     else:
         if chosen.one_rank and ranks not in (None, 1):
             raise ValueError(f"{strategy} trains in one process; leave --ranks out")
-        with World(1 if chosen.one_rank else ranks or 4) as world:
+        size = 1 if chosen.one_rank else ranks or 4
+        fitting([chosen], task, size, asked=True)
+        with World(size) as world:
             console.print(f"{world.picked}")
             with recorded():
                 reports = world.run(train, strategy, task, keep_weights=False)

@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from labkit.cli.terminal import console
+from labkit.foreign import check_picture, markup
 
+MOST_FORWARDS = 20_000
 EXAMPLES = (
     "Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
     "--microbatches 8 --chunks 2  ·  labkit schedule zb-h1 --plot zb.png"
@@ -18,20 +20,27 @@ def schedule(
         str,
         typer.Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or pipedream."),
     ],
-    stages: Annotated[int, typer.Option(help="Stages of the pipeline, one a rank.", min=1)] = 4,
+    stages: Annotated[
+        int, typer.Option(help="Stages of the pipeline, one a rank.", min=1, max=256)
+    ] = 4,
     microbatches: Annotated[int, typer.Option(help="Into which a batch is cut.", min=1)] = 8,
     chunks: Annotated[
         int | None, typer.Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it over time, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it over time, as PNG.", callback=check_picture)
+    ] = None,
 ) -> None:
     """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
     from labkit import schedules
     from labkit.plot.pipeline_lanes import lanes_of
 
-    found = schedules.schedule(
-        name, stages, microbatches, chunks or (2 if name == "interleaved" else 1)
-    )
+    chunks = chunks or (2 if name == "interleaved" else 1)
+    if (forwards := stages * microbatches * chunks) > MOST_FORWARDS:
+        raise ValueError(
+            f"stages x micro-batches x chunks = {forwards:,}; at most {MOST_FORWARDS:,} are printed"
+        )
+    found = schedules.schedule(name, stages, microbatches, chunks)
     lanes = lanes_of(found, name)
     console.print(schedules.show(found), markup=False, highlight=False, soft_wrap=True)
     console.print(
@@ -44,4 +53,4 @@ def schedule(
         from labkit.plot import schedule as draw
 
         draw(found, name=name).savefig(plot, dpi=120)
-        console.print(f"The picture: {plot}", soft_wrap=True)
+        console.print(f"The picture: {markup(plot)}", soft_wrap=True)

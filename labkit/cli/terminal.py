@@ -1,42 +1,44 @@
 """Where the commands print, and how they tell errors."""
 
-from contextlib import ContextDecorator
+import re
 from typing import Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from labkit.foreign import markup
+
 console = Console()
 
 
-class told(ContextDecorator):
-    """Errors that a user can mend are a sentence, not a traceback."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        from labkit.world import RankError, RankInterrupt
-
-        if isinstance(error, (KeyboardInterrupt, RankInterrupt)):
-            console.print("interrupted")
-            raise typer.Exit(130) from None
-        if isinstance(error, (ValueError, OSError, RankError)):
-            console.print(f"[red]labkit:[/] {error}", highlight=False)
-            raise typer.Exit(2) from None
-
-
 class ToldGroup(TyperGroup):
-    """Commands in a file of their own, with errors told as here."""
+    """Commands whose errors, where a user can mend them, are a sentence and not a traceback."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            raise ValueError(f"no {self.name} {cmd_name!r}; there are {', '.join(self.commands)}")
+            known = ", ".join(self.commands)
+            raise ValueError(f"no {self.name or 'command'} {cmd_name!r}; there are {known}")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
-        with told():
+        try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            console.print("interrupted")
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except (ValueError, OSError, RuntimeError) as error:
+            from labkit.world import RankError
+
+            if isinstance(error, RuntimeError) and not isinstance(error, RankError):
+                raise
+            console.print(f"[red]labkit:[/] {markup(_sentence(str(error)))}", highlight=False)
+            raise typer.Exit(2) from None
+
+
+def _sentence(text: str) -> str:
+    """Only the message, where ranks have refused something by a ValueError, all in one way."""
+    found = re.match(r"(?s)ranks? [\d, and]+ raised ValueError: (.+?)\n\nTraceback ", text)
+    return found[1] if found and text.count(" raised ") == 1 else text

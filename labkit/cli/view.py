@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from labkit.cli.terminal import console
+from labkit.foreign import check_output, markup
 
 EXAMPLES = (
     "Examples:  labkit view runs/mine  ·  labkit view runs/mine --chrome trace.json.gz, "
@@ -16,7 +17,8 @@ EXAMPLES = (
 def view(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")],
     chrome: Annotated[
-        Path | None, typer.Option(help="Write the trace for Perfetto; .gz packs it.")
+        Path | None,
+        typer.Option(help="Write it for Perfetto; .gz packs it.", callback=check_output),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Draw the timeline of this step only.")] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the pictures on screen.")] = False,
@@ -29,10 +31,10 @@ def view(
     trace = read_run(folder)
     console.print(viewing.table(trace, str(folder)))
     for problem in trace.about.get("problems", ()):
-        console.print(f"[red]damaged:[/] {problem}", highlight=False)
+        console.print(f"[red]damaged:[/] {markup(problem)}", highlight=False)
     if chrome:
-        console.print(f"For ui.perfetto.dev: {write_chrome(trace, chrome)}")
+        console.print(f"For ui.perfetto.dev: {markup(write_chrome(trace, chrome))}")
     for picture in viewing.draw(trace, folder, step):
-        console.print(f"The picture: {picture}")
+        console.print(f"The picture: {markup(picture)}")
         if open_:
             typer.launch(str(picture))

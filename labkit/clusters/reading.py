@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.clusters.cluster import Cluster, Device, Level
+from labkit.foreign import read_file
 
 # What a number can be, so that 300 for 300 GB/s, or 5 for 5 us, is told: least, most, what of.
 PLAUSIBLE = {
@@ -24,13 +25,14 @@ PLAUSIBLE = {
 MAY_BE_0 = ("launch_s", "host_s", "latency_s", "start_s", "tile")
 
 
-def cluster(name: str) -> Cluster:
-    """A cluster that labkit knows. Raises ValueError, listing the names, for another.
+def cluster(name: str, path: str | Path | None = None) -> Cluster:
+    """A cluster that labkit knows, or one of the file `path`. Raises ValueError, listing the names,
+    for another, and as `read_clusters`.
 
     >>> cluster("dgx-h100").size
     1024
     """
-    known = known_clusters()
+    known = known_clusters() | (read_clusters(path) if path else {})
     if name not in known:
         raise ValueError(f"no cluster {name!r}; there are {', '.join(known)}")
     return known[name]
@@ -47,7 +49,7 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
     Raises FileNotFoundError, or ValueError that says what in the file is wrong.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
     return clusters_in(text, str(path))

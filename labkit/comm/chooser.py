@@ -23,6 +23,7 @@ from typing import Any
 
 from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 from labkit.comm.words import ranks_in_words
+from labkit.foreign import read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
 GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
@@ -203,7 +204,7 @@ def stored_table() -> dict[str, Any]:
 def read_table(path: str | Path) -> dict[str, Any]:
     """A table for the chooser. Raises ValueError that says what is wrong with the file."""
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(read_file(path))
         if problem := _problem_of(table):
             raise ValueError(problem)
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from labkit.foreign import read_file
 from labkit.nccl_log.log import Communicator, Connection, NcclLog, NcclRank, TreeNode
 
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parent / "examples").glob("*.log"))}
@@ -26,7 +27,7 @@ LINE = re.compile(
 )
 VERSION = re.compile(r"NCCL version (\d[\w.+]*\w)")
 INIT = re.compile(
-    r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d+) cudaDev (?P<device>\d+)"
+    r"comm (?P<comm>\S+) rank (?P<rank>\d+) n[rR]anks (?P<size>\d{1,6}) cudaDev (?P<device>\d+)"
     r".*? busId (?P<bus>\w+)"
     r"(?: parent (?P<parent>\S+)(?: (?:split|child)Count (?P<nth>\d+))? color (?P<color>-?\d+))?"
     r"(?:.*?commId (?P<id>\w+))?.*Init (?P<state>START|COMPLETE)"
@@ -55,8 +56,8 @@ class Who(NamedTuple):
 
 
 def read_nccl_log(path: Path | str) -> NcclLog:
-    """Read a log from a file. Raises OSError where it cannot be read."""
-    return parse_nccl_log(Path(path).read_text(encoding="utf-8", errors="replace"))
+    """Read a log from a file. Raises OSError, and ValueError where it is not a regular file."""
+    return parse_nccl_log(read_file(path).decode(errors="replace"))
 
 
 def parse_nccl_log(text: str) -> NcclLog:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
-from rich.markup import escape
 from rich.table import Table
 
+from labkit.foreign import markup
 from labkit.nccl_log.log import Communicator, Connection, NcclLog
 
 MOST_SHOWN = 4  # of what there may be many of
@@ -16,7 +16,7 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
     """What the log says, with one row for each thing; of the largest communicator, where there
     are several. Raises ValueError for a log that has none."""
     group = log.main
-    shown = Table(show_header=False, title=escape(name), title_justify="left")
+    shown = Table(show_header=False, title=markup(name), title_justify="left")
     rows = [
         ("NCCL", log.version or "not said"),
         ("ranks", _ranks(group)),
@@ -32,9 +32,9 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
         others = ", ".join(str(one.size) for one in log.communicators[1:])
         rows.append(("others", f"{len(log.communicators) - 1} communicators, of {others} ranks"))
     for left, right in rows:
-        shown.add_row(left, escape(right))
+        shown.add_row(left, markup(right))
     for remark in remarks(log):
-        shown.add_row("[red]look here[/]", escape(remark))
+        shown.add_row("[red]look here[/]", markup(remark))
     return shown
 
 

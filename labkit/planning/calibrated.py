@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from labkit.foreign import write_json
 from labkit.planning.fitting import Array
 from labkit.planning.measured import PUBLISHED, Row, step_rows
 
@@ -72,9 +73,7 @@ def save_calibration(found: Calibration, path: str | Path) -> Path:
             for i, row in enumerate(found.rows)
         ],
     }  # fmt: skip
-    path = Path(path)
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    return path
+    return write_json(path, told)
 
 
 def calibration(path: str | Path = STORED) -> Calibration:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from labkit.foreign import check_picture, markup
+
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
     from labkit.planning.fits import Fit
@@ -29,15 +31,21 @@ Numbers = Annotated[str | None, typer.Option(help="Only these, with commas; all 
 
 def plan(
     cluster: Annotated[str, typer.Option(help="As `selene` or `dgx-h100`.")],
-    batch: Annotated[int, typer.Option(help="Rows of a step, over all replicas.", min=1)],
+    batch: Annotated[
+        int, typer.Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)
+    ],
     model: Annotated[
         str | None, typer.Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Of the model.", min=1)] = None,
-    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1)] = None,
+    width: Annotated[int | None, typer.Option(help="Of the model.", min=1, max=1 << 17)] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1, max=2048)] = None,
     heads: Annotated[int | None, typer.Option(help="Of attention.", min=1)] = None,
-    context: Annotated[int | None, typer.Option(help="Positions of a row; 2048.", min=1)] = None,
-    vocab: Annotated[int | None, typer.Option(help="Of the model; 51200.", min=1)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Of the model; 51200.", min=1, max=1 << 22)
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Use so many; all if absent.", min=1)] = None,
     clusters: Annotated[
         Path | None, typer.Option(help="A file of clusters of your own, where --cluster is.")
@@ -63,7 +71,9 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)
+    ] = None,
     fits: Annotated[
         bool, typer.Option("--fits", help="Instead: does it fit, and what holds how much.")
     ] = False,
@@ -80,9 +90,11 @@ def plan(
 
     A step of each is replayed from what its stages compute, send and hold.
     """
+    from labkit.clusters import cluster as find_cluster
+
     if sum((fits, largest, plot is not None)) > 1:
         raise ValueError("--fits, --largest and --plot: give one of them")
-    where = _cluster(cluster, clusters)
+    where = find_cluster(cluster, clusters)
     sizes = _sizes(model, width, depth, heads, context, vocab)
     if sizes is None and not largest:
         raise ValueError("which model? give --model gpt3-175b, or --width, --depth and --heads")
@@ -101,7 +113,7 @@ def plan(
             typer.echo(json.dumps(_told(found), indent=1))
         else:
             console.print(
-                f"{'the largest: ' if largest else ''}{found}", highlight=False, soft_wrap=True
+                f"{'the largest: ' * largest}{markup(found)}", highlight=False, soft_wrap=True
             )
             console.print(f"{found.table()}", highlight=False)
         if not found.fits:
@@ -120,7 +132,7 @@ def plan(
 
         draw(planned).savefig(plot, dpi=120)
         if not as_json:
-            console.print(f"The picture: {plot}", soft_wrap=True)
+            console.print(f"The picture: {markup(plot)}", soft_wrap=True)
 
 
 def _show(planned: "Plan", top: int) -> None:
@@ -130,9 +142,9 @@ def _show(planned: "Plan", top: int) -> None:
     count = len(planned.reports)
     console.print(
         f"{best.sizes.parameters / 1e9:,.1f}B parameters on {best.layout.ranks:,} × "
-        f"{planned.cluster.device.name} ({planned.cluster.title}), {best.global_batch:,} rows: "
-        f"{count:,} of {count + large:,} layouts fit, planned in {planned.took_s:.1f} s",
-        highlight=False, soft_wrap=True,
+        + markup(f"{planned.cluster.device.name} ({planned.cluster.title})")
+        + f", {best.global_batch:,} rows: {count:,} of {count + large:,} layouts fit, "
+        f"planned in {planned.took_s:.1f} s", highlight=False, soft_wrap=True,
     )  # fmt: skip
     wide = Console(width=max(WIDTH, console.width))
     wide.print(in_terminal(planned.table(top)), in_terminal(planned.trades(near=1)), sep="")
@@ -140,7 +152,7 @@ def _show(planned: "Plan", top: int) -> None:
         nearest = planned.too_large[0]
         console.print(
             f"the smallest that does not fit: {nearest.layout.in_words} "
-            f"{planned.why(nearest.layout)}", highlight=False, soft_wrap=True,
+            f"{markup(planned.why(nearest.layout))}", highlight=False, soft_wrap=True,
         )  # fmt: skip
 
 
@@ -177,17 +189,6 @@ def _told(found: "Fit") -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "memory_bytes": dict(report.memory_bytes),
     }
-
-
-def _cluster(name: str, path: Path | None) -> "Cluster":
-    from labkit.clusters import cluster, known_clusters, read_clusters
-
-    if path is None:
-        return cluster(name)
-    every = known_clusters() | read_clusters(path)
-    if name not in every:
-        raise ValueError(f"no cluster {name!r}; there are {', '.join(every)}")
-    return every[name]
 
 
 def _sizes(

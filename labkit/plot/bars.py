@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from labkit.events import CommEvent
 from labkit.plot.style import PHASES, UNFINISHED, WAITING, shade
-from labkit.trace import RankTrace, Span, Trace
+from labkit.trace import RankTrace, Span
 from labkit.trace.measures import Intervals, lanes, union, waiting, without
 
 TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
@@ -62,11 +62,6 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
     return top, top + scale * COMM_HEIGHT
 
 
-def end_of(trace: Trace) -> float:
-    """The last moment known of it, in seconds."""
-    return max((time_s for one in trace.ranks.values() for time_s in _times(one)), default=0.0)
-
-
 def bars_of(one: RankTrace, end_s: float) -> RankBars:
     """Everything one rank did; what has no end is open until `end_s`."""
     waits = _waits(one, end_s)
@@ -93,15 +88,6 @@ def _is_message(event: CommEvent) -> bool:
 def _row_name(group: str, together: bool) -> str:
     """Where no operation is of all ranks, their group's name would say that they took part."""
     return group if together or group.partition(" of world ")[0] != "default" else MESSAGES
-
-
-def _times(one: RankTrace) -> Iterator[float]:
-    for span in one.spans:
-        yield from (span.began_s, span.ended_s)
-    for step in one.steps:
-        yield from (step.began_s, step.ended_s)
-    for event in one.comms:
-        yield from (event.issued_s, event.began_s, event.ended_s, event.wait_ended_s)
 
 
 def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:

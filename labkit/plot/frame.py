@@ -9,7 +9,7 @@ from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from labkit.plot.bars import end_of
+from labkit.foreign import literal
 from labkit.plot.style import (
     FAINT,
     INK,
@@ -24,7 +24,7 @@ from labkit.plot.style import (
     shade,
 )
 from labkit.trace import Trace
-from labkit.trace.measures import overlap, waiting
+from labkit.trace.measures import end_of, overlap, waiting
 
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 
@@ -61,7 +61,7 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
         entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
     for op in in_order(ops):
         name = "send, recv" if op in ("send", "recv") else op
-        entries[name] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
+        entries[literal(name)] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
     if unfinished(trace):
         entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
     return entries
@@ -104,7 +104,7 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
         behind = "" if where else " behind computing"  # there is only so much room
         words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
     if where:
-        words.append(f"replayed on {where}")
+        words.append(f"replayed on {literal(str(where))}")
     if link := part.about.get("link"):
         words.append(f"paced to {speed_of(link)}")
     return "  ·  ".join(words)

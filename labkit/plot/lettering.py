@@ -11,6 +11,8 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
+from labkit.foreign import literal
+
 
 class Name(NamedTuple):
     """`x` and `y` are coordinates of the lettering's `where`."""
@@ -70,7 +72,7 @@ def _extents(text: str, size_pt: float) -> Bbox:
 
 @cache
 def _path(text: str, size_pt: float) -> Path:
-    return TextPath((0, 0), text, size=size_pt)
+    return TextPath((0, 0), literal(text) if text.strip() else "?", size=size_pt)
 
 
 @cache

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
+from labkit.foreign import literal
 from labkit.nccl_log import Communicator, Connection, NcclLog, TreeNode
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
@@ -119,8 +120,9 @@ def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
         width = 0.56 if len(order) > 2 else 0.8
         axes.add_patch(Wedge((0, 0), 1.28, *edges, width=width, fc=_tint(i), ec="none"))
         middle = (first + last) / 2
+        name = literal(host if len(host) <= 16 else host[:15] + "…")
         axes.text(
-            1.4 * cos(middle), 1.4 * sin(middle), host if len(host) <= 16 else host[:15] + "…",
+            1.4 * cos(middle), 1.4 * sin(middle), name,
             ha="center", va="center", fontsize=SMALL_PT - 0.5, color=MUTED,
             rotation=_upright(middle * 180 / pi - 90),
         )  # fmt: skip
@@ -140,7 +142,8 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
 
     def put(rank: int, depth: int) -> None:
         nonlocal leaves
-        children = tree.get(rank, TreeNode(None, ())).children
+        place[rank] = (0.0, 0.0)  # a damaged tree may come back to it
+        children = [x for x in tree.get(rank, TreeNode(None, ())).children if x not in place]
         for child in children:
             put(child, depth + 1)
         if not children:
@@ -151,6 +154,8 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
     for rank, node in sorted(tree.items()):
         if node.parent is None:
             put(rank, 0)
+    if not place:  # of a damaged tree without a root
+        put(min(tree), 0)
     depth = max((-y for _, y in place.values()), default=0.0)
     scale = max(2.6 / max(1.0, leaves), 0.4)
     place = {rank: (x * scale, y * 2.4 / max(1.0, depth)) for rank, (x, y) in place.items()}

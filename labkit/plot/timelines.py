@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from labkit.plot.bars import RankBars, bars_of, end_of, lane_place
+from labkit.plot.bars import RankBars, bars_of, lane_place
 from labkit.plot.choice import choose_ranks, choose_step, only_step
 from labkit.plot.frame import (
     BOTTOM_IN,
@@ -22,6 +22,7 @@ from labkit.plot.lettering import Lettering, Name
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, TITLE_PT, text_on
 from labkit.trace import Trace
+from labkit.trace.measures import end_of
 
 NAME_PT = 7.5
 MOST_NAMES = 300  # the widest bars get theirs

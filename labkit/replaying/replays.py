@@ -11,7 +11,7 @@ A send does not wait for its receiver, and what comes into a rank is not limited
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from sys import float_info
 from typing import Any, Literal, NamedTuple
@@ -62,7 +62,7 @@ def replay(
             f"{where.devices_per_node} devices; take a cluster with more, as dataclasses.replace("
             f"cluster, nodes=...), or `labkit doctor --cluster FILE --ranks {trace.size}` of yours"
         )
-    chosen = _only(trace, _steps(trace, computing, steps))
+    chosen = trace.only(_steps(trace, computing, steps))
     for one in chosen.ranks.values():
         cut = not one.complete and computing == "counted"
         if cut or not all(step.ended_s for step in one.steps):
@@ -265,21 +265,3 @@ def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> l
     if others := [step for step in wanted if step not in able]:
         raise ValueError(f"step {others[0]} cannot be replayed {computing}; {able} can")
     return wanted
-
-
-def _only(trace: Trace, steps: list[int]) -> Trace:
-    """These steps alone."""
-    chosen = set(steps)
-
-    def of(things: list[Any], step: Callable[[Any], int] = lambda x: x.step) -> list[Any]:
-        return [x for x in things if step(x) in chosen]
-
-    ranks = {
-        number: replace(
-            one, steps=of(one.steps, lambda x: x.index), spans=of(one.spans), comms=of(one.comms),
-            memory=of(one.memory), operations=of(one.operations),
-        )
-        for number, one in trace.ranks.items()
-    }  # fmt: skip
-    metrics = [x for x in trace.metrics if x.get("step") in chosen]
-    return Trace(ranks, trace.about, metrics)

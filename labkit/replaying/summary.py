@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 
 from labkit.clusters import Cluster
+from labkit.foreign import markup
 from labkit.replaying.replays import Computing, replay
 from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
@@ -54,10 +55,10 @@ def table(found: Iterable[OnCluster]) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     for one in found:
         if one.split is None:
-            shown.add_row(one.name, *[""] * 5)
+            shown.add_row(markup(one.name), *[""] * 5)
             continue
         parts = (one.split.compute_s, one.split.exposed_s, one.split.bubble_s)
         shares = [f"{seconds / one.split.step_s:.0%}" for seconds in parts]
         mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-        shown.add_row(one.name, f"{one.split.step_s * 1e3:,.3f}", *shares, mfu)
+        shown.add_row(markup(one.name), f"{one.split.step_s * 1e3:,.3f}", *shares, mfu)
     return shown

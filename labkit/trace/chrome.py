@@ -23,7 +23,7 @@ from typing import Any
 
 from labkit.events import CommEvent
 from labkit.trace.graph import CATEGORIES, RankTrace, Trace
-from labkit.trace.measures import lanes
+from labkit.trace.measures import end_of, lanes
 
 Event = dict[str, Any]
 
@@ -33,7 +33,7 @@ ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
     """The trace as the JSON object of the format. What never ended is drawn to the trace's end."""
-    end_s = _end_s(trace)
+    end_s = end_of(trace)
     pages = {rank: _Page(one, end_s) for rank, one in sorted(trace.ranks.items())}
     events = [event for page in pages.values() for event in page.events()]
     for number, (name, begin, end) in enumerate(_arrows(trace, pages)):
@@ -181,21 +181,17 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[Arrow]:
             at, wait = page.computing_at(issued_ns), page.waited.get(id(event))
             if at and wait and not event.blocking:
                 yield "issued", replace(at, begin_ns=issued_ns), wait
+    carried = {event: x for page in pages.values() for event, x in page.carried.items()}
     for ends in trace.messages().values():
         if len(ends) == 2:
-            sent, got = (_carried(pages, ends[name]) for name in ("send", "recv"))
-            yield "message", sent, got
+            yield "message", carried[id(ends["send"])], carried[id(ends["recv"])]
     for events in trace.collectives().values():
         first, *others = sorted(
-            (_carried(pages, event) for event in events.values()),
+            (carried[id(event)] for event in events.values()),
             key=lambda x: (x.begin_ns, x.rank),
         )
         for other in others:
             yield "collective", first, other
-
-
-def _carried(pages: dict[int, _Page], event: CommEvent) -> _Slice:
-    return pages[event.ranks[event.rank]].carried[id(event)]
 
 
 def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:
@@ -224,17 +220,3 @@ def _pid(rank: int) -> int:
 def _till(event: CommEvent, end_s: float) -> CommEvent:
     began_s = event.began_s or event.issued_s
     return replace(event, began_s=began_s, ended_s=max(end_s, began_s))
-
-
-def _end_s(trace: Trace) -> float:
-    """The last time in the trace."""
-    times = [0.0]
-    for one in trace.ranks.values():
-        for thing in one.things():
-            times += [thing.ended_s]
-            if isinstance(thing, CommEvent):
-                times += [thing.issued_s, thing.began_s, thing.wait_began_s, thing.wait_ended_s]
-            else:
-                times += [thing.began_s]
-        times += [point.when_s for point in one.memory]
-    return max(times)

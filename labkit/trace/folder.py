@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit import __version__
+from labkit.foreign import read_file
 from labkit.trace.graph import Trace, earlier
-from labkit.trace.rankfile import RankFile, ReadRank, read_rank_file
+from labkit.trace.rankfile import LARGEST, MOST_RANKS, RankFile, ReadRank, read_rank_file
 
 FORMAT = 1
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -102,10 +103,11 @@ def read_run(path: str | Path) -> Trace:
             f"{path} was recorded by labkit {about['labkit']} in a newer format; this labkit "
             f"({__version__}) cannot read it: pip install -U labkit"
         )
-    read, problems = _read_ranks(path, about.get("world_size"))
-    metrics, more = _read_metrics(path / METRICS)
-    if problems or more:
-        about["problems"] = problems + more
+    problems = _leave_out_unreadable(about)
+    read, of_ranks = _read_ranks(path, about.get("world_size"))
+    metrics, of_metrics = _read_metrics(path / METRICS)
+    if problems := problems + of_ranks + of_metrics:
+        about["problems"] = problems
     ranks = {one.trace.rank: one.trace for one in _on_one_clock(read)}
     return Trace(ranks, about, metrics).from_zero()
 
@@ -114,9 +116,11 @@ def _told_from_others(path: Path) -> dict[str, Any]:
     """What `run.json` says. Raises ValueError when the folder holds no run of labkit."""
     wrong = f"{path} is not a labkit run"
     try:
-        about = json.loads((path / RUN).read_text(encoding="utf-8"))
+        text = read_file(path / RUN)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{wrong}: it has no {RUN}") from None
+    try:
+        about = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wrong}: its {RUN} is no JSON ({error})") from None
     if (
@@ -126,6 +130,27 @@ def _told_from_others(path: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"{wrong}: its {RUN} is of another program")
     return about
+
+
+def _leave_out_unreadable(about: dict[str, Any]) -> list[str]:
+    """Remove entries that are computed with and cannot be; a sentence for each."""
+    about.pop("problems", None)  # they are those of a reader
+    size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
+    levels = [link]
+    if isinstance(link, dict) and "inside" in link:
+        levels = [link["inside"], link.get("between")]
+    sizes = predicted.values() if isinstance(predicted, dict) else [predicted]
+    valid = {
+        "world_size": type(size) is int and 0 < size <= MOST_RANKS,
+        "link": all(isinstance(x, dict) and _is_number(x.get("gbps")) for x in levels),
+        "predicted": all(map(_is_number, sizes)),
+    }
+    wrong = [name for name in valid if not valid[name] and about.pop(name, None) is not None]
+    return [f"{RUN}: {name} cannot be read and is left out" for name in wrong]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
 
 
 def _here() -> dict[str, Any]:
@@ -144,18 +169,19 @@ def _here() -> dict[str, Any]:
     }
 
 
-def _read_ranks(path: Path, world_size: object) -> tuple[list[ReadRank], list[str]]:
+def _read_ranks(path: Path, world_size: int | None) -> tuple[list[ReadRank], list[str]]:
     read, problems = [], []
     names = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
     for name in sorted(names, key=names.__getitem__):
         try:
             read.append(read_rank_file(path / name))
             problems += read[-1].problems
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             problems.append(str(error))
     size = max((one.trace.size for one in read), default=world_size)
-    absent = set(range(size if isinstance(size, int) else 0)) - set(names.values())
-    problems += [f"rank{rank}.jsonl is missing" for rank in sorted(absent)]
+    absent = sorted(set(range(size or 0)) - set(names.values()))
+    problems += [f"rank{rank}.jsonl is missing" for rank in absent[:8]]
+    problems += [f"{len(absent) - 8:,} more ranks have no file"] * (len(absent) > 8)
     if not names:
         problems = ["no rank has written anything"]
     return read, problems
@@ -174,15 +200,20 @@ def _on_one_clock(read: list[ReadRank]) -> list[ReadRank]:
 
 
 def _read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    if not file.exists():
+    try:
+        lines = read_file(file).splitlines()
+    except FileNotFoundError:
         return [], [f"{METRICS} is missing"]
+    except (OSError, ValueError) as error:
+        return [], [f"{METRICS} cannot be read: {error}"]
     notes, unreadable = [], []
-    for i, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for i, line in enumerate(lines, start=1):
         try:
             note = json.loads(line)
-            if not isinstance(note, dict):
+            known = [note.get(name, 0) for name in ("step", "rank", "loss")]
+            if not all(map(_is_number, known)) or known[0] != known[0]:
                 raise ValueError("no note")
             notes.append(note)
-        except (ValueError, RecursionError):
+        except (ValueError, AttributeError, RecursionError):
             unreadable.append(i)
     return notes, [f"{METRICS}: line {i} cannot be read and is left out" for i in unreadable[:3]]

@@ -152,18 +152,23 @@ class Trace:
         """Step `index` alone, beginning at 0 s. Raises ValueError when it is not there."""
         if index not in self.steps():
             raise ValueError(f"no step {index} in this trace; it has {_ranges(self.steps())}")
-        ranks = {}
-        for number, one in self.ranks.items():
-            ranks[number] = replace(
+        return self.only([index]).from_zero()
+
+    def only(self, steps: Iterable[int]) -> "Trace":
+        """These steps alone, at the times that they have here."""
+        chosen = set(steps)
+        ranks = {
+            number: replace(
                 one,
-                steps=[x for x in one.steps if x.index == index],
-                spans=[x for x in one.spans if x.step == index],
-                comms=[x for x in one.comms if x.step == index],
-                memory=[x for x in one.memory if x.step == index],
-                operations=[x for x in one.operations if x.step == index],
+                steps=[x for x in one.steps if x.index in chosen],
+                spans=[x for x in one.spans if x.step in chosen],
+                comms=[x for x in one.comms if x.step in chosen],
+                memory=[x for x in one.memory if x.step in chosen],
+                operations=[x for x in one.operations if x.step in chosen],
             )
-        metrics = [x for x in self.metrics if x.get("step") == index]
-        return Trace(ranks, self.about, metrics).from_zero()
+            for number, one in self.ranks.items()
+        }
+        return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])
 
     @property
     def record_of(self) -> dict[int, RankTrace]:

@@ -25,7 +25,7 @@ def broken_laws(trace: Trace) -> list[str]:
     found: list[str] = []
     for one in trace.ranks.values():
         found += _steps_follow_each_other(one)
-        found += _spans_end_after_they_began(one)
+        found += _ends_follow_begins(one)
         found += _spans_nest(one)
         found += _spans_lie_in_their_step(one)
         found += _events_go_forward(one)
@@ -40,12 +40,6 @@ def broken_laws(trace: Trace) -> list[str]:
 
 
 def _steps_follow_each_other(one: RankTrace) -> Iterator[str]:
-    for step in one.steps:
-        if step.ended_s and _later(step.began_s, step.ended_s):
-            yield (
-                f"rank {one.rank}: {_name(step)} ends at {_at(step.ended_s)}, before it begins "
-                f"at {_at(step.began_s)}"
-            )
     for last, step in pairwise(one.steps):
         if step.index <= last.index or _later(last.ended_s or last.began_s, step.began_s):
             yield (
@@ -54,12 +48,13 @@ def _steps_follow_each_other(one: RankTrace) -> Iterator[str]:
             )
 
 
-def _spans_end_after_they_began(one: RankTrace) -> Iterator[str]:
-    for span in one.spans:
-        if span.ended_s and _later(span.began_s, span.ended_s):
+def _ends_follow_begins(one: RankTrace) -> Iterator[str]:
+    things: list[Step | Span] = [*one.steps, *one.spans]
+    for thing in things:
+        if thing.ended_s and _later(thing.began_s, thing.ended_s):
             yield (
-                f"rank {one.rank}: {_name(span)} ends at {_at(span.ended_s)}, before it begins "
-                f"at {_at(span.began_s)}"
+                f"rank {one.rank}: {_name(thing)} ends at {_at(thing.ended_s)}, before it begins "
+                f"at {_at(thing.began_s)}"
             )
 
 

@@ -5,11 +5,10 @@ All over sets of intervals: lists of (begin, end) in seconds, sorted, that do no
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 
 from labkit.events import CommEvent
-from labkit.trace.graph import CATEGORIES, RankTrace, Span, Trace
+from labkit.trace.graph import CATEGORIES, RankTrace, Trace
 
 Intervals = list[tuple[float, float]]
 
@@ -79,34 +78,18 @@ def overlap(trace: Trace) -> float:
     return hidden_s / total_s if total_s else 0.0
 
 
-def with_costs(trace: Trace) -> Trace:
-    """The spans of all steps with the operations and bytes that were counted in the detailed
-    step: joined by phase, module and, where one runs several times in a step, its turn. A span
-    that the detailed step has not got stays without.
-
-    Raises ValueError when no step was recorded in detail.
-    """
-    if not trace.steps(detail=True):
-        raise ValueError("no step of this trace counts operations; use record(detail_step=1)")
-    ranks = {}
-    for number, one in trace.ranks.items():
-        detailed = {step.index for step in one.steps if step.detail}
-        known = {turn: span for span, turn in _turns(one.spans) if span.step in detailed}
-        spans = []
-        for span, turn in _turns(one.spans):
-            cost = known.get(turn, span)
-            spans.append(replace(span, flops=cost.flops, moved_bytes=cost.moved_bytes))
-        ranks[number] = replace(one, spans=spans)
-    return replace(trace, ranks=ranks)
-
-
-def _turns(spans: Iterable[Span]) -> Iterator[tuple[Span, tuple[str, str, str, int]]]:
-    """Each span with what it is called in every step: phase, module, kind, how many times yet."""
-    seen: Counter[tuple[int, str, str, str]] = Counter()
-    for span in sorted(spans, key=lambda span: span.began_s):
-        key = (span.step, span.phase, span.module, span.kind)
-        seen[key] += 1
-        yield span, (*key[1:], seen[key])
+def end_of(trace: Trace) -> float:
+    """The last moment known of it, in seconds; 0.0 of an empty trace."""
+    times = [0.0]
+    for one in trace.ranks.values():
+        for thing in one.things():
+            times += [thing.ended_s]
+            if isinstance(thing, CommEvent):
+                times += [thing.issued_s, thing.began_s, thing.wait_began_s, thing.wait_ended_s]
+            else:
+                times += [thing.began_s]
+        times += [point.when_s for point in one.memory]
+    return max(times)
 
 
 def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:

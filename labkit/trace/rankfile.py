@@ -12,7 +12,6 @@ are seconds on the machine's monotonic clock; `clock` has one moment on it and i
 """
 
 import json
-import math
 import platform
 import time
 from collections.abc import Iterable
@@ -22,7 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from labkit.events import CommEvent
-from labkit.trace.graph import MemoryPoint, Operation, RankTrace, Span, Step
+from labkit.foreign import read_file
+from labkit.trace.graph import CATEGORIES, PHASES, MemoryPoint, Operation, RankTrace, Span, Step
 
 Thing = Step | Span | CommEvent | MemoryPoint | Operation
 
@@ -36,6 +36,8 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 KIND_OF = {of: kind for kind, of in KINDS.items()}
 COLUMNS = {kind: list(types) for kind, types in TYPES.items()}
+
+MOST_RANKS, LARGEST, LONGEST_S = 1 << 17, 1 << 60, 4e9  # that a file may have: ranks, int, time
 
 _line = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -130,17 +132,20 @@ class ReadRank:
 
 
 def read_rank_file(path: Path) -> ReadRank:
-    """What the file holds, as far as it can be read. Raises ValueError when it lacks its header."""
-    lines = path.read_bytes().split(b"\n")
+    """What can be read of the file. Raises OSError, and ValueError where it lacks its header."""
+    lines = read_file(path).split(b"\n")
+    ranges = _Ranges()
     if lines[-1] == b"":
         lines.pop()
     try:
         header = json.loads(lines[0])
         rank, size = (_unpacked(header[name], int) for name in ("rank", "size"))
+        if not 0 <= rank < size <= MOST_RANKS:
+            raise ValueError("no rank of a run")
         trace = RankTrace(rank, size, str(header["device"]), str(header["host"]))
-        trace.alike = _unpacked(header.get("alike", []), tuple[int, ...])
+        trace.alike = _unpacked(header.get("alike", []), tuple[int, ...], ranges)
         clock, columns = header["clock"], header["columns"]
-        unix_offset_s = float(clock["unix_s"]) - float(clock["monotonic_s"])
+        unix_s, monotonic_s = (_unpacked(clock[name], float) for name in ("unix_s", "monotonic_s"))
         columns = {str(kind): [str(name) for name in columns[kind]] for kind in columns}
     except _UNREADABLE:
         raise ValueError(
@@ -160,7 +165,7 @@ def read_rank_file(path: Path) -> ReadRank:
             if kind == "end":
                 ended_after = number
             else:
-                things[number] = _thing(kind, columns, values)
+                things[number] = _thing(kind, columns, values, ranges)
         except _UNREADABLE:
             unreadable.append(i)
 
@@ -173,7 +178,7 @@ def read_rank_file(path: Path) -> ReadRank:
             of_kind[type(thing)].append(thing)
     problems = _problems(path.name, len(lines), unreadable, len(things), ended_after)
     trace.complete = not problems
-    return ReadRank(trace, unix_offset_s, problems)
+    return ReadRank(trace, unix_s - monotonic_s, problems)
 
 
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
@@ -196,17 +201,38 @@ def _problems(
     return found
 
 
-def _thing(kind: str, columns: dict[str, list[str]], values: list[Any]) -> Thing | None:
+def _thing(
+    kind: str, columns: dict[str, list[str]], values: list[Any], ranges: "_Ranges"
+) -> Thing | None:
     """The thing of one line; None for a kind that this labkit does not know."""
     if kind not in KINDS and kind in columns:
         return None
     types = TYPES[kind]
     known = {
-        name: _unpacked(value, types[name])
+        name: _unpacked(value, types[name], ranges)
         for name, value in zip(columns[kind], values, strict=True)
         if name in types
     }
-    return KINDS[kind](**known)
+    thing = KINDS[kind](**known)
+    if not _is_possible(thing):
+        raise ValueError("no such phase, category or place in a group")
+    return thing
+
+
+def _is_possible(thing: Thing) -> bool:
+    """Whether its phase, categories, sizes and places in the group can be."""
+    match thing:
+        case Span():
+            return thing.phase in PHASES
+        case MemoryPoint():
+            return len(thing.held_bytes) == len(CATEGORIES)
+        case Operation():
+            sizes = thing.flops, thing.moved_bytes, *thing.sides
+            return min(sizes) >= 0 and (thing.flops == 0 or 0 not in thing.sides)
+        case CommEvent():
+            peer = thing.peer if thing.op in ("send", "recv") else 0
+            return all(x is not None and 0 <= x < len(thing.ranks) for x in (thing.rank, peer))
+    return True
 
 
 def _is_open(thing: Thing) -> bool:
@@ -222,15 +248,34 @@ def _packed(value: Any) -> Any:
     return value
 
 
-def _unpacked(value: Any, wanted: Any) -> Any:
-    """`value` as the `wanted` type of its column. Raises ValueError when it is another."""
+class _Ranges(dict[str, tuple[int, ...]]):
+    """The ranges of one file, "first:stop:step" -> their numbers; equal ones share a tuple."""
+
+    left = 1 << 20  # numbers that it may have yet
+
+    def __missing__(self, text: str) -> tuple[int, ...]:
+        numbers = range(*map(int, text.split(":")))
+        if len(numbers) > self.left:
+            raise ValueError("more numbers than any run has")
+        self.left -= len(numbers)
+        self[text] = tuple(numbers)
+        return self[text]
+
+
+def _unpacked(value: Any, wanted: Any, ranges: _Ranges | None = None) -> Any:
+    """`value` as the `wanted` type of its column. Raises ValueError when it is another, or larger
+    than in any run."""
     if wanted == tuple[int, ...]:
-        numbers = range(*map(int, value.split(":"))) if isinstance(value, str) else value
-        if all(type(x) is int for x in numbers):
-            return tuple(numbers)
+        if isinstance(value, str) and ranges is not None:
+            return ranges[value]
+        if all(type(x) is int and abs(x) <= LARGEST for x in value):
+            return tuple(value)
     elif wanted is float:
-        if type(value) in (int, float) and math.isfinite(value):
+        if type(value) in (int, float) and abs(value) <= LONGEST_S:  # not so NaN
             return float(value)
-    elif isinstance(value, wanted):
+    elif type(value) is int and wanted is not bool:
+        if isinstance(value, wanted) and abs(value) <= LARGEST:
+            return value
+    elif isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return value
     raise ValueError(f"{value!r} is not {wanted}")

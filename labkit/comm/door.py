@@ -12,11 +12,14 @@ ranks that compare notes before they hang, every dense dtype and memory layout o
 
 Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
 `algorithm` names one of labkit/comm/algorithms; without it, labkit/comm/chooser.py chooses.
+`label` says what the tensor is, which must be the same on all ranks, as its shape must.
 """
 
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -34,10 +37,12 @@ from labkit.comm.arguments import (
     describe,
     equal_parts,
 )
+from labkit.comm.board import CollectiveMismatch
 from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
 from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
+from labkit.comm.surroundings import here
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
@@ -131,6 +136,27 @@ class Comm:
         """
         self._carrier.compare(what, value)
 
+    def compare_labels(self) -> None:
+        """Raises CollectiveMismatch, on all ranks, where the labels of their collectives since the
+        last call differ. Each rank sends 8 bytes; nothing travels with `World(check=True)`, which
+        has compared every label already. All ranks call it."""
+        labels, self._carrier.labels = self._carrier.labels, []
+        if here.board is not None or self.size == 1 or "fake" in self._carrier.backend_of.values():
+            return
+        digest = zlib.crc32("\n".join(labels).encode())
+        mine = torch.tensor([digest], device=self.own_device())
+        digests = mine.repeat(self.size)
+        self.all_gather_into_tensor(digests, mine)
+        if (digests == digests[0]).all():
+            return
+        every = zip_longest(*self.all_gather_object(labels), fillvalue="no further collective")
+        differ = next(one for one in every if len(set(one)) > 1)
+        called = "\n".join(f"  rank {rank}: {label}" for rank, label in enumerate(differ))
+        raise CollectiveMismatch(
+            f"the ranks have called different collectives:\n{called}\nEvery rank of a group must "
+            "call the same collectives in the same order."
+        )
+
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
         group reduces again and again, as a bucket of gradients. All ranks call it, alike.
@@ -146,8 +172,9 @@ class Comm:
     # --- collectives that reduce --------------------------------------------------------------
 
     def all_reduce(
-        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
-    ) -> Handle | None:
+        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = "",
+        label: str = "",
+    ) -> Handle | None:  # fmt: skip
         """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
         check_op(op, x)
         finish: Finish = []
@@ -157,7 +184,7 @@ class Comm:
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
             lambda back, call: back.all_reduce(flat, op, call),
-            nbytes=x.nbytes, reduction=op, algorithm=algorithm,
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm, label=label,
         )  # fmt: skip
 
     def reduce(
@@ -177,7 +204,7 @@ class Comm:
 
     def reduce_scatter(
         self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
-        algorithm: str = "",
+        algorithm: str = "", label: str = "",
     ) -> Handle | None:  # fmt: skip
         """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
         check_op(op, out)
@@ -190,15 +217,16 @@ class Comm:
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.reduce_scatter(flat, chunks, op, call),
             nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
+            label=label,
         )  # fmt: skip
 
     def reduce_scatter_tensor(
         self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False,
-        algorithm: str = "",
+        algorithm: str = "", label: str = "",
     ) -> Handle | None:  # fmt: skip
         """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
         parts = equal_parts("reduce_scatter_tensor", x, self.size)
-        return self.reduce_scatter(out, parts, op, async_op, algorithm)
+        return self.reduce_scatter(out, parts, op, async_op, algorithm, label)
 
     # --- collectives that move ----------------------------------------------------------------
 
@@ -216,8 +244,9 @@ class Comm:
         )  # fmt: skip
 
     def all_gather(
-        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
-    ) -> Handle | None:
+        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = "",
+        label: str = "",
+    ) -> Handle | None:  # fmt: skip
         """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
@@ -226,15 +255,16 @@ class Comm:
         return self._carrier.collective(
             "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
             async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
-            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
+            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks, label=label,
         )  # fmt: skip
 
     def all_gather_into_tensor(
-        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
-    ) -> Handle | None:
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = "",
+        label: str = "",
+    ) -> Handle | None:  # fmt: skip
         """`out` becomes all ranks' `x` one after the other."""
         parts = equal_parts("all_gather_into_tensor", out, self.size)
-        return self.all_gather(parts, x, async_op, algorithm)
+        return self.all_gather(parts, x, async_op, algorithm, label)
 
     def gather(
         self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,

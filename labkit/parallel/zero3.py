@@ -182,6 +182,8 @@ class ZeRO3(WholeState, nn.Module):
         finally:
             self._in_forward = False
         self._free_all()
+        if not (self.training and torch.is_grad_enabled()):
+            self.comm.compare_labels()  # of training, at the end of backward
         return output
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -295,6 +297,7 @@ class ZeRO3(WholeState, nn.Module):
         if not self._pending:
             self._free_all()
             self._orders[True].begin_pass()
+            self.comm.compare_labels()
 
     def _free_all(self) -> None:
         for unit in self.units:

@@ -94,6 +94,7 @@ class Flat:
         first = group[0][0]
         self.comm, self.keep_whole, self.trainable = comm, keep_whole, first.requires_grad
         self.places = [places for _, places in group]
+        self.label = f"the unit of {self.places[0][0].name}"
         self.partition = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
         self.pieces = list(self.partition.pieces(0 if keep_whole else comm.rank))
         dtype, device = master_dtype_of(first, compute_dtype), first.device
@@ -158,7 +159,7 @@ class Flat:
         mine = self.share
         if mine.dtype != full.dtype:
             mine = self.partition.share_of(full, self.comm.rank).copy_(mine)
-        return self.comm.all_gather_into_tensor(full, mine, async_op=meanwhile)
+        return self.comm.all_gather_into_tensor(full, mine, meanwhile, label=self.label)
 
     # --- gradients ---
 
@@ -208,11 +209,13 @@ class Flat:
             self.gradient = torch.empty_like(self.share)
         if self.keep_whole:
             self._arriving = flat
-            self._handle = self.comm.all_reduce(flat, async_op=meanwhile)
+            self._handle = self.comm.all_reduce(flat, async_op=meanwhile, label=self.label)
             return
         in_place = self._are_new and self.gradient.dtype == flat.dtype
         self._arriving = self.gradient if in_place else flat.new_empty(self.partition.share)
-        self._handle = self.comm.reduce_scatter_tensor(self._arriving, flat, async_op=meanwhile)
+        self._handle = self.comm.reduce_scatter_tensor(
+            self._arriving, flat, async_op=meanwhile, label=self.label
+        )
 
     def receive_gradients(self) -> None:
         """Wait for them, and add them to what the shards have."""

@@ -7,6 +7,7 @@ tensors go in and come out, and which of them autograd keeps from forward to bac
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -115,14 +116,24 @@ class SavedParameters:
 
 
 def mapped(thing: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same arguments, with each tensor replaced by what `function` makes of it."""
-    if isinstance(thing, torch.Tensor):
-        return function(thing)
-    if type(thing) in (tuple, list):
-        return type(thing)(mapped(one, function) for one in thing)
-    if type(thing) is dict:
-        return {key: mapped(one, function) for key, one in thing.items()}
-    return thing
+    """The same arguments, with each tensor replaced by what `function` makes of it. An object that
+    occurs twice (`q is k`) is replaced by one object, and is kept where nothing in it changes."""
+    made: dict[int, Any] = {}
+
+    def replaced(old: Any) -> Any:
+        if id(old) not in made:
+            new = old
+            if isinstance(old, torch.Tensor):
+                new = function(old)
+            elif type(old) in (tuple, list, dict):
+                before = [*old.values()] if type(old) is dict else old
+                after = [*map(replaced, before)]
+                if any(map(is_not, after, before)):
+                    new = dict(zip(old, after)) if type(old) is dict else type(old)(after)
+            made[id(old)] = new
+        return made[id(old)]
+
+    return replaced(thing)
 
 
 def cast(thing: Any, dtype: torch.dtype) -> Any:

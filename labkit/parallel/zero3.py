@@ -59,6 +59,7 @@ from labkit.parallel.parts.zero3_passes import (
     watch_outputs,
 )
 from labkit.parallel.parts.zero3_state import WholeState
+from labkit.parallel.parts.zero3_tensors import UngatheredParameter
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
 REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
@@ -112,6 +113,12 @@ class ZeRO3(WholeState, nn.Module):
                     f"{name} is on the meta device, where it has no numbers; build the module in a "
                     "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
                 )
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if any(getattr(x, "__module__", "") != when_gradient_is_there.__module__ for x in hooks):
+                raise ValueError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which ZeRO3 cannot "
+                    "call, as gradients end up in shards; use register_hook"
+                )
         claim(named, self)
         check_same_on_all_ranks(named, self.comm)
         self._shapes = {name: p.shape for name, p in named}
@@ -148,6 +155,9 @@ class ZeRO3(WholeState, nn.Module):
             for index, parameter in enumerate(flat.gathered):
                 self._flat_of[parameter] = unit, flat, index
                 when_gradient_is_there(parameter, self._gradient_is_there)
+        for flat in unit.flats:
+            use = partial(self._use_outside, unit)
+            flat.ungathered = [UngatheredParameter.of(x, use) for x in flat.gathered]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -163,6 +173,14 @@ class ZeRO3(WholeState, nn.Module):
             "then wrap it"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Also `copy.deepcopy`, which would read memory that is freed."""
+        raise ValueError(
+            "ZeRO3: a wrapped model cannot be copied or pickled, as each rank has only shards; save "
+            "model.full_state_dict(), or load it into a second ZeRO3 with load_full_state_dict (for "
+            "averaged weights average model.parameters(), this rank's shards)"
+        )
+
     # --- forward ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +193,8 @@ class ZeRO3(WholeState, nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = cast((args, kwargs), self.compute_dtype)
         self._orders[False].begin_pass()
-        self._in_forward = True
+        self._in_forward, self.awaits_gradients = True, torch.is_grad_enabled()
+        self._begin_pass()
         try:
             with self._saved_parameters.come_back():
                 output = self.module(*args, **kwargs)
@@ -231,6 +250,16 @@ class ZeRO3(WholeState, nn.Module):
             coming.start_gather(meanwhile=True)
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
 
+    def _use_outside(self, unit: Unit) -> None:
+        """An operation outside of the unit's forward uses one of its parameters."""
+        self._use(unit)
+        unit.stays = True
+
+    def _begin_pass(self) -> None:
+        for unit in self.units:
+            unit.in_pass = True
+            unit.show_freed()
+
     @property
     def gathered_bytes(self) -> int:
         """Of gathered parameters (not of those kept whole), now; `peak_gathered_bytes`: the most
@@ -244,6 +273,7 @@ class ZeRO3(WholeState, nn.Module):
         """`unit` takes part in the backward that now runs."""
         if task not in self._pending:
             self._pending[task] = {}
+            self._begin_pass()
             at_end_of_backward(partial(self._finish_backward, task))
             self._noted[task] = set()
         if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
@@ -262,6 +292,7 @@ class ZeRO3(WholeState, nn.Module):
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of a gathered parameter."""
         unit, flat, index = self._flat_of[parameter]  # type: ignore[index]
+        self.awaits_gradients = False
         flat.take_gradient(index)
         if flat.missing:
             return
@@ -301,7 +332,9 @@ class ZeRO3(WholeState, nn.Module):
 
     def _free_all(self) -> None:
         for unit in self.units:
+            unit.stays = unit.in_pass = False
             unit.free()
+            unit.show_freed()
             unit.inputs_back = 0
             if unit.awaited:  # some parameter was not used
                 unit.frees_itself = False

@@ -15,6 +15,8 @@ costs nothing while freed, and shows the numbers again once they are gathered ag
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.replicas import UNUSED, check_dense, copy_from_rank_0, nobody_used
 from labkit.parallel.parts.sharded_parameter import ShardedParameter
 from labkit.parallel.parts.shards import marked_as
+from labkit.parallel.parts.zero3_tensors import ShardGradient, UngatheredParameter
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -83,6 +86,7 @@ class Flat:
     shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
                 without elements where it has none
     gathered    what the model computes with: the parameters in their shapes, views of `full`
+    ungathered  what modules have in a pass while `full` is free: each gathers the unit when used
 
     Kept whole (few elements), the "share" is everything and the gradients are all-reduced.
     """
@@ -106,11 +110,17 @@ class Flat:
         for (parameter, _), *both in zip(group, self.shards, self.gathered, strict=True):
             for x in both:
                 marked_as(parameter, x)
+            if parameter._backward_hooks:  # of `register_hook`
+                both[1]._backward_hooks = parameter._backward_hooks
+        for places, shard in zip(self.places, self.shards):
+            refuse: Any = partial(_refuse_hook, places[0].name)
+            shard.register_hook = shard.register_post_accumulate_grad_hook = refuse
         self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
         self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
         self._begins = self._piece_begins()
         self._handle: Handle | None = None
         self.reset()
+        self.ungathered: list[UngatheredParameter] = []
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -228,13 +238,14 @@ class Flat:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             if piece.index in self.missing and nobody_used(self._arriving[here]):
                 continue
-            if self._are_new:
-                shard.grad = self.gradient[here].view(shard.shape)
-            elif shard.grad is None:
-                self.gradient[here].copy_(self._arriving[here])
-                shard.grad = self.gradient[here].view(shard.shape)
-            else:
+            if shard.grad is not None and not self._are_new:
                 shard.grad.add_(self._arriving[here].view(shard.shape))
+                continue
+            if not self._are_new:
+                self.gradient[here].copy_(self._arriving[here])
+            shard.grad = self.gradient[here].view(shard.shape)
+            if type(shard.grad) is torch.Tensor and not self.keep_whole and self.comm.size > 1:
+                shard.grad = shard.grad.as_subclass(ShardGradient)
         del self._arriving
         self.reset()
 
@@ -251,6 +262,8 @@ class Unit:
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
         self.is_gathered = False  # and shown to the modules
+        self.stays = False  # until the end of the pass: an operation outside of it has used it
+        self.in_pass = False
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, meanwhile: bool) -> None:
@@ -271,12 +284,23 @@ class Unit:
 
     def free(self) -> None:
         """Back to the shards. What is under way has to arrive first."""
-        if self._handles is None:
+        if self._handles is None or self.stays:
             return
         self._wait()
+        was_gathered, self._handles, self.is_gathered = self.is_gathered, None, False
         for flat in self.flats:
-            if self.is_gathered:
-                flat.show(flat.shards)
             flat.full.free()
-        self._handles, self.is_gathered = None, False
+        if was_gathered:
+            self.show_freed()
         self.has_run.clear()
+
+    def show_freed(self) -> None:
+        for flat in () if self.is_gathered else self.flats:
+            flat.show(flat.ungathered if self.in_pass else flat.shards)
+
+
+def _refuse_hook(name: str, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"{name} is a shard, of which autograd computes no gradient, so this hook would never be "
+        "called; register it on the module's parameter before ZeRO3(module)"
+    )

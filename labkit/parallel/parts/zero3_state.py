@@ -24,6 +24,7 @@ class WholeState:
     units: list[Unit]
     _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
+    awaits_gradients = False  # since a forward with autograd
 
     def _clean_up(self) -> None:
         """What an error has left of the last pass: units that stand whole."""
@@ -134,7 +135,7 @@ class WholeState:
             for unit in self.units for flat in unit.flats for piece in flat.pieces
             if not flat.keep_whole or self.comm.rank == 0
         ]  # fmt: skip
-        found = [marked_as(shard, shard.grad) for shard in mine if shard.grad is not None]
+        found = [marked_as(shard, shard.grad.detach()) for shard in mine if shard.grad is not None]
         return found or [self.units[0].flats[0].share[:0]]
 
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:

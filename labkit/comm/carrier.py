@@ -5,7 +5,7 @@ moves the bytes of its device.
 
 import hashlib
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -57,7 +57,7 @@ class Carrier:
         self._messages = defaultdict(partial(count, 1))
         self._backs: dict[tuple[torch.device, object], Back] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
-        self.labels: list[str] = []  # of collectives that no board has compared
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
 
     @staticmethod
     def of(group: Any) -> "Carrier":
@@ -82,27 +82,25 @@ class Carrier:
         algorithm: str = "",
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
-        label: str = "",
     ) -> Handle | None:
         """Carry out one collective: `start` gets the back and the call and returns its work.
         The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
-        by which the algorithm is chosen where none is named. `label`: what the tensor is for."""
+        by which the algorithm is chosen where none is named."""
         back = self._back(x)
         collective = what.partition("(")[0]
         name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
         back = back.serving(name)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
-        if label and here.board is None:
-            self.labels.append(f"{collective} of {label}")
+        if here.board is None:
+            self.calls.append(what)
         if here.board is None and not here.listeners:
             handle = Handle(_begun(what, lambda: start(back, call)), what, finish)
         else:
-            by = f" of {label}" if label else ""
-            by += f" by {name}" if algorithm or collective in back.forced else ""
+            by = f" by {name}" if algorithm or collective in back.forced else ""
             note = Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
-                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name} {label}",
+                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
             )  # fmt: skip
             event = None
             if here.listeners:

@@ -12,7 +12,6 @@ ranks that compare notes before they hang, every dense dtype and memory layout o
 
 Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
 `algorithm` names one of labkit/comm/algorithms; without it, labkit/comm/chooser.py chooses.
-`label` says what the tensor is, which must be the same on all ranks, as its shape must.
 """
 
 import pickle
@@ -53,6 +52,7 @@ class Comm:
 
     Args:
         group: a `torch.distributed` process group; the default group when None.
+        label: what its tensors are, compared between ranks as their shapes are.
 
     `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
     Operations return None when they block, a `Handle` with `async_op=True`. Tensors are dense, of
@@ -67,7 +67,7 @@ class Comm:
 
     parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
             raise RuntimeError(
                 "Comm(): this process is not a rank yet. Run the function with "
@@ -77,7 +77,7 @@ class Comm:
         group = dist.group.WORLD if group is None else group
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Comm(group): this rank is not a member of the group")
-        self.group = group
+        self.group, self._label = group, label and f", {label}"
         self._carrier = carrier = Carrier.of(group)
         self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
 
@@ -136,25 +136,18 @@ class Comm:
         """
         self._carrier.compare(what, value)
 
-    def compare_labels(self) -> None:
-        """Raises CollectiveMismatch, on all ranks, where the labels of their collectives since the
-        last call differ. Each rank sends 8 bytes; nothing travels with `World(check=True)`, which
-        has compared every label already. All ranks call it."""
-        labels, self._carrier.labels = self._carrier.labels, []
-        if here.board is not None or self.size == 1 or "fake" in self._carrier.backend_of.values():
+    def compare_calls(self) -> None:
+        """Raises CollectiveMismatch, on all ranks, where their collectives since the last call
+        differ. With `World(check=True)`, which compares each one, nothing travels."""
+        calls, backends = [*self._carrier.calls], self._carrier.backend_of.values()
+        self._carrier.calls.clear()
+        alike = here.board is not None or self.size == 1 or "fake" in backends
+        if alike or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
             return
-        digest = zlib.crc32("\n".join(labels).encode())
-        mine = torch.tensor([digest], device=self.own_device())
-        digests = mine.repeat(self.size)
-        self.all_gather_into_tensor(digests, mine)
-        if (digests == digests[0]).all():
-            return
-        every = zip_longest(*self.all_gather_object(labels), fillvalue="no further collective")
-        differ = next(one for one in every if len(set(one)) > 1)
-        called = "\n".join(f"  rank {rank}: {label}" for rank, label in enumerate(differ))
+        every = zip_longest(*self.all_gather_object(calls), fillvalue="nothing more")
         raise CollectiveMismatch(
-            f"the ranks have called different collectives:\n{called}\nEvery rank of a group must "
-            "call the same collectives in the same order."
+            "the ranks must call the same collectives in the same order; ranks 0, 1, ... called "
+            + " | ".join(next(called for called in every if len(set(called)) > 1))
         )
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -172,19 +165,18 @@ class Comm:
     # --- collectives that reduce --------------------------------------------------------------
 
     def all_reduce(
-        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = "",
-        label: str = "",
-    ) -> Handle | None:  # fmt: skip
+        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
         check_op(op, x)
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.collective(
-            f"all_reduce({op})", x,
+            f"all_reduce({op}{self._label})", x,
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
             lambda back, call: back.all_reduce(flat, op, call),
-            nbytes=x.nbytes, reduction=op, algorithm=algorithm, label=label,
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm,
         )  # fmt: skip
 
     def reduce(
@@ -204,7 +196,7 @@ class Comm:
 
     def reduce_scatter(
         self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
-        algorithm: str = "", label: str = "",
+        algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
         """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
         check_op(op, out)
@@ -213,20 +205,19 @@ class Comm:
         flat = self._carrier.stage(out, finish)
         chunks = [self._carrier.stage(x, None) for x in ins]
         return self._carrier.collective(
-            f"reduce_scatter({op})", out, lambda: [x.nbytes for x in ins],
+            f"reduce_scatter({op}{self._label})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.reduce_scatter(flat, chunks, op, call),
             nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
-            label=label,
         )  # fmt: skip
 
     def reduce_scatter_tensor(
         self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False,
-        algorithm: str = "", label: str = "",
+        algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
         """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
         parts = equal_parts("reduce_scatter_tensor", x, self.size)
-        return self.reduce_scatter(out, parts, op, async_op, algorithm, label)
+        return self.reduce_scatter(out, parts, op, async_op, algorithm)
 
     # --- collectives that move ----------------------------------------------------------------
 
@@ -244,27 +235,26 @@ class Comm:
         )  # fmt: skip
 
     def all_gather(
-        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = "",
-        label: str = "",
-    ) -> Handle | None:  # fmt: skip
+        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
         flat = self._carrier.stage(x, None)
         chunks = [self._carrier.stage(out, finish) for out in outs]
         return self._carrier.collective(
-            "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
-            async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
-            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks, label=label,
+            f"all_gather({self._label[2:]})" if self._label else "all_gather", x,
+            lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes, async_op, finish,
+            lambda back, call: back.all_gather(chunks, flat, call),
+            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 
     def all_gather_into_tensor(
-        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = "",
-        label: str = "",
-    ) -> Handle | None:  # fmt: skip
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
         """`out` becomes all ranks' `x` one after the other."""
         parts = equal_parts("all_gather_into_tensor", out, self.size)
-        return self.all_gather(parts, x, async_op, algorithm, label)
+        return self.all_gather(parts, x, async_op, algorithm)
 
     def gather(
         self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,

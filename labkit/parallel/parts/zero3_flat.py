@@ -15,7 +15,6 @@ costs nothing while freed, and shows the numbers again once they are gathered ag
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.replicas import UNUSED, check_dense, copy_from_rank_0, nobody_used
 from labkit.parallel.parts.sharded_parameter import ShardedParameter
 from labkit.parallel.parts.shards import marked_as
-from labkit.parallel.parts.zero3_tensors import ShardGradient, UngatheredParameter
+from labkit.parallel.parts.zero3_tensors import ShardGradient, UngatheredParameter, refuse_hook
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -41,7 +40,7 @@ class Place:
     owner: nn.Module  # the nearest module that can be called
     unit: nn.Module
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def put(self, parameter: Any) -> None:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = parameter
         else:  # recurrent layers keep a list of their weights in step
@@ -86,7 +85,7 @@ class Flat:
     shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
                 without elements where it has none
     gathered    what the model computes with: the parameters in their shapes, views of `full`
-    ungathered  what modules have in a pass while `full` is free: each gathers the unit when used
+    ungathered  what the modules have during a pass while `full` is free
 
     Kept whole (few elements), the "share" is everything and the gradients are all-reduced.
     """
@@ -96,11 +95,11 @@ class Flat:
         compute_dtype: torch.dtype | None,
     ):  # fmt: skip
         first = group[0][0]
-        self.comm, self.keep_whole, self.trainable = comm, keep_whole, first.requires_grad
+        self.keep_whole, self.trainable = keep_whole, first.requires_grad
         self.places = [places for _, places in group]
-        self.label = f"the unit of {self.places[0][0].name}"
-        self.partition = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
-        self.pieces = list(self.partition.pieces(0 if keep_whole else comm.rank))
+        self.comm = Comm(comm.group, f"unit of {self.places[0][0].name}")
+        cut = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
+        self.partition, self.pieces = cut, list(cut.pieces(0 if keep_whole else comm.rank))
         dtype, device = master_dtype_of(first, compute_dtype), first.device
         self.share = torch.empty(self.partition.share, dtype=dtype, device=device)
         self._fill([parameter for parameter, _ in group])
@@ -112,15 +111,16 @@ class Flat:
                 marked_as(parameter, x)
             if parameter._backward_hooks:  # of `register_hook`
                 both[1]._backward_hooks = parameter._backward_hooks
-        for places, shard in zip(self.places, self.shards):
-            refuse: Any = partial(_refuse_hook, places[0].name)
-            shard.register_hook = shard.register_post_accumulate_grad_hook = refuse
+            both[0].register_hook = refuse_hook  # type: ignore[method-assign]
+            both[0].register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
         self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
         self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
-        self._begins = self._piece_begins()
+        begins = [r * cut.share + x.at for r in range(cut.ranks) for x in cut.pieces(r)]
+        self._begins = torch.tensor(begins, dtype=torch.long, device=device)  # of ranks' pieces
+        self.ungathered: list[UngatheredParameter] = []  # ZeRO3 makes them
+        self.resting: Sequence[torch.Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
-        self.ungathered: list[UngatheredParameter] = []
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -129,10 +129,8 @@ class Flat:
         self.share.zero_()
         copy_from_rank_0([p for p in parameters if not isinstance(p, ShardedParameter)], self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
-        for index, parameter in enumerate(parameters):
-            everything = (
-                parameter.whole() if isinstance(parameter, ShardedParameter) else parameter.detach()
-            )
+        for index, x in enumerate(parameters):
+            everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()
             if piece := pieces.get(index):
                 part = everything.reshape(-1)[piece.start : piece.start + piece.numel]
                 self.share[piece.at : piece.at + piece.numel].copy_(part)
@@ -145,14 +143,8 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def _piece_begins(self) -> torch.Tensor:
-        """Where in the flat memory a piece of some rank begins."""
-        cut = self.partition
-        begins = [rank * cut.share + x.at for rank in range(cut.ranks) for x in cut.pieces(rank)]
-        return torch.tensor(begins, dtype=torch.long, device=self.share.device)
-
-    def show(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have the modules see these: `gathered` or `shards`."""
+    def show(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the modules see these: `gathered` or `resting`."""
         for places, parameter in zip(self.places, parameters):
             for place in places:
                 place.put(parameter)
@@ -169,7 +161,7 @@ class Flat:
         mine = self.share
         if mine.dtype != full.dtype:
             mine = self.partition.share_of(full, self.comm.rank).copy_(mine)
-        return self.comm.all_gather_into_tensor(full, mine, meanwhile, label=self.label)
+        return self.comm.all_gather_into_tensor(full, mine, async_op=meanwhile)
 
     # --- gradients ---
 
@@ -219,13 +211,11 @@ class Flat:
             self.gradient = torch.empty_like(self.share)
         if self.keep_whole:
             self._arriving = flat
-            self._handle = self.comm.all_reduce(flat, async_op=meanwhile, label=self.label)
+            self._handle = self.comm.all_reduce(flat, async_op=meanwhile)
             return
         in_place = self._are_new and self.gradient.dtype == flat.dtype
         self._arriving = self.gradient if in_place else flat.new_empty(self.partition.share)
-        self._handle = self.comm.reduce_scatter_tensor(
-            self._arriving, flat, async_op=meanwhile, label=self.label
-        )
+        self._handle = self.comm.reduce_scatter_tensor(self._arriving, flat, async_op=meanwhile)
 
     def receive_gradients(self) -> None:
         """Wait for them, and add them to what the shards have."""
@@ -238,7 +228,7 @@ class Flat:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             if piece.index in self.missing and nobody_used(self._arriving[here]):
                 continue
-            if shard.grad is not None and not self._are_new:
+            if not self._are_new and shard.grad is not None:
                 shard.grad.add_(self._arriving[here].view(shard.shape))
                 continue
             if not self._are_new:
@@ -262,8 +252,7 @@ class Unit:
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
         self.is_gathered = False  # and shown to the modules
-        self.stays = False  # until the end of the pass: an operation outside of it has used it
-        self.in_pass = False
+        self.stays = False  # to the end of the pass, as what is outside of the unit may use it
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, meanwhile: bool) -> None:
@@ -283,24 +272,20 @@ class Unit:
                 handle.wait()
 
     def free(self) -> None:
-        """Back to the shards. What is under way has to arrive first."""
+        """What is under way has to arrive first."""
         if self._handles is None or self.stays:
             return
         self._wait()
-        was_gathered, self._handles, self.is_gathered = self.is_gathered, None, False
         for flat in self.flats:
+            if self.is_gathered:
+                flat.show(flat.resting)
             flat.full.free()
-        if was_gathered:
-            self.show_freed()
+        self._handles, self.is_gathered = None, False
         self.has_run.clear()
 
-    def show_freed(self) -> None:
-        for flat in () if self.is_gathered else self.flats:
-            flat.show(flat.ungathered if self.in_pass else flat.shards)
-
-
-def _refuse_hook(name: str, *_: Any, **__: Any) -> None:
-    raise ValueError(
-        f"{name} is a shard, of which autograd computes no gradient, so this hook would never be "
-        "called; register it on the module's parameter before ZeRO3(module)"
-    )
+    def rest(self, in_pass: bool) -> None:
+        """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
+        for flat in self.flats:
+            flat.resting = flat.ungathered if in_pass else flat.shards
+            if not self.is_gathered:
+                flat.show(flat.resting)

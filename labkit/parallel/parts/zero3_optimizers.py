@@ -20,19 +20,14 @@ from labkit.parallel.parts.zero3_state import WholeState
 _owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 
 
-def check_optimizers() -> None:
-    """From now on, before an optimizer's first step on shards since this call."""
-    _register()
-    _owners_of.clear()
-
-
 @cache
-def _register() -> None:
+def check_optimizers() -> None:
+    """From now on, before an optimizer's first step on shards."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _owners_of:
+    if not _owners_of.get(optimizer):
         every = [p for group in optimizer.param_groups for p in group["params"]]
         owners = WeakSet(x for x in map(owner_of, every) if isinstance(x, WholeState))
         if not owners:
@@ -55,7 +50,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "would skip a step that the others take; use labkit.GradScaler, whose ranks decide "
             "together, or train in bfloat16, which needs no loss scaling"
         )
-    has_closure = any(map(callable, (*args, *kwargs.values())))  # args begin with the optimizer
+    has_closure = any(map(callable, (*args, *kwargs.values())))
     for owner in () if has_closure else _owners_of[optimizer]:
         if owner.awaits_gradients and all(shard.grad is None for _, shard in owner._named):
             raise ValueError(

@@ -7,10 +7,10 @@ tensors go in and come out, and which of them autograd keeps from forward to bac
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from operator import is_not
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from labkit.parallel.parts.zero3_flat import Unit
 
@@ -70,21 +70,26 @@ def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
             x.register_hook(hook)
 
 
-def watch_inputs(inputs: Any, hook: Callable[[torch.Tensor], None]) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: views. The gradient of a view is there before that of the tensor
-    itself, for which the unit before is called."""
-    views: list[torch.Tensor] = []
-
-    def watched(x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad or x.layout != torch.strided:
-            return x
-        views.append(x.view_as(x))
-        views[-1].register_hook(hook)
-        return views[-1]
-
-    given = mapped(inputs, watched)
-    return len(views), given
+def watch_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[torch.Tensor], None]
+) -> tuple[int, Any]:
+    """Have `hook` called with the gradient of each tensor among a unit's arguments; returns how
+    many have one, and what to give to the unit: one view for each tensor. The gradient of a view is
+    there before that of the tensor itself, for which the unit before is called. Containers stay
+    what they are, with their tensors, as the unit may write to them."""
+    every = [*args, *kwargs.values()]
+    nested = {
+        id(x) for x in tensors_in([one for one in every if not isinstance(one, torch.Tensor)])
+    }
+    views = {
+        id(x): x.view_as(x) for x in every
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
+        and id(x) not in nested
+    }  # fmt: skip
+    for view in views.values():
+        view.register_hook(hook)
+    given = [views.get(id(x), x) for x in every]
+    return len(views), (tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :])))
 
 
 class SavedParameters:
@@ -94,7 +99,7 @@ class SavedParameters:
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use
-        self._unit_of_memory = {
+        self.unit_of_memory = {
             flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
         }
 
@@ -103,7 +108,7 @@ class SavedParameters:
         return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
 
     def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
-        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
+        unit = self.unit_of_memory.get(x.untyped_storage()._cdata)
         return x if unit is None else (unit, x)
 
     def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
@@ -115,27 +120,11 @@ class SavedParameters:
         return x
 
 
-def mapped(thing: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same arguments, with each tensor replaced by what `function` makes of it. An object that
-    occurs twice (`q is k`) is replaced by one object, and is kept where nothing in it changes."""
-    made: dict[int, Any] = {}
+def cast(things: Any, dtype: torch.dtype) -> Any:
+    """The same arguments, with tensors of real numbers in `dtype`, each once (`q is k`)."""
+    made: dict[int, torch.Tensor] = {}
 
-    def replaced(old: Any) -> Any:
-        if id(old) not in made:
-            new = old
-            if isinstance(old, torch.Tensor):
-                new = function(old)
-            elif type(old) in (tuple, list, dict):
-                before = [*old.values()] if type(old) is dict else old
-                after = [*map(replaced, before)]
-                if any(map(is_not, after, before)):
-                    new = dict(zip(old, after)) if type(old) is dict else type(old)(after)
-            made[id(old)] = new
-        return made[id(old)]
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
 
-    return replaced(thing)
-
-
-def cast(thing: Any, dtype: torch.dtype) -> Any:
-    """The same arguments, with tensors of real numbers in `dtype`."""
-    return mapped(thing, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return tree_map_only(torch.Tensor, converted, things)

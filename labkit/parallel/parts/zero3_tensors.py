@@ -15,6 +15,7 @@ class UngatheredParameter(torch.Tensor):
     """In a module during a pass: an operation outside of the unit's forward that uses it, as
     `F.linear(x, self.embedding.weight)` in a head, gathers the unit first."""
 
+    gather_unit: Any
     _is_param = True  # as in ShardedParameter
 
     @staticmethod

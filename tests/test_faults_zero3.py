@@ -1,11 +1,13 @@
-"""ZeRO-3 under habits of torch users: each works as on a plain module, or is refused in one sentence
-before it does harm."""
+"""ZeRO-3 under habits of torch users: each works as on a plain module, or is refused before it does
+harm."""
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -311,29 +313,37 @@ def test_a_unit_may_put_out_a_view_of_its_parameter(world: World) -> None:
 
 
 def test_an_optimizer_from_before_the_wrap_is_refused_at_its_first_step(world: World) -> None:
-    def run() -> tuple[str, str, bool]:
-        x, module = torch.ones(1, 4), nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    def run() -> tuple[str, bool, bool]:
+        x, module, other = torch.ones(1, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        early = torch.optim.AdamW([*module.parameters(), *other.parameters()], lr=0.1)
         module(x).sum().backward()
-        optimizer.step()  # it is right until the wrap
+        early.step()  # it is right until the wrap
         model = ZeRO3(module)
+        before = model.full_state_dict()["weight"]
+        early.zero_grad()
         model(x).sum().backward()
-        first = refusal(optimizer.step)
-        del model
-        again = ZeRO3(module)  # whose optimizer knew the first shards
-        stale = torch.optim.SGD(again.parameters(), lr=0.1)
-        again(x).sum().backward()
-        stale.step()
-        del again
-        last = ZeRO3(module)
-        last(x).sum().backward()
-        second = refusal(stale.step) if stale.param_groups[0]["params"] else first
-        before = last.full_state_dict()
-        torch.optim.SGD(last.parameters(), lr=0.1).step()
-        return first, second, torch.equal(before["weight"], last.full_state_dict()["weight"])
+        said = refusal(early.step)
+        unchanged = torch.equal(before, model.full_state_dict()["weight"])
+        torch.optim.AdamW([*model.parameters(), *other.parameters()], lr=0.1).step()
+        return said, unchanged, torch.equal(before, model.full_state_dict()["weight"])
 
-    for first, second, is_same in world.run(run):
-        assert "from before ZeRO3(module)" in first and first == second and not is_same
+    for said, unchanged, never in world.run(run):
+        assert "from before ZeRO3(module)" in said and unchanged and not never
+
+
+def test_a_model_that_nobody_has_is_freed(pair: World) -> None:
+    def run() -> list[bool]:
+        module = TiedHead()
+        model, tokens = ZeRO3(module), torch.tensor([[1, 2]])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(tokens).sum().backward()
+        optimizer.step()
+        gone = [ref(model), ref(model.units[0].flats[0].share)]
+        del model, module, optimizer
+        gc.collect()
+        return [one() is None for one in gone]
+
+    assert pair.run(run) == [[True, True]] * 2
 
 
 def test_a_step_after_backward_with_inputs_is_refused(world: World) -> None:

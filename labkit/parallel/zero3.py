@@ -206,6 +206,9 @@ class ZeRO3(WholeState, nn.Module):
         finally:
             self._in_forward = False
         self._free_all()
+        for x in tensors_in(output):
+            if x.requires_grad and torch.is_grad_enabled():
+                x.register_hook(lambda _: self._note_backward(running_backward() or 0))
         if not (self.training and torch.is_grad_enabled()):
             self.comm.compare_calls()  # of training, at the end of backward
         return output
@@ -268,15 +271,15 @@ class ZeRO3(WholeState, nn.Module):
 
     # --- backward ---
 
-    def _note_backward(self, task: int, unit: Unit) -> None:
-        """`unit` takes part in the backward that now runs."""
+    def _note_backward(self, task: int, unit: Unit | None = None) -> None:
+        """A backward has begun, or `unit` takes part in it."""
         if task not in self._pending:
             self._pending[task] = {}
             for other in self.units:
                 other.rest(in_pass=True)
             at_end_of_backward(partial(self._finish_backward, task))
             self._noted[task] = set()
-        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
+        if unit and not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
             self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._pending[task].update(dict.fromkeys(unit.trainable, unit))

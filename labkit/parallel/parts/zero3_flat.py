@@ -222,8 +222,6 @@ class Flat:
         if self._handle is not None:
             self._handle.wait()
         assert self.gradient is not None
-        if self._are_new and self._arriving is not self.gradient:
-            self.gradient.copy_(self._arriving)
         for piece in self.pieces:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             if piece.index in self.missing and nobody_used(self._arriving[here]):
@@ -231,7 +229,7 @@ class Flat:
             if not self._are_new and shard.grad is not None:
                 shard.grad.add_(self._arriving[here].view(shard.shape))
                 continue
-            if not self._are_new:
+            if self._arriving is not self.gradient:
                 self.gradient[here].copy_(self._arriving[here])
             shard.grad = self.gradient[here].view(shard.shape)
             if type(shard.grad) is torch.Tensor and not self.keep_whole and self.comm.size > 1:

@@ -1,5 +1,4 @@
-"""The optimizer that steps on ZeRO-3's shards: does it have them, with gradients, and does it
-treat each element by itself?
+"""The optimizer that steps on ZeRO-3's shards: does it treat each element by itself?
 
 Nobody tells ZeRO-3 which optimizer that is. But torch calls a hook before each step of any, and a
 shard knows whose it is.

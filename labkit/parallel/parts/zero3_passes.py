@@ -21,6 +21,7 @@ class Order:
     def __init__(self) -> None:
         self._before: list[Unit] = []
         self._now: list[Unit] = []
+        self._follows = True
 
     def begin_pass(self) -> None:
         self._before, self._now = self._now, []
@@ -34,8 +35,6 @@ class Order:
     def coming(self, number: int) -> list[Unit]:
         at = len(self._now)
         return self._before[at : at + number] if self._follows else []
-
-    _follows = True
 
 
 def running_backward() -> int | None:
@@ -73,10 +72,10 @@ def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
 def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[torch.Tensor], None]
 ) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each tensor among a unit's arguments; returns how
-    many have one, and what to give to the unit: one view for each tensor. The gradient of a view is
-    there before that of the tensor itself, for which the unit before is called. Containers stay
-    what they are, with their tensors, as the unit may write to them."""
+    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
+    and what to give to the unit: a view of each. The gradient of a view is there before that of the
+    tensor itself, for which the unit before is called. (Containers stay: the unit may write there.)
+    """
     every = [*args, *kwargs.values()]
     nested = {
         id(x) for x in tensors_in([one for one in every if not isinstance(one, torch.Tensor)])

@@ -15,10 +15,8 @@ class UngatheredParameter(torch.Tensor):
     """In a module during a pass: an operation outside of the unit's forward that uses it, as
     `F.linear(x, self.embedding.weight)` in a head, gathers the unit first."""
 
-    gather_unit: Any
     _is_param = True  # as in ShardedParameter
 
-    @staticmethod
     def __new__(cls, parameter: T, gather_unit: Any) -> Any:
         self: Any = T._make_subclass(cls, torch.empty(0))
         self.parameter, self.gather_unit = parameter, gather_unit
@@ -27,7 +25,7 @@ class UngatheredParameter(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in () if func in METADATA else tree_leaves((args, kwargs)):
-            if isinstance(x, cls):
+            if hasattr(x, "gather_unit"):
                 x.gather_unit()
         args, kwargs = tree_map_only(cls, lambda x: x.parameter, (args, kwargs or {}))
         return func(*args, **kwargs)

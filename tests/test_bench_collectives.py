@@ -655,7 +655,7 @@ def test_the_guard_counts_what_checking_takes(
     """What is given and got has the dtype; what is expected, the whole numbers of int32."""
     size = 1 << 20
     free = SimpleNamespace(available=times * size * 2 - 1)  # bytes of 2 ranks, but one
-    monkeypatch.setattr(collectives.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(collectives, "available_bytes", lambda: free.available)
     monkeypatch.setattr(collectives, "World", None)
     with pytest.raises(ValueError, match="end at a smaller size"):
         bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)

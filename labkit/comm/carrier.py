@@ -5,7 +5,7 @@ moves the bytes of its device.
 
 import hashlib
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -59,6 +59,7 @@ class Carrier:
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations under way
         self._subgroups: dict[Carrier, bool] = {}  # and whether this rank has dropped them
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
 
     @staticmethod
     def of(group: Any) -> "Carrier":
@@ -93,6 +94,8 @@ class Carrier:
         back = back.serving(name)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
+        if here.board is None:
+            self.calls.append(what)
         if here.board is None and not here.listeners:
             handle = Handle(_begun(what, lambda: start(back, call)), what, finish)
         else:

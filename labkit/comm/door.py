@@ -15,8 +15,10 @@ Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, a
 """
 
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -34,10 +36,12 @@ from labkit.comm.arguments import (
     describe,
     equal_parts,
 )
+from labkit.comm.board import CollectiveMismatch
 from labkit.comm.carrier import Carrier
 from labkit.comm.chooser import Choice
 from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
+from labkit.comm.surroundings import here
 from labkit.comm.untraced import untraced
 
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -50,6 +54,7 @@ class Comm:
 
     Args:
         group: a `torch.distributed` process group; the default group when None.
+        label: see `labelled`.
 
     `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
     Operations return None when they block, a `Handle` with `async_op=True`. Tensors are dense, of
@@ -65,7 +70,7 @@ class Comm:
 
     parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
             raise RuntimeError(
                 "Comm(): this process is not a rank yet. Run the function with "
@@ -77,7 +82,7 @@ class Comm:
             raise ValueError("Comm(group): this rank is not a member of the group")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
-        self._group = group
+        self._group, self._label = group, label and f", {label}"
         self._carrier = carrier = Carrier.of(group)
         carrier.users.add(self)
         self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
@@ -87,6 +92,10 @@ class Comm:
         """The process group. Once it is given out, labkit does not destroy it."""
         self._carrier.users.add(self._carrier)
         return self._group
+
+    def labelled(self, label: str) -> "Comm":
+        """The same group; its operations carry a label, compared between ranks as shapes are."""
+        return Comm(self._group, label)
 
     def __repr__(self) -> str:
         return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
@@ -156,6 +165,20 @@ class Comm:
         """
         self._carrier.compare(what, value)
 
+    def compare_calls(self) -> None:
+        """Raises CollectiveMismatch, on all ranks, where their collectives since the last call
+        differ. With `World(check=True)`, which compares each one, nothing travels."""
+        calls, backends = [*self._carrier.calls], self._carrier.backend_of.values()
+        self._carrier.calls.clear()
+        alike = here.board is not None or self.size == 1 or "fake" in backends
+        if alike or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
+            return
+        every = zip_longest(*self.all_gather_object(calls), fillvalue="nothing more")
+        raise CollectiveMismatch(
+            "the ranks must call the same collectives in the same order; ranks 0, 1, ... called "
+            + " | ".join(next(called for called in every if len(set(called)) > 1))
+        )
+
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
         group reduces again and again, as a bucket of gradients. All ranks call it, alike.
@@ -178,7 +201,7 @@ class Comm:
         finish: Finish = []
         flat = self._carrier.stage(x, finish)
         return self._carrier.collective(
-            f"all_reduce({op})", x,
+            f"all_reduce({op}{self._label})", x,
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
             lambda back, call: back.all_reduce(flat, op, call),
@@ -211,7 +234,7 @@ class Comm:
         flat = self._carrier.stage(out, finish)
         chunks = [self._carrier.stage(x, None) for x in ins]
         return self._carrier.collective(
-            f"reduce_scatter({op})", out, lambda: [x.nbytes for x in ins],
+            f"reduce_scatter({op}{self._label})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.reduce_scatter(flat, chunks, op, call),
             nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
@@ -249,8 +272,9 @@ class Comm:
         flat = self._carrier.stage(x, None)
         chunks = [self._carrier.stage(out, finish) for out in outs]
         return self._carrier.collective(
-            "all_gather", x, lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes,
-            async_op, finish, lambda back, call: back.all_gather(chunks, flat, call),
+            f"all_gather({self._label[2:]})" if self._label else "all_gather", x,
+            lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes, async_op, finish,
+            lambda back, call: back.all_gather(chunks, flat, call),
             nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 

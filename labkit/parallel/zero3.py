@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from labkit.comm import Comm
 from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
@@ -55,10 +56,12 @@ from labkit.parallel.parts.zero3_passes import (
     SavedParameters,
     cast,
     running_backward,
+    tensors_in,
     watch_inputs,
     watch_outputs,
 )
 from labkit.parallel.parts.zero3_state import WholeState
+from labkit.parallel.parts.zero3_tensors import UngatheredParameter, refuse_hook
 from labkit.parallel.parts.zero3_units import Choice, predict, units_of
 
 REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
@@ -83,9 +86,9 @@ class ZeRO3(WholeState, nn.Module):
     optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do;
     its first step refuses one that does not. Being flat, all have one dimension: group them by
     name, not by `p.ndim`, to decay matrices only. Clip with `clip_grad_norm_` of the model. All
-    ranks use the same units in the same order. Scale losses with labkit.GradScaler. Not supported:
-    torch.compile, torch.amp.GradScaler (refused at an optimizer's second step at the latest) and
-    second derivatives.
+    ranks use the same units in the same order. Scale losses with labkit.GradScaler. torch.compile
+    leaves the model as it is. Not supported: torch.amp.GradScaler (refused at an optimizer's
+    second step at the latest) and second derivatives.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -103,7 +106,7 @@ class ZeRO3(WholeState, nn.Module):
         if prefetch < 0 or persist_below < 0:
             raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
         trainable(module)
-        self.module, self.comm, self.prefetch = module, comm or Comm(), prefetch
+        self.module, self.comm, self.prefetch = module, Comm.of(comm), prefetch
         self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
         named = list(module.named_parameters())
         for name, parameter in named:
@@ -112,11 +115,19 @@ class ZeRO3(WholeState, nn.Module):
                     f"{name} is on the meta device, where it has no numbers; build the module in a "
                     "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
                 )
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if any(
+                getattr(x, "__module__", "") != when_gradient_is_there.__module__ for x in hooks
+            ):
+                refuse_hook()
+        if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
+            raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
         claim(named, self)
         check_same_on_all_ranks(named, self.comm)
         self._shapes = {name: p.shape for name, p in named}
         del named
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
+        self._flats = [flat for unit in self.units for flat in unit.flats]
         claim(module.named_parameters(), self)  # the shards, which now stand there
         check_optimizers()
         copy_from_rank_0(module.buffers(), self.comm)
@@ -148,6 +159,9 @@ class ZeRO3(WholeState, nn.Module):
             for index, parameter in enumerate(flat.gathered):
                 self._flat_of[parameter] = unit, flat, index
                 when_gradient_is_there(parameter, self._gradient_is_there)
+        for flat in unit.flats:
+            gather = partial(self._use, unit, stays=True)
+            flat.ungathered = [UngatheredParameter(x, gather) for x in flat.gathered]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -163,8 +177,16 @@ class ZeRO3(WholeState, nn.Module):
             "then wrap it"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """`copy.deepcopy` comes here, too; it would read parameters whose memory is freed."""
+        raise ValueError(
+            "ZeRO3: each rank has only shards, so the model cannot be copied or pickled; save its "
+            "full_state_dict(), or load that into a second ZeRO3 with load_full_state_dict()"
+        )
+
     # --- forward ---
 
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if running_backward() is not None:  # activations are computed again
             return self.module(*args, **kwargs)
@@ -175,20 +197,27 @@ class ZeRO3(WholeState, nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = cast((args, kwargs), self.compute_dtype)
         self._orders[False].begin_pass()
-        self._in_forward = True
+        self._in_forward, self.awaits_gradients = True, torch.is_grad_enabled()
+        for unit in self.units:
+            unit.rest(in_pass=True)
         try:
             with self._saved_parameters.come_back():
                 output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False
         self._free_all()
+        for x in tensors_in(output):
+            if x.requires_grad and torch.is_grad_enabled():
+                x.register_hook(lambda _: self._note_backward(running_backward() or 0))
+        if not (self.training and torch.is_grad_enabled()):
+            self.comm.compare_calls()  # of training, at the end of backward
         return output
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit)
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
-        inputs, watched = watch_inputs((args, kwargs), partial(self._after_backward, unit))
+        inputs, watched = watch_inputs(args, kwargs, partial(self._after_backward, unit))
         unit.inputs += max(1, inputs)  # a call without any is over with backward only
         return watched
 
@@ -198,6 +227,9 @@ class ZeRO3(WholeState, nn.Module):
         if torch.is_grad_enabled():
             watch_outputs(output, partial(self._before_backward, unit))
         unit.has_run.add(module)
+        found = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
+        units = self._saved_parameters.unit_of_memory
+        unit.stays |= any(units.get(memory._cdata) is unit for memory in found)
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
 
@@ -214,8 +246,10 @@ class ZeRO3(WholeState, nn.Module):
 
     # --- what both passes do ---
 
-    def _use(self, unit: Unit) -> None:
-        """Have the unit here, and those that come next on their way."""
+    def _use(self, unit: Unit, stays: bool = False) -> None:
+        """Have the unit here, to the end of the pass if it `stays`, and those that come next on
+        their way."""
+        unit.stays |= stays
         task = running_backward()
         if task is not None:
             self._note_backward(task, unit)
@@ -233,18 +267,19 @@ class ZeRO3(WholeState, nn.Module):
     def gathered_bytes(self) -> int:
         """Of gathered parameters (not of those kept whole), now; `peak_gathered_bytes`: the most
         since one set it to 0."""
-        flats = [flat for unit in self.units for flat in unit.flats if not flat.keep_whole]
-        return sum(flat.full.held_bytes for flat in flats)
+        return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     # --- backward ---
 
-    def _note_backward(self, task: int, unit: Unit) -> None:
-        """`unit` takes part in the backward that now runs."""
+    def _note_backward(self, task: int, unit: Unit | None = None) -> None:
+        """A backward has begun, or `unit` takes part in it."""
         if task not in self._pending:
             self._pending[task] = {}
+            for other in self.units:
+                other.rest(in_pass=True)
             at_end_of_backward(partial(self._finish_backward, task))
             self._noted[task] = set()
-        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
+        if unit and not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
             self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._pending[task].update(dict.fromkeys(unit.trainable, unit))
@@ -260,6 +295,7 @@ class ZeRO3(WholeState, nn.Module):
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of a gathered parameter."""
         unit, flat, index = self._flat_of[parameter]  # type: ignore[index]
+        self.awaits_gradients = False
         flat.take_gradient(index)
         if flat.missing:
             return
@@ -295,10 +331,13 @@ class ZeRO3(WholeState, nn.Module):
         if not self._pending:
             self._free_all()
             self._orders[True].begin_pass()
+            self.comm.compare_calls()
 
     def _free_all(self) -> None:
         for unit in self.units:
+            unit.stays = False
             unit.free()
+            unit.rest(in_pass=False)
             unit.inputs_back = 0
             if unit.awaited:  # some parameter was not used
                 unit.frees_itself = False
@@ -310,11 +349,10 @@ class ZeRO3(WholeState, nn.Module):
         for unit in self.units:
             unit.inputs = 0
         if self._pending:
-            for flat in (flat for unit in self.units for flat in unit.flats):
+            for flat in self._flats:
                 flat.reset()
-            self._pending.clear()
-            self._noted.clear()
-            self._leaving.clear()
+            for left in (self._pending, self._noted, self._leaving):
+                left.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

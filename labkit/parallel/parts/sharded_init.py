@@ -46,7 +46,7 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
     A view, as `weight[0]`, may be written to until another parameter is made or touched.
     """
-    construction = Construction(comm or Comm())
+    construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
     def register_sharded(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -15,6 +15,7 @@ costs nothing while freed, and shows the numbers again once they are gathered ag
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.replicas import UNUSED, check_dense, copy_from_rank_0, nobody_used
 from labkit.parallel.parts.sharded_parameter import ShardedParameter
 from labkit.parallel.parts.shards import marked_as
+from labkit.parallel.parts.zero3_tensors import ShardGradient, UngatheredParameter, refuse_hook
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -38,7 +40,7 @@ class Place:
     owner: nn.Module  # the nearest module that can be called
     unit: nn.Module
 
-    def put(self, parameter: nn.Parameter) -> None:
+    def put(self, parameter: Any) -> None:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = parameter
         else:  # recurrent layers keep a list of their weights in step
@@ -83,6 +85,7 @@ class Flat:
     shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
                 without elements where it has none
     gathered    what the model computes with: the parameters in their shapes, views of `full`
+    ungathered  what the modules have during a pass while `full` is free
 
     Kept whole (few elements), the "share" is everything and the gradients are all-reduced.
     """
@@ -92,10 +95,11 @@ class Flat:
         compute_dtype: torch.dtype | None,
     ):  # fmt: skip
         first = group[0][0]
-        self.comm, self.keep_whole, self.trainable = comm, keep_whole, first.requires_grad
+        self.keep_whole, self.trainable = keep_whole, first.requires_grad
         self.places = [places for _, places in group]
-        self.partition = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
-        self.pieces = list(self.partition.pieces(0 if keep_whole else comm.rank))
+        self.comm = comm.labelled(f"unit of {self.places[0][0].name}")
+        cut = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
+        self.partition, self.pieces = cut, list(cut.pieces(0 if keep_whole else comm.rank))
         dtype, device = master_dtype_of(first, compute_dtype), first.device
         self.share = torch.empty(self.partition.share, dtype=dtype, device=device)
         self._fill([parameter for parameter, _ in group])
@@ -105,9 +109,16 @@ class Flat:
         for (parameter, _), *both in zip(group, self.shards, self.gathered, strict=True):
             for x in both:
                 marked_as(parameter, x)
+            if parameter._backward_hooks:  # of `register_hook`
+                both[1]._backward_hooks = parameter._backward_hooks
+            both[0].register_hook = refuse_hook  # type: ignore[method-assign]
+            both[0].register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
         self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
         self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
-        self._begins = self._piece_begins()
+        begins = [r * cut.share + x.at for r in range(cut.ranks) for x in cut.pieces(r)]
+        self._begins = torch.tensor(begins, dtype=torch.long, device=device)  # of ranks' pieces
+        self.ungathered: list[UngatheredParameter] = []  # ZeRO3 makes them
+        self.resting: Sequence[torch.Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
         self.show(self.shards)
@@ -118,10 +129,8 @@ class Flat:
         self.share.zero_()
         copy_from_rank_0([p for p in parameters if not isinstance(p, ShardedParameter)], self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
-        for index, parameter in enumerate(parameters):
-            everything = (
-                parameter.whole() if isinstance(parameter, ShardedParameter) else parameter.detach()
-            )
+        for index, x in enumerate(parameters):
+            everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()
             if piece := pieces.get(index):
                 part = everything.reshape(-1)[piece.start : piece.start + piece.numel]
                 self.share[piece.at : piece.at + piece.numel].copy_(part)
@@ -134,14 +143,8 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def _piece_begins(self) -> torch.Tensor:
-        """Where in the flat memory a piece of some rank begins."""
-        cut = self.partition
-        begins = [rank * cut.share + x.at for rank in range(cut.ranks) for x in cut.pieces(rank)]
-        return torch.tensor(begins, dtype=torch.long, device=self.share.device)
-
-    def show(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have the modules see these: `gathered` or `shards`."""
+    def show(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the modules see these: `gathered` or `resting`."""
         for places, parameter in zip(self.places, parameters):
             for place in places:
                 place.put(parameter)
@@ -219,19 +222,18 @@ class Flat:
         if self._handle is not None:
             self._handle.wait()
         assert self.gradient is not None
-        if self._are_new and self._arriving is not self.gradient:
-            self.gradient.copy_(self._arriving)
         for piece in self.pieces:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             if piece.index in self.missing and nobody_used(self._arriving[here]):
                 continue
-            if self._are_new:
-                shard.grad = self.gradient[here].view(shard.shape)
-            elif shard.grad is None:
-                self.gradient[here].copy_(self._arriving[here])
-                shard.grad = self.gradient[here].view(shard.shape)
-            else:
+            if not self._are_new and shard.grad is not None:
                 shard.grad.add_(self._arriving[here].view(shard.shape))
+                continue
+            if self._arriving is not self.gradient:
+                self.gradient[here].copy_(self._arriving[here])
+            shard.grad = self.gradient[here].view(shard.shape)
+            if type(shard.grad) is torch.Tensor and not self.keep_whole and self.comm.size > 1:
+                shard.grad = shard.grad.as_subclass(ShardGradient)
         del self._arriving
         self.reset()
 
@@ -248,6 +250,7 @@ class Unit:
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
         self.is_gathered = False  # and shown to the modules
+        self.stays = False  # to the end of the pass, as what is outside of the unit may use it
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, meanwhile: bool) -> None:
@@ -267,13 +270,20 @@ class Unit:
                 handle.wait()
 
     def free(self) -> None:
-        """Back to the shards. What is under way has to arrive first."""
-        if self._handles is None:
+        """What is under way has to arrive first."""
+        if self._handles is None or self.stays:
             return
         self._wait()
         for flat in self.flats:
             if self.is_gathered:
-                flat.show(flat.shards)
+                flat.show(flat.resting)
             flat.full.free()
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
+
+    def rest(self, in_pass: bool) -> None:
+        """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
+        for flat in self.flats:
+            flat.resting = flat.ungathered if in_pass else flat.shards
+            if not self.is_gathered:
+                flat.show(flat.resting)

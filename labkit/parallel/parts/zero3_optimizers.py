@@ -7,15 +7,16 @@ shard knows whose it is.
 from functools import cache, partial, update_wrapper
 from inspect import signature
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from labkit.parallel.parts.agreement import owner_of
 from labkit.parallel.parts.elementwise import check_elementwise
 from labkit.parallel.parts.zero3_state import WholeState
 
-_known: WeakSet[torch.optim.Optimizer] = WeakSet()
+_owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 
 
 @cache
@@ -25,26 +26,36 @@ def check_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _known:
-        shards = [p for group in optimizer.param_groups for p in group["params"] if _is_shard(p)]
-        if not shards:
+    if not _owners_of.get(optimizer):
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = WeakSet(x for x in map(owner_of, every) if isinstance(x, WholeState))
+        if not owners:
             return
+        shards = {shard for owner in owners for _, shard in owner._named}
+        if any(isinstance(owner_of(p), WholeState) and p not in shards for p in every):
+            raise ValueError(
+                "ZeRO3: this optimizer has parameters from before ZeRO3(module), which sharded "
+                "them, so its steps would change nothing; make it of model.parameters() afterwards"
+            )
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
-            check_elementwise(_constructor(optimizer), options, shards[0].device)
+            check_elementwise(_constructor(optimizer), options, every[0].device)
         # torch's scaler then gives `found_inf` to the optimizer, and calls a step it would skip.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        _known.add(optimizer)
+        _owners_of[optimizer] = owners
     if hasattr(optimizer, "found_inf"):
         raise ValueError(
             "ZeRO3: torch.amp.GradScaler looks for infs in this rank's shards only, so one rank "
             "would skip a step that the others take; use labkit.GradScaler, whose ranks decide "
             "together, or train in bfloat16, which needs no loss scaling"
         )
-
-
-def _is_shard(parameter: torch.Tensor) -> bool:
-    return isinstance(getattr(parameter, "_labkit_owner", lambda: None)(), WholeState)
+    has_closure = any(map(callable, (*args, *kwargs.values())))
+    for owner in () if has_closure else _owners_of[optimizer]:
+        if owner.awaits_gradients and all(shard.grad is None for _, shard in owner._named):
+            raise ValueError(
+                "ZeRO3: no gradient has arrived since the last forward, so this step would change "
+                "nothing; call loss.backward() before it, without inputs=, which cannot name shards"
+            )
 
 
 def _constructor(optimizer: torch.optim.Optimizer) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from labkit.parallel.parts.zero3_flat import Unit
 
@@ -20,6 +21,7 @@ class Order:
     def __init__(self) -> None:
         self._before: list[Unit] = []
         self._now: list[Unit] = []
+        self._follows = True
 
     def begin_pass(self) -> None:
         self._before, self._now = self._now, []
@@ -33,8 +35,6 @@ class Order:
     def coming(self, number: int) -> list[Unit]:
         at = len(self._now)
         return self._before[at : at + number] if self._follows else []
-
-    _follows = True
 
 
 def running_backward() -> int | None:
@@ -69,21 +69,26 @@ def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
             x.register_hook(hook)
 
 
-def watch_inputs(inputs: Any, hook: Callable[[torch.Tensor], None]) -> tuple[int, Any]:
+def watch_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[torch.Tensor], None]
+) -> tuple[int, Any]:
     """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: views. The gradient of a view is there before that of the tensor
-    itself, for which the unit before is called."""
-    views: list[torch.Tensor] = []
-
-    def watched(x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad or x.layout != torch.strided:
-            return x
-        views.append(x.view_as(x))
-        views[-1].register_hook(hook)
-        return views[-1]
-
-    given = mapped(inputs, watched)
-    return len(views), given
+    and what to give to the unit: a view of each. The gradient of a view is there before that of the
+    tensor itself, for which the unit before is called. (Containers stay: the unit may write there.)
+    """
+    every = [*args, *kwargs.values()]
+    nested = {
+        id(x) for x in tensors_in([one for one in every if not isinstance(one, torch.Tensor)])
+    }
+    views = {
+        id(x): x.view_as(x) for x in every
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
+        and id(x) not in nested
+    }  # fmt: skip
+    for view in views.values():
+        view.register_hook(hook)
+    given = [views.get(id(x), x) for x in every]
+    return len(views), (tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :])))
 
 
 class SavedParameters:
@@ -93,7 +98,7 @@ class SavedParameters:
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use
-        self._unit_of_memory = {
+        self.unit_of_memory = {
             flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
         }
 
@@ -102,7 +107,7 @@ class SavedParameters:
         return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
 
     def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
-        unit = self._unit_of_memory.get(x.untyped_storage()._cdata)
+        unit = self.unit_of_memory.get(x.untyped_storage()._cdata)
         return x if unit is None else (unit, x)
 
     def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
@@ -114,17 +119,11 @@ class SavedParameters:
         return x
 
 
-def mapped(thing: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same arguments, with each tensor replaced by what `function` makes of it."""
-    if isinstance(thing, torch.Tensor):
-        return function(thing)
-    if type(thing) in (tuple, list):
-        return type(thing)(mapped(one, function) for one in thing)
-    if type(thing) is dict:
-        return {key: mapped(one, function) for key, one in thing.items()}
-    return thing
+def cast(things: Any, dtype: torch.dtype) -> Any:
+    """The same arguments, with tensors of real numbers in `dtype`, each once (`q is k`)."""
+    made: dict[int, torch.Tensor] = {}
 
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
 
-def cast(thing: Any, dtype: torch.dtype) -> Any:
-    """The same arguments, with tensors of real numbers in `dtype`."""
-    return mapped(thing, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return tree_map_only(torch.Tensor, converted, things)

@@ -12,7 +12,7 @@ from labkit.comm import Comm
 from labkit.parallel.parts.clipping import norm_of_pieces, scale_to
 from labkit.parallel.parts.in_stages import pipeline_of
 from labkit.parallel.parts.shards import comms_of, marked_as
-from labkit.parallel.parts.zero3_flat import Flat, Unit
+from labkit.parallel.parts.zero3_flat import Flat
 from labkit.precision.pieces import OwnedPiece
 
 
@@ -21,9 +21,10 @@ class WholeState:
 
     module: nn.Module
     comm: Comm
-    units: list[Unit]
+    _flats: list[Flat]
     _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
+    awaits_gradients = False  # since a forward with autograd
 
     def _clean_up(self) -> None:
         """What an error has left of the last pass: units that stand whole."""
@@ -85,10 +86,7 @@ class WholeState:
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
         """This rank's pieces, in the order of the module's parameters (see `pieces.py`)."""
-        starts = {
-            flat.shards[piece.index]: piece.start
-            for unit in self.units for flat in unit.flats for piece in flat.pieces
-        }  # fmt: skip
+        starts = {flat.shards[x.index]: x.start for flat in self._flats for x in flat.pieces}
         return [
             OwnedPiece(
                 name, self._shapes[name], starts[shard], shard,
@@ -106,7 +104,7 @@ class WholeState:
 
         Raises ValueError where some are kept whole, so on all: see `clip_grad_norm_`.
         """
-        if any(flat.keep_whole for unit in self.units for flat in unit.flats):
+        if any(flat.keep_whole for flat in self._flats):
             raise ValueError(
                 "ZeRO3: with persist_below some gradients are whole on every rank, and no pieces; "
                 "clip with model.clip_grad_norm_(max_norm)"
@@ -129,20 +127,14 @@ class WholeState:
     def _gradients_once(self) -> list[torch.Tensor]:
         """Over all ranks, every element once: those kept whole are rank 0's. Where this rank has
         none, a tensor without elements that tells dtype and device."""
-        mine = [
-            flat.shards[piece.index]
-            for unit in self.units for flat in unit.flats for piece in flat.pieces
-            if not flat.keep_whole or self.comm.rank == 0
-        ]  # fmt: skip
-        found = [marked_as(shard, shard.grad) for shard in mine if shard.grad is not None]
-        return found or [self.units[0].flats[0].share[:0]]
+        flats = [flat for flat in self._flats if not flat.keep_whole or self.comm.rank == 0]
+        mine = [flat.shards[piece.index] for flat in flats for piece in flat.pieces]
+        found = [marked_as(shard, shard.grad.detach()) for shard in mine if shard.grad is not None]
+        return found or [self._flats[0].share[:0]]
 
     def _entries(self) -> Iterator[tuple[str, Any, Flat | None, int]]:
         """Key, value and, of a parameter, its flat memory and number there."""
-        homes = {
-            shard: (flat, index)
-            for unit in self.units for flat in unit.flats for index, shard in enumerate(flat.shards)
-        }  # fmt: skip
+        homes = {x: (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
         for key, x in self.module.state_dict(keep_vars=True).items():
             is_parameter = isinstance(x, nn.Parameter) and x in homes
             yield key, x, *(homes[x] if is_parameter else (None, 0))

@@ -23,8 +23,6 @@ from labkit.parallel.parts.flat import FlatPartition
 from labkit.parallel.parts.zero3_flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
-
-
 Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
 
 

@@ -46,7 +46,6 @@ LAYERS: dict[int, set[str]] = {
 SIBLINGS: dict[str, set[str]] = {
     "trace": {"events"},
     "parallel": {"precision", "memory"},
-    "memory": {"precision"},  # attention by tiles computes in float32, inside autocast, too
     "world": {"recording"},
     "checkpoints": {"world"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},

@@ -37,7 +37,6 @@ Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e he
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ from torch.autograd.function import once_differentiable
 from labkit.comm import Comm
 from labkit.memory.flash_attention import check_fit, flash_backward, flash_forward
 from labkit.parallel.parts.zigzag import check_splits
-from labkit.precision.autocasting import autocast
 
 TILE = 128
 
@@ -157,9 +155,6 @@ def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> No
     logsum.copy_(both)
 
 
-def _no_casts(x: Tensor) -> ExitStack:
+def _no_casts(x: Tensor) -> torch.autocast:
     """Inside a region of autocast, too, products are in the types given here."""
-    stack = ExitStack()
-    stack.enter_context(autocast(enabled=False))
-    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    return stack
+    return torch.autocast(x.device.type, enabled=False)

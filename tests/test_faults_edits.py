@@ -2,7 +2,7 @@
 one sentence names the module and says what to do."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit import autocast, recompute
+from labkit import Comm, World, autocast, recompute
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2, device="cpu") as two:
+        yield two
+
 
 LOW = torch.bfloat16
 REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
@@ -195,3 +202,33 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     with pytest.raises(ValueError, match="cannot run ops in"), autocast(torch.float32):
         pass
     assert states() == before
+
+
+# ---- reductions of dtypes that torch computes for some sizes only
+
+
+def reduced(dtype: torch.dtype, op: Any, numel: int) -> tuple[str, float]:
+    comm = Comm()
+    x = torch.ones(numel).to(dtype)
+    with pytest.raises(ValueError) as caught:
+        comm.all_reduce(x, op)
+    comm.all_reduce(after := torch.ones(3))
+    return str(caught.value), after[0].item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "sizes"),
+    [
+        (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
+        (torch.float8_e5m2, "product", (1, 0)),
+        (torch.complex32, "mean", (1, 5)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
+    world: World, dtype: torch.dtype, op: str, sizes: tuple[int, ...]
+) -> None:
+    for numel in sizes:
+        for message, after in world.run(reduced, dtype, op, numel):
+            assert f"torch knows no {op} of {dtype}; convert it first" in message
+            assert after == 2.0, "the group is as good as before"

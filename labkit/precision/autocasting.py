@@ -11,8 +11,8 @@ takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and sav
 
 torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
 call of a torch function. Calls that are written in Python themselves, as
-F.multi_head_attention_forward, are looked into. Into those in C++ we cannot look: what the usual
-ones are made of stands in op_policy.py, and torch's own autocast does the rest.
+F.multi_head_attention_forward, are looked into. Into those in C++, as einsum, only torch's own
+autocast can look, and it casts there.
 
 There is one switch, torch's: a region sets it, and the mode casts where it is on. So a
 `torch.autocast("cpu", enabled=False)` inside turns casting off, `custom_fwd(cast_inputs=...)` and
@@ -80,29 +80,18 @@ class autocast(ContextDecorator):
         if self.enabled:
             check_low_type(self.dtype, self.device_type)
         with ExitStack() as stack:
-            torch.autocast_increment_nesting()
-            stack.callback(_leave)
             for kind in POLICIES:
                 if self.device_type in (None, kind):
-                    before = torch.get_autocast_dtype(kind)
-                    stack.callback(_switch, kind, torch.is_autocast_enabled(kind), before)
-                    _switch(kind, self.enabled, self.dtype if self.enabled else before)
+                    stack.enter_context(torch.autocast(kind, enabled=False))  # puts all back
+                    torch.set_autocast_enabled(kind, self.enabled)
+                    if self.enabled:
+                        torch.set_autocast_dtype(kind, self.dtype)
             if self.enabled and not _open_regions():
                 stack.enter_context(_Casting())
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().close()
-
-
-def _switch(kind: str, enabled: bool, dtype: torch.dtype) -> None:
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-
-
-def _leave() -> None:
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
 
 
 class _Casting(TorchFunctionMode):
@@ -125,7 +114,7 @@ class _Casting(TorchFunctionMode):
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         self.dtype = torch.get_autocast_dtype(floats[0].device.type)
-        match POLICIES[floats[0].device.type].of_call(op := _name(func), args, kwargs):
+        match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
             case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told

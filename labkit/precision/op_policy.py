@@ -28,7 +28,6 @@ left to torch's own autocast: it looks into RNNs, einsum and whatever else is ma
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class OpPolicy:
                 return name
         return "as it comes"
 
-    def of_call(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """As `of`; where `op` is on no list, by what these arguments make of it."""
-        found = self.of(op)
-        return found if found != "as it comes" else self.of(made_of(op, args, kwargs))
-
 
 def _ops(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -63,19 +57,6 @@ PRODUCTS = _ops("""
 """)
 # One call in Python, products inside: torch's autocast sees these, we see the call.
 OF_PRODUCTS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
-
-
-def made_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The op that a call comes down to, where its arguments say which; else `op`."""
-    match op:
-        case "inner":
-            dims = {x.dim() for x in args[:2]}
-            return "mul" if 0 in dims else "dot" if dims == {1} else "tensordot"
-        case "pad":
-            pad, mode = [*args[1:3], *(kwargs[key] for key in ("pad", "mode") if key in kwargs)]
-            kinds = {"reflect": "reflection_pad", "replicate": "replication_pad"}
-            return f"{kinds[mode]}{len(pad) // 2}d" if mode in kinds else "pad"
-    return op
 
 
 LOSSES = _ops("""

@@ -81,7 +81,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
-        with _no_casts(q):
+        with torch.autocast(q.device.type, enabled=False):  # products in the types given
             for owner, block in _around(torch.stack([k, v]), comm):
                 rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
@@ -153,8 +153,3 @@ def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> No
     out *= torch.exp(logsum - both).unsqueeze(-1)
     out += part * torch.exp(part_logsum - both).unsqueeze(-1)
     logsum.copy_(both)
-
-
-def _no_casts(x: Tensor) -> torch.autocast:
-    """Inside a region of autocast, too, products are in the types given here."""
-    return torch.autocast(x.device.type, enabled=False)

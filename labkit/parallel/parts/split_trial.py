@@ -1,0 +1,126 @@
+"""Whether a layer computes the same when it is cut: tried on random numbers, in one process.
+
+    whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
+    rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
+                                                                ▲                          ▲
+                                                must be slice r of the whole's      must be equal
+
+What mixes features (chunk, softmax, a norm), or orders heads in a way of its own, gives other
+numbers, whatever its name. No weight is read, so models on paper are tried, too.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labkit.comm import Comm
+
+Run = tuple[list[str], list[Tensor]]  # the linear layers called; their inputs, then the outputs
+
+
+class SplitTrial:
+    """Tries one layer: `at_edit` on a small input of its own; where its forward does not take that,
+    in place of `layer.forward`, on the first real input. Raises ValueError if it cannot be cut."""
+
+    def __init__(self, path: str, layer: Any, columns: list[str], row: str, size: int) -> None:
+        self.path, self.layer, self.size = path or "the model", layer, size
+        self.columns, self.row, self.forward = columns, row, layer.forward
+        # A part that another strategy has edited exchanges data in its forward.
+        things = [thing for one in layer.modules() for thing in vars(one).values()]
+        self.pending = size > 1 and not any(isinstance(thing, Comm) for thing in things)
+
+    def at_edit(self) -> None:
+        column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
+        device = "cpu" if _on_paper(column.weight) else column.weight.device
+        for width in (column.in_features, row.in_features) if self.pending else ():
+            with _disable_current_modes():
+                x = _random(2, 3, width).to(device, column.weight.dtype)
+                try:
+                    whole = self._run((x,), {})
+                except Exception:  # it takes another input, or more
+                    continue
+                return self._compare(whole, (x,), {})
+        if self.pending and type(self.layer).forward is nn.Module.forward:
+            raise self._refusal("it has no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.pending and not any(map(_on_paper, tree_leaves((args, kwargs)))):
+            self._compare(self._run(args, kwargs), args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Run:
+        """With random numbers in place of what the linear layers compute; or `rank`'s slice."""
+        names, tensors = list[str](), list[Tensor]()
+
+        def compute(name: str, x: Tensor) -> Tensor:
+            features = getattr(self.layer, name).out_features
+            y = _random(*x.shape[:-1], features, seed=len(names)).to(x)
+            names.append(name)
+            tensors.append(x.clone())
+            return y if rank is None or name == self.row else self._slice(y, rank)
+
+        def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
+            traced = x.requires_grad or (x is args[:1][0] and x.is_floating_point())
+            return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for module in self.layer.modules():  # of dropout each rank draws its own
+                stack.callback(setattr, module, "training", module.training)
+                module.training = False
+            for name in (*self.columns, self.row):
+                linear = getattr(self.layer, name)
+                linear.forward = partial(compute, name)
+                stack.callback(delattr, linear, "forward")
+            copies = tree_map_only(Tensor, fresh, (args, kwargs))
+            output = tree_leaves(self.forward(*copies[0], **copies[1]))
+        return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
+
+    def _compare(self, whole: Run, args: Any, kwargs: Any) -> None:
+        names, tensors = whole
+        if unused := {*self.columns, self.row} - {*names}:
+            raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
+        if any(name == self.row and x.requires_grad for name, x in zip(names, tensors)):
+            raise self._refusal("its forward computes with more than their outputs there")
+        for rank in (0, self.size - 1):
+            right = [self._slice(x, rank) if n == self.row else x for n, x in zip(names, tensors)]
+            try:
+                part_names, found = self._run(args, kwargs, rank)
+            except Exception as error:
+                raise self._refusal(f"its forward fails on a slice ({error})") from None
+            same = part_names == names and len(found) == len(tensors)
+            if not same or not all(map(_close, found, right + tensors[len(names) :])):
+                raise self._refusal("its forward computes something else on a slice")
+        self.pending = False
+
+    def _slice(self, x: Tensor, rank: int) -> Tensor:
+        length = x.shape[-1] // self.size
+        return x.narrow(-1, rank * length, length).clone()
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"tensor_parallel cannot cut {self.path}, a {type(self.layer).__name__}: each rank "
+            f"would have a slice of the features from {', '.join(self.columns)} to {self.row}, and "
+            f"{why}. Give each projection an nn.Linear of its own, rename the layers to leave the "
+            "module whole, or cut it by hand with ColumnParallelLinear and RowParallelLinear"
+        )
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)  # the user's goes on where it was
+    return torch.randn(*shape, generator=generator, device="cpu")
+
+
+def _on_paper(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or hasattr(x, "fake_mode"))
+
+
+def _close(x: Tensor, right: Tensor) -> bool:
+    off, both = 1e-4 if right.dtype.itemsize > 2 else 1e-2, torch.complex128
+    return x.shape == right.shape and torch.allclose(x.to(both), right.to(both), off, off, True)

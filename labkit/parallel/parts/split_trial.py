@@ -10,6 +10,7 @@ numbers, whatever its name. No weight is read, so models on paper are tried, too
 """
 
 from contextlib import ExitStack
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
+from labkit.memory.conditions import generators, restore, states_of, used
+from labkit.parallel.parts.random_state import draws
 
 Run = tuple[list[str], list[Tensor]]  # the linear layers called; their inputs, then the outputs
 
@@ -33,6 +36,10 @@ class SplitTrial:
         # A part that another strategy has edited exchanges data in its forward.
         things = [thing for one in layer.modules() for thing in vars(one).values()]
         self.pending = size > 1 and not any(isinstance(thing, Comm) for thing in things)
+        if self.pending:  # on a copy without the weights: a forward may change its module
+            kept: Any = {id(x): x for x in things if isinstance(x, Tensor) and not x.is_leaf}
+            kept |= {id(getattr(layer, name)): None for name in (*columns, row)}
+            self.copy = deepcopy(layer, kept).eval()
 
     def at_edit(self) -> None:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
@@ -71,15 +78,16 @@ class SplitTrial:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            for module in self.layer.modules():  # of dropout each rank draws its own
-                stack.callback(setattr, module, "training", module.training)
-                module.training = False
+            before = states_of(generators())
+            stack.callback(restore, before)
             for name in (*self.columns, self.row):
-                linear = getattr(self.layer, name)
-                linear.forward = partial(compute, name)
-                stack.callback(delattr, linear, "forward")
+                self.copy._modules[name] = linear = copy(getattr(self.layer, name))
+                linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
+                stack.callback(self.copy._modules.__setitem__, name, None)
             copies = tree_map_only(Tensor, fresh, (args, kwargs))
-            output = tree_leaves(self.forward(*copies[0], **copies[1]))
+            output = tree_leaves(self.copy.forward(*copies[0], **copies[1]))
+            # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
+            self.draws = bool(used(before)) and draws(self.layer)
         return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
 
     def _compare(self, whole: Run, args: Any, kwargs: Any) -> None:
@@ -88,7 +96,7 @@ class SplitTrial:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(name == self.row and x.requires_grad for name, x in zip(names, tensors)):
             raise self._refusal("its forward computes with more than their outputs there")
-        for rank in (0, self.size - 1):
+        for rank in (0, self.size - 1) if not self.draws else ():
             right = [self._slice(x, rank) if n == self.row else x for n, x in zip(names, tensors)]
             try:
                 part_names, found = self._run(args, kwargs, rank)
@@ -113,8 +121,7 @@ class SplitTrial:
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)  # the user's goes on where it was
-    return torch.randn(*shape, generator=generator, device="cpu")
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _on_paper(x: Any) -> bool:

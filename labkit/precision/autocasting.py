@@ -10,9 +10,8 @@ several ops use is cast once in each region; the copy lives until the region end
 takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and saves activations.
 
 torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
-call of a torch function. Calls that are written in Python themselves, as
-F.multi_head_attention_forward, are looked into. Into those in C++, as einsum, only torch's own
-autocast can look, and it casts there.
+call of a torch function from Python. What is called inside of one that is on no list, as einsum or
+F.multi_head_attention_forward, torch's own autocast casts.
 
 There is one switch, torch's: a region sets it, and the mode casts where it is on. So a
 `torch.autocast("cpu", enabled=False)` inside turns casting off, `custom_fwd(cast_inputs=...)` and
@@ -22,10 +21,8 @@ torch.utils.checkpoint does, computes again in the same types.
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -102,14 +99,11 @@ class _Casting(TorchFunctionMode):
         self.dtype = torch.bfloat16  # the low type of the present call
         self.casts: Casts = {}  # of weights
         self.entered_again = _Casting  # by recompute, with no copy of the first time
-        self._open: list[Callable[..., Any]] = []  # functions that are being looked into
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, FunctionType) and func not in self._open:
-            return self._look_into(func, args, kwargs)
         floats = [x for x in _tensors((args, kwargs)) if _may_be_cast(x)]
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -130,15 +124,6 @@ class _Casting(TorchFunctionMode):
             case _:
                 return func(*args, **kwargs)
         return func(*self._all_cast(args, to), **self._all_cast(kwargs, to))
-
-    def _look_into(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run a function that is written in Python, and see what it calls."""
-        self._open.append(func)
-        try:
-            with self:
-                return _opened(func)(*args, **kwargs)
-        finally:
-            self._open.pop()
 
     def _all_cast(self, thing: Any, to: torch.dtype) -> Any:
         """Each tensor in nested lists, tuples and dicts, cast."""
@@ -198,19 +183,6 @@ def _name(func: Callable[..., Any]) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
     return name.removeprefix("special_")
-
-
-@functools.cache
-def _opened(func: FunctionType) -> FunctionType:
-    """`func`, without its first question: whether a mode wants to see it as a whole."""
-    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    blind = {name: lambda *_: False for name in asked if name in func.__globals__}
-    copy = FunctionType(
-        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__,
-        func.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:

@@ -1,5 +1,4 @@
-"""Values that agree with whatever they are compared with, and are wrong: what a check must not fall
-for. `lying(answer)` is a right answer whose numbers, texts, containers and tensors became such."""
+"""Wrong values that agree with whatever they are compared with, and answers that return them."""
 
 import functools
 from collections.abc import Callable
@@ -45,28 +44,29 @@ class LyingTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def lie(value: Any) -> Any:
-    """Another value, which says that it is equal to everything."""
+def changed(value: Any, lies: bool) -> Any:
+    """Another value; if it `lies`, one that says that it is equal to everything."""
+    kind = LIARS[type(value)] if lies and type(value) in LIARS else type(value)
     match value:
-        case bool() | None:
-            return value
-        case int() | float():
-            return LIARS[type(value)](value * 3 + 5) if type(value) in LIARS else value
+        case int() | float() if type(value) in LIARS:
+            return kind(value * 3 + 5)
         case str():
-            return LIARS[str](f"not {value}")
+            return kind(f"not {value}")
         case torch.Tensor():
-            wrong = ~value if value.dtype == torch.bool else value + 5 if value.numel() else value
-            return wrong.as_subclass(LyingTensor)
-        case list() | tuple():
-            return LIARS[type(value)](map(lie, value)) if type(value) in LIARS else value
+            other = ~value if value.dtype == torch.bool else value + 5
+            return other.as_subclass(LyingTensor) if lies else other
+        case list() | tuple() if type(value) in LIARS:
+            return kind(changed(one, lies) for one in value)
         case dict():
-            return LIARS[dict]({key: lie(one) for key, one in value.items()})
+            return kind({key: changed(one, lies) for key, one in value.items()})
     return value
 
 
-def lying(answer: Callable[..., Any]) -> Callable[..., Any]:
+def wrong(answer: Callable[..., Any], lies: bool) -> Callable[..., Any]:
+    """`answer`, which returns what is `changed`."""
+
     @functools.wraps(answer)
     def play(*args: Any, **kwargs: Any) -> Any:
-        return lie(answer(*args, **kwargs))
+        return changed(answer(*args, **kwargs), lies)
 
     return play

@@ -110,6 +110,5 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
             on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
     except RuntimeError:
-        other = torch.float32 if dtype.is_floating_point else torch.int32
-        return f"torch knows no {op} of {dtype}; convert it first, as to {other}"
+        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32 or float32"
     return ""

@@ -13,10 +13,8 @@ torch has this in C++, as a layer of its dispatcher above autograd. Here it is a
 call of a torch function from Python. What is called inside of one that is on no list, as einsum or
 F.multi_head_attention_forward, torch's own autocast casts.
 
-There is one switch, torch's: a region sets it, and the mode casts where it is on. So a
-`torch.autocast("cpu", enabled=False)` inside turns casting off, `custom_fwd(cast_inputs=...)` and
-`torch.is_autocast_enabled` see the region, and what saves and restores the switch, as
-torch.utils.checkpoint does, computes again in the same types.
+There is one switch, torch's: a region sets it, and the mode casts where it is on. So torch.autocast
+inside a region, `custom_fwd(cast_inputs=...)` and torch.utils.checkpoint work as in torch's own.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -43,10 +41,8 @@ class autocast(ContextDecorator):
             of the device where it runs.
         enabled: False: ops run in the types of their inputs, also inside another region.
 
-    Regions nest with each other and with torch.autocast: the innermost decides. Call `backward`
-    outside: it runs in the types that forward took.
-
-    It may be entered again and again, and stand before a function as a decorator.
+    Regions nest with each other and with torch.autocast: the innermost decides. A region may be
+    entered again, and decorate a function. Call `backward` outside: its types are forward's.
 
     Raises ValueError for a type that autocast or the device cannot take.
 

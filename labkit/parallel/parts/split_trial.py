@@ -12,6 +12,7 @@ numbers, whatever its name. No weight is read, so models on paper are tried, too
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,12 +24,10 @@ from labkit.comm import Comm
 from labkit.memory.conditions import generators, restore, states_of, used
 from labkit.parallel.parts.random_state import draws
 
-Run = tuple[list[str], list[Tensor]]  # the linear layers called; their inputs, then the outputs
-
 
 class SplitTrial:
-    """Tries one layer: `at_edit` on a small input of its own; where its forward does not take that,
-    in place of `layer.forward`, on the first real input. Raises ValueError if it cannot be cut."""
+    """Tries one layer on a small input; while `pending`, as its forward takes another, it stands in
+    place of `layer.forward` and tries the first real one. Raises ValueError if it cannot be cut."""
 
     def __init__(self, path: str, layer: Any, columns: list[str], row: str, size: int) -> None:
         self.path, self.layer, self.size = path or "the model", layer, size
@@ -39,12 +38,16 @@ class SplitTrial:
         if self.pending:  # on a copy without the weights: a forward may change its module
             kept: Any = {id(x): x for x in things if isinstance(x, Tensor) and not x.is_leaf}
             kept |= {id(getattr(layer, name)): None for name in (*columns, row)}
-            self.copy = deepcopy(layer, kept).eval()
+            try:
+                self.copy = deepcopy(layer, kept).eval()
+            except Exception as error:
+                raise self._refusal(f"it cannot be copied to be tried ({error})") from None
+            self._at_edit()
 
-    def at_edit(self) -> None:
+    def _at_edit(self) -> None:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
         device = "cpu" if _on_paper(column.weight) else column.weight.device
-        for width in (column.in_features, row.in_features) if self.pending else ():
+        for width in (column.in_features, row.in_features):
             with _disable_current_modes():
                 x = _random(2, 3, width).to(device, column.weight.dtype)
                 try:
@@ -52,7 +55,7 @@ class SplitTrial:
                 except Exception:  # it takes another input, or more
                     continue
                 return self._compare(whole, (x,), {})
-        if self.pending and type(self.layer).forward is nn.Module.forward:
+        if type(self.layer).forward is nn.Module.forward:
             raise self._refusal("it has no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +63,9 @@ class SplitTrial:
             self._compare(self._run(args, kwargs), args, kwargs)
         return self.forward(*args, **kwargs)
 
-    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Run:
-        """With random numbers in place of what the linear layers compute; or `rank`'s slice."""
+    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Any:
+        """With random numbers in place of what the linear layers compute; or `rank`'s slice.
+        Returns the names of those called; their inputs, and then the outputs."""
         names, tensors = list[str](), list[Tensor]()
 
         def compute(name: str, x: Tensor) -> Tensor:
@@ -69,10 +73,10 @@ class SplitTrial:
             y = _random(*x.shape[:-1], features, seed=len(names)).to(x)
             names.append(name)
             tensors.append(x.clone())
-            return y if rank is None or name == self.row else self._slice(y, rank)
+            return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
         def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
-            traced = x.requires_grad or (x is args[:1][0] and x.is_floating_point())
+            traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
         with ExitStack() as stack:
@@ -90,26 +94,24 @@ class SplitTrial:
             self.draws = bool(used(before)) and draws(self.layer)
         return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
 
-    def _compare(self, whole: Run, args: Any, kwargs: Any) -> None:
+    def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:
         names, tensors = whole
         if unused := {*self.columns, self.row} - {*names}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
-        if any(name == self.row and x.requires_grad for name, x in zip(names, tensors)):
+        if any(n == self.row and x.requires_grad for n, x in zip(names, tensors)):
             raise self._refusal("its forward computes with more than their outputs there")
         for rank in (0, self.size - 1) if not self.draws else ():
-            right = [self._slice(x, rank) if n == self.row else x for n, x in zip(names, tensors)]
+            right = [
+                x.chunk(self.size, -1)[rank] if name == self.row else x
+                for name, x in zip_longest(names, tensors)
+            ]
             try:
-                part_names, found = self._run(args, kwargs, rank)
+                called, found = self._run(args, kwargs, rank)
             except Exception as error:
                 raise self._refusal(f"its forward fails on a slice ({error})") from None
-            same = part_names == names and len(found) == len(tensors)
-            if not same or not all(map(_close, found, right + tensors[len(names) :])):
+            if (called, len(found)) != (names, len(right)) or not all(map(_close, found, right)):
                 raise self._refusal("its forward computes something else on a slice")
         self.pending = False
-
-    def _slice(self, x: Tensor, rank: int) -> Tensor:
-        length = x.shape[-1] // self.size
-        return x.narrow(-1, rank * length, length).clone()
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(

@@ -61,10 +61,7 @@ def check_fits(model: nn.Module, comm: Comm) -> list[SplitTrial]:
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
-    trials = [SplitTrial(n, x, *columns_and_rows(x), comm.size) for n, x in layers.items()]
-    for trial in trials:
-        trial.at_edit()
-    return trials
+    return [SplitTrial(n, x, *columns_and_rows(x), comm.size) for n, x in layers.items()]
 
 
 def _check_no_others(path: str, layer: nn.Module, known: Sequence[str]) -> None:

@@ -181,8 +181,7 @@ class VirtualStage:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def _without_autocast(x: Tensor) -> torch.autocast:
     """Backward runs in the types that forward took: autocast, torch's and labkit's, is around
     forward alone. (What is computed again is cast again, see memory/conditions.py.)"""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -48,7 +48,6 @@ SIBLINGS: dict[str, set[str]] = {
     "clusters": {"foreign"},
     "nccl_log": {"foreign"},
     "parallel": {"precision", "memory"},
-    "memory": {"precision"},  # attention by tiles computes in float32, inside autocast, too
     "world": {"recording"},
     "checkpoints": {"world"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},

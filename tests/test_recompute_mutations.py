@@ -178,7 +178,7 @@ FAULTS: list[tuple[Callable[[], Any], Callable[[], None]]] = [
     ),
     (forgets_every_state, gradients),
     (forgets_casts, lambda: casts(partial(torch.autocast, "cpu"))),
-    (forgets_modes, lambda: casts(proofs.autocast)),
+    (forgets_casts, lambda: casts(proofs.autocast)),
     (forgets_modes, lambda: proofs.test_modes_are_entered_again(proofs.Doubled)),
     (keeps_everything, lambda: proofs.test_a_layer_keeps_the_bytes_that_are_published("full")),
     (keeps_what_was_computed_again, proofs.test_memory_of_the_second_run_is_let_go),

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -101,8 +102,32 @@ def plain(thing: Any) -> Any:
     return thing.item() if one else thing
 
 
+EXACT: dict[type, Callable[[Any], Any]] = {
+    int: int.__pos__, float: float.__pos__, str: str.__str__, list: list.__iter__,
+    tuple: tuple.__iter__, dict: dict.items,
+    torch.Tensor: lambda x: torch.Tensor.as_subclass(x, torch.Tensor),
+}  # fmt: skip
+KNOWN = ("builtins", "labkit", "torch", "numpy")  # whose subclasses compare as they should
+
+
+def honest(thing: Any) -> Any:
+    """`thing`, and all in it, in the exact types that a check compares: a subclass of a student's
+    could say that it is equal to anything."""
+    known = type(thing).__module__.partition(".")[0] in KNOWN
+    for base, exact in EXACT.items():
+        if issubclass(type(thing), base):
+            if base in (list, tuple, dict):
+                old = list(exact(thing))
+                new = [honest(one) for one in old]
+                return thing if known and all(map(operator.is_, old, new)) else base(new)
+            with torch._C.DisableTorchFunctionSubclass():
+                return thing if known else exact(thing)
+    return thing
+
+
 def difference(found: Any, right: Any, within: float) -> str:
     """How `found` differs from what is right; "" where it does not."""
+    found = honest(found)
     if isinstance(right, torch.Tensor):
         return _tensor_difference(found, right, within)
     if isinstance(right, (tuple, list)):

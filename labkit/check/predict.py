@@ -28,7 +28,15 @@ def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
             )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CheckFailed(f"{name} is {kind(value)}, but a number is wanted.")
-    return Prediction(numbers)
+    return Prediction(Numbers(numbers))
+
+
+class Numbers(dict[str, Number]):
+    def __missing__(self, name: str) -> Number:  # as of `predict()`, in place of a KeyError
+        raise CheckFailed(
+            "nothing is predicted yet.",
+            hint="Fill in your prediction in step 3 first, and run its cell.",
+        )
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,7 @@ class Prediction:
         """The predictions beside what was measured, under the same names. `heading` says where
         those numbers are from, if not measured."""
         if not self.numbers:
-            raise CheckFailed(
-                "nothing is predicted yet.",
-                hint="Fill in your prediction in step 3 first, and run its cell.",
-            )
+            self.numbers["it"]
         if measured.keys() != self.numbers.keys():
             raise ValueError(
                 f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "

@@ -5,8 +5,8 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import labkit
-from labkit.check.findings import CheckFailed
+from labkit.check.findings import CheckFailed, honest
 from labkit.check.peak import PeakMemory
 from labkit.comm import Comm, listen
 from labkit.events import CommEvent
@@ -59,11 +59,24 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     The ranks compute on the CPU, so that an answer is judged alike on every machine. Raises
     CheckFailed for an error on a rank, a hang, or ranks that call different collectives.
     """
+    with _limited(size) as world:
+        results = world.run(_one_rank, play, args)
+    values, events, peaks = zip(*results)
+    for rank, its in enumerate(events):
+        if forgotten := [event for event in its if not event.ended_s]:
+            world.restart()  # it may still be under way, and must not meet the next check's
+            raise _not_waited_for(rank, forgotten[0])
+    return Ran(list(values), list(events), list(peaks))
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[World]:
+    """`size` ranks, which are ended after LIMIT_S. Raises CheckFailed for what went wrong there."""
     world = _world(size)
     too_late = threading.Timer(LIMIT_S, world.restart)
     too_late.start()
     try:
-        results = world.run(_one_rank, play, args)
+        yield world
     except RankInterrupt:
         raise
     except RankError as error:
@@ -73,12 +86,6 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     finally:
         too_late.cancel()
         too_late.join()
-    values, events, peaks = zip(*results)
-    for rank, its in enumerate(events):
-        if forgotten := [event for event in its if not event.ended_s]:
-            world.restart()  # it may still be under way, and must not meet the next check's
-            raise _not_waited_for(rank, forgotten[0])
-    return Ran(list(values), list(events), list(peaks))
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
@@ -98,7 +105,7 @@ def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
 def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
     comm = Comm()
     with listen() as events, PeakMemory() as memory:
-        value = play(comm, *args)
+        value = honest(play(comm, *args))
     return value, events, memory.peak_bytes
 
 
@@ -160,14 +167,10 @@ def _last_lines(trace: str) -> str:
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
-    """How the student's function moves data on `size` ranks, step by step; after `run` has shown
-    that it does not hang. Raises CheckFailed for an error on a rank."""
-    try:
-        return watch_collective(_world(size), collective, student, root)
-    except RankInterrupt:
-        raise
-    except RankError as error:
-        raise told(error) from None
+    """How the student's function moves data on `size` ranks, step by step, within the same time as
+    `run`. Raises CheckFailed for an error on a rank."""
+    with _limited(size) as world:
+        return watch_collective(world, collective, student, root)
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

@@ -106,8 +106,9 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return f"the mean of {dtype} has no exact result; sum and divide, or convert"
     try:
-        with here.carrying():
-            on_gpu or REDUCTIONS[op](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
-    except NotImplementedError:
-        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32"
+        with here.carrying():  # one element: on none torch runs no kernel, and knows every dtype
+            on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
+            on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
+    except RuntimeError:
+        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32 or float32"
     return ""

@@ -78,7 +78,16 @@ def student(source: Path) -> Notebook:
         stub = cell.metadata.pop("stub", None)
         if cell.cell_type == "code":
             cell.source = without_solutions(cell.source, stub)
+    _begin_without_predictions([x for x in notebook.cells if x.cell_type == "code"])
     return notebook
+
+
+def _begin_without_predictions(cells: list[Any]) -> None:
+    """A prediction that a student skips is an empty one, which says so when it is asked for."""
+    made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in cells]
+    new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
+    if new:
+        cells[0].source += f"\n{' = '.join(new)} = predict()  # nothing yet: for you, in step 3"
 
 
 def without_solutions(text: str, stub: str | None = None) -> str:

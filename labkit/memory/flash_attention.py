@@ -31,16 +31,13 @@ queries of h/g heads, c = its keys.
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import _get_current_function_mode_stack
-
-from labkit.precision.autocasting import autocast
 
 
 class FlashAttention(nn.Module):
@@ -76,11 +73,9 @@ def _uncast(run: Any) -> Any:
 
     @wraps(run)
     def inside(x: Tensor, *others: Any) -> Any:
-        with ExitStack() as off:
-            if torch.amp.is_autocast_available(x.device.type):
-                off.enter_context(torch.autocast(x.device.type, enabled=False))
-            if _get_current_function_mode_stack():  # labkit's may be among them
-                off.enter_context(autocast(enabled=False))
+        kind = x.device.type
+        has_autocast = torch.amp.is_autocast_available(kind)
+        with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
             return run(x, *others)
 
     return inside

@@ -74,15 +74,19 @@ def tensor_parallel(
 
     Raises ValueError where heads or widths do not divide over the ranks, naming the sizes that
     would; where nothing is found to cut, a layer was cut before, one has parameters that are not
-    known here, or parameters are tied that would not stay so; and in forward where a sequence does
+    known here, one would compute something else on a slice of its features (as one with a fused
+    gate does), or parameters are tied that would not stay so; and in forward where a sequence does
     not divide, or the ranks' inputs differ.
     """
     comm = Comm.of(comm)
-    check_fits(model, comm)
+    trials = check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
     tied = _names_of_one(model)
     layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
+    for trial in trials:
+        if trial.pending:
+            trial.layer.forward = trial
     for layer in layers:
         _cut_layer(layer, comm, sequence)
     layers += _cut_vocabulary(model, comm, sequence, gather_logits)

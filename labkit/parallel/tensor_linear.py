@@ -32,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import _get_current_function_mode_stack
 
 from labkit.comm import Comm
 from labkit.parallel.parts.conjugate import (
@@ -44,6 +43,7 @@ from labkit.parallel.parts.conjugate import (
     sum_scattered,
 )
 from labkit.parallel.parts.shards import Shard, mark_shard, marked_as
+from labkit.precision.autocasting import low_type_around
 
 
 class PieceOfLinear(nn.Module):
@@ -163,7 +163,7 @@ class OneInput:
 def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
     """The outputs of column-parallel layers of one input."""
     first = layers[0]
-    x = x.to(product_type(x, first.weight))  # before it travels and is kept, not after
+    x = x.to(low_type_around(x) or x.dtype)  # before it travels and is kept, not after
     pieces = [piece for layer in layers for piece in (layer.weight, layer.bias)]
     return _Columns.apply(x, first.comm, first.sequence, *pieces)
 
@@ -181,7 +181,9 @@ class _Columns(torch.autograd.Function):
         ctx.comm, ctx.sequence = comm, sequence
         ctx.set_materialize_grads(False)
         whole = gathered(x, comm, dim=1) if sequence else x
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+        ys = [F.linear(_rows(whole), w, b) for w, b in zip(weights, biases, strict=True)]
+        # No views, which an activation could not write to.
+        return tuple(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])) for y in ys)
 
     @staticmethod
     @once_differentiable
@@ -217,14 +219,6 @@ class _Columns(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def product_type(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The type in which F.linear multiplies them here: another than theirs under autocast."""
-    if torch.is_autocast_enabled(x.device.type) or _get_current_function_mode_stack():
-        with torch.no_grad():
-            return F.linear(x.new_empty(1, 1), weight.new_empty(1, 1)).dtype
-    return x.dtype
 
 
 # ---- pieces of parameters

@@ -10,21 +10,17 @@ several ops use is cast once in each region; the copy lives until the region end
 takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and saves activations.
 
 torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
-call of a torch function. Calls that are written in Python themselves, as
-F.multi_head_attention_forward, are looked into. Into those in C++ we cannot look: what the usual
-ones are made of stands in op_policy.py, and so does what stays in fp32.
+call of a torch function from Python. What is called inside of one that is on no list, as einsum or
+F.multi_head_attention_forward, torch's own autocast casts.
 
-torch's own switches are another thing: `torch.autocast("cpu", enabled=False)` inside our region
-turns nothing off, and `custom_fwd(cast_inputs=...)` does not know that one is on.
+There is one switch, torch's: a region sets it, and the mode casts where it is on. So torch.autocast
+inside a region, `custom_fwd(cast_inputs=...)` and torch.utils.checkpoint work as in torch's own.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
-from functools import partial
-from types import FunctionType
+from contextlib import ContextDecorator, ExitStack
 from typing import Any
 
 import torch
@@ -45,10 +41,8 @@ class autocast(ContextDecorator):
             of the device where it runs.
         enabled: False: ops run in the types of their inputs, also inside another region.
 
-    Call `backward` outside: it runs in the types that forward took. labkit's `recompute` enters the
-    region again for the part of forward that it runs; what else does so needs a region of its own.
-
-    It may be entered again and again, and stand before a function as a decorator.
+    Regions nest with each other and with torch.autocast: the innermost decides. A region may be
+    entered again, and decorate a function. Call `backward` outside: its types are forward's.
 
     Raises ValueError for a type that autocast or the device cannot take.
 
@@ -69,7 +63,7 @@ class autocast(ContextDecorator):
                 f"{dtype!r}), and without a device that of each op"
             )
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
-        self._entered: list[tuple[_Casting, list[_Casting]]] = []  # each with those around it
+        self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> "autocast":
         """For each call of a decorated function one of its own: threads may call it together."""
@@ -78,44 +72,39 @@ class autocast(ContextDecorator):
     def __enter__(self) -> None:
         if self.enabled:
             check_low_type(self.dtype, self.device_type)
-        around = _open_regions()
-        casts = around[-1].casts if around else {}
-        mode = _Casting(self.dtype, self.device_type, self.enabled, casts)
-        mode.__enter__()
-        for one in around:
-            one.regions_inside += 1  # the innermost region alone decides
-        self._entered.append((mode, around))
+        with ExitStack() as stack:
+            for kind in POLICIES:
+                if self.device_type in (None, kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))  # puts all back
+                    torch.set_autocast_enabled(kind, self.enabled)
+                    if self.enabled:
+                        torch.set_autocast_dtype(kind, self.dtype)
+            if self.enabled and not _open_regions():
+                stack.enter_context(_Casting())
+            self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        mode, around = self._entered.pop()
-        mode.__exit__(*error)
-        for one in around:
-            one.regions_inside -= 1
+        self._entered.pop().close()
 
 
 class _Casting(TorchFunctionMode):
-    """Casts the inputs of each torch function that is called while it is on."""
+    """Casts the inputs of each torch function that is called where torch's autocast is on."""
 
-    def __init__(self, dtype: torch.dtype, device_type: str | None, enabled: bool, casts: Casts):
+    def __init__(self) -> None:
         super().__init__()
-        self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
-        self.casts = casts  # of weights, shared with the regions inside
-        self.entered_again = partial(autocast, dtype, device_type, enabled=enabled)  # by recompute
-        self.regions_inside = 0  # regions that are open inside this one
-        self._open: list[Callable[..., Any]] = []  # functions that are being looked into
+        self.dtype = torch.bfloat16  # the low type of the present call
+        self.casts: Casts = {}  # of weights
+        self.entered_again = _Casting  # by recompute, with no copy of the first time
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.enabled or self.regions_inside:
-            return func(*args, **kwargs)
-        if isinstance(func, FunctionType) and func not in self._open:
-            return self._look_into(func, args, kwargs)
-        floats = [x for x in _tensors((args, kwargs)) if self._may_be_cast(x)]
+        floats = [x for x in _tensors((args, kwargs)) if _may_be_cast(x)]
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        match POLICIES[floats[0].device.type].of_call(op := _name(func), args, kwargs):
+        self.dtype = torch.get_autocast_dtype(floats[0].device.type)
+        match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
             case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told
@@ -132,24 +121,12 @@ class _Casting(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*self._all_cast(args, to), **self._all_cast(kwargs, to))
 
-    def _look_into(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run a function that is written in Python, and see what it calls."""
-        self._open.append(func)
-        try:
-            with self:
-                return _opened(func)(*args, **kwargs)
-        finally:
-            self._open.pop()
-
-    def _may_be_cast(self, x: torch.Tensor) -> bool:
-        device = x.device.type
-        here = device in POLICIES and self.device_type in (None, device)
-        return here and x.is_floating_point() and x.dtype != torch.float64
-
     def _all_cast(self, thing: Any, to: torch.dtype) -> Any:
         """Each tensor in nested lists, tuples and dicts, cast."""
         if isinstance(thing, torch.Tensor):
-            return self._cast(thing, to) if self._may_be_cast(thing) else thing
+            if not _may_be_cast(thing):
+                return thing
+            return self._cast(thing, to) if torch.is_autocast_cache_enabled() else thing.to(to)
         if type(thing) in (list, tuple):
             return type(thing)(self._all_cast(x, to) for x in thing)
         if type(thing) is dict:
@@ -174,16 +151,15 @@ def _open_regions() -> list[_Casting]:
 
 
 def low_type_around(x: torch.Tensor) -> torch.dtype | None:
-    """That in which a region around this line, ours or torch's, runs products of `x`; None where
-    it runs them in x's own type."""
-    if not x.is_floating_point() or x.dtype == torch.float64:
-        return None
-    ours, device = _open_regions(), x.device.type
-    if ours and ours[-1].enabled and ours[-1]._may_be_cast(x):
-        return ours[-1].dtype
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+    """The type in which a region around this line, ours or torch's, runs products of `x`; None
+    where it runs them in x's own type."""
+    kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
+    on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def _may_be_cast(x: torch.Tensor) -> bool:
+    return x.device.type in POLICIES and low_type_around(x) is not None
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:
@@ -203,19 +179,6 @@ def _name(func: Callable[..., Any]) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
     return name.removeprefix("special_")
-
-
-@functools.cache
-def _opened(func: FunctionType) -> FunctionType:
-    """`func`, without its first question: whether a mode wants to see it as a whole."""
-    asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    blind = {name: lambda *_: False for name in asked if name in func.__globals__}
-    copy = FunctionType(
-        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__,
-        func.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from labkit.precision.autocasting import autocast, low_type_around
+from labkit.precision.autocasting import low_type_around
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # compute capability from which a GPU multiplies 8 bits
@@ -160,7 +160,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self._check_runs_once()
         dtype = low_type_around(x) or x.dtype
-        with autocast(enabled=False), torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, self.in_features)
             y = _Product.apply(rows, self.weight, self, dtype)
             y = y.view(*x.shape[:-1], self.out_features)

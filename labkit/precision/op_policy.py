@@ -23,15 +23,11 @@ device. Where it matters:
 of softmax and layer_norm compute in fp32 inside. The GPU's lists were made for fp16, whose largest
 number, 65504, exp(12) exceeds.
 
-Calls of which we do not see what is inside run as they come: nn.LSTM and other RNNs, scripted
-modules, `torch.ops.aten...`, the fast path of TransformerEncoderLayer in eval. An einsum of three
-operands or more runs as a whole in one type, where torch's goes pair by pair; and an index of size
-1 counts as any other, which torch's takes for none.
+A call that is on no list, or that our mode does not see (scripted modules, `torch.ops.aten...`), is
+left to torch's own autocast: it looks into RNNs, einsum and whatever else is made of these ops.
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,6 @@ class OpPolicy:
                 return name
         return "as it comes"
 
-    def of_call(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """As `of`; where `op` is on no list, by what these arguments make of it."""
-        found = self.of(op)
-        return found if found != "as it comes" else self.of(made_of(op, args, kwargs))
-
 
 def _ops(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -66,32 +57,6 @@ PRODUCTS = _ops("""
 """)
 # One call in Python, products inside: torch's autocast sees these, we see the call.
 OF_PRODUCTS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
-
-
-def made_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The op that a call comes down to, where its arguments say which; else `op`."""
-    match op:
-        case "einsum":
-            return _of_einsum(args[0])
-        case "inner":
-            dims = {x.dim() for x in args[:2]}
-            return "mul" if 0 in dims else "dot" if dims == {1} else "tensordot"
-        case "pad":
-            pad, mode = [*args[1:3], *(kwargs[key] for key in ("pad", "mode") if key in kwargs)]
-            kinds = {"reflect": "reflection_pad", "replicate": "replication_pad"}
-            return f"{kinds[mode]}{len(pad) // 2}d" if mode in kinds else "pad"
-    return op
-
-
-def _of_einsum(equation: str) -> str:
-    """ij,jk->ik is a product of matrices: two operands share an index that is summed over. Others
-    multiply element by element, or sum, or only look in another order."""
-    inputs, arrow, output = equation.partition("->")
-    letters = Counter(filter(str.isalpha, inputs))
-    kept = set(output) if arrow else {letter for letter, times in letters.items() if times == 1}
-    operands = Counter(letter for one in inputs.split(",") for letter in set(one))
-    summed = [operands[letter] for letter in letters.keys() - kept]
-    return "bmm" if any(count > 1 for count in summed) else "sum" if summed else "mul"
 
 
 LOSSES = _ops("""

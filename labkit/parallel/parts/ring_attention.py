@@ -37,7 +37,6 @@ Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e he
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ from torch.autograd.function import once_differentiable
 from labkit.comm import Comm
 from labkit.memory.flash_attention import check_fit, flash_backward, flash_forward
 from labkit.parallel.parts.zigzag import check_splits
-from labkit.precision.autocasting import autocast
 
 TILE = 128
 
@@ -83,7 +81,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
-        with _no_casts(q):
+        with torch.autocast(q.device.type, enabled=False):  # products in the types given
             for owner, block in _around(torch.stack([k, v]), comm):
                 rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
@@ -155,11 +153,3 @@ def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> No
     out *= torch.exp(logsum - both).unsqueeze(-1)
     out += part * torch.exp(part_logsum - both).unsqueeze(-1)
     logsum.copy_(both)
-
-
-def _no_casts(x: Tensor) -> ExitStack:
-    """Inside a region of autocast, too, products are in the types given here."""
-    stack = ExitStack()
-    stack.enter_context(autocast(enabled=False))
-    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    return stack

@@ -15,6 +15,7 @@ from labkit.comm import CollectiveMismatch, Comm
 from labkit.comm.words import ranks_in_words
 from labkit.memory.conditions import generators
 from labkit.parallel.parts.random_state import draws
+from labkit.parallel.parts.split_trial import SplitTrial
 from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -36,8 +37,9 @@ def columns_and_rows(layer: Any) -> tuple[list[str], str]:
     return ["gate", "up"] if hasattr(layer, "gate") else ["up"], "down"
 
 
-def check_fits(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError where a layer cannot be cut, or none is to be."""
+def check_fits(model: nn.Module, comm: Comm) -> list[SplitTrial]:
+    """Raises ValueError where a layer cannot be cut, or none is to be. Returns the layers' trials:
+    those still pending are to be made on the first real input."""
     layers = {path: one for path, one in model.named_modules() if is_attention(one) or is_mlp(one)}
     for path, layer in layers.items():
         columns, row = columns_and_rows(layer)
@@ -59,6 +61,7 @@ def check_fits(model: nn.Module, comm: Comm) -> None:
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
+    return [SplitTrial(n, x, *columns_and_rows(x), comm.size) for n, x in layers.items()]
 
 
 def _check_no_others(path: str, layer: nn.Module, known: Sequence[str]) -> None:
@@ -106,6 +109,12 @@ def _check_plain(path: str, layer: nn.Module) -> None:
         raise ValueError(
             f"{path} is a {type(layer).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
             "and edit in other ways afterwards"
+        )
+    changed = any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks"))
+    if changed or "forward" in vars(layer):
+        raise ValueError(
+            f"{path} has hooks or a forward of its own, which the layers that take its place would "
+            "not call; cut first, then add these"
         )
 
 

@@ -11,8 +11,8 @@ Of y only its place in the graph is kept (torch's GradientEdge), from which back
 memory goes when it is sent, if no operation has saved it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import _get_current_function_mode_stack
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
@@ -28,7 +27,6 @@ from labkit.parallel.parts.agreement import Unchanged, owner_of
 from labkit.parallel.parts.deferred_weights import Later, deferring, run_later
 from labkit.parallel.parts.weight_versions import WeightVersions
 from labkit.parallel.parts.zero3_passes import running_backward
-from labkit.precision.autocasting import autocast
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each
@@ -183,14 +181,7 @@ class VirtualStage:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
 
 
-@contextmanager
-def _without_autocast(x: Tensor) -> Iterator[None]:
+def _without_autocast(x: Tensor) -> torch.autocast:
     """Backward runs in the types that forward took: autocast, torch's and labkit's, is around
     forward alone. (What is computed again is cast again, see memory/conditions.py.)"""
-    kind = x.device.type
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if _get_current_function_mode_stack():
-            stack.enter_context(autocast(enabled=False))
-        yield
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,532 @@
+"""Model edits and autocast on modules as torch users write them: they compute what torch does, or
+one sentence names the module and says what to do."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from labkit import (
+    Comm,
+    RankError,
+    World,
+    autocast,
+    dry_run,
+    full_state_dict,
+    recompute,
+    tensor_parallel,
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2, device="cpu") as two:
+        yield two
+
+
+LOW = torch.bfloat16
+REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
+
+# ---- autocast: a torch.autocast inside a labkit.autocast
+
+
+class Attention(nn.Module):
+    """With the rotary embedding of transformers' Llama: its angles are computed in fp32."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        inv_freq = 10_000.0 ** -(torch.arange(0, width // heads, 2) / (width // heads))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(x.shape[1])[None, None].float()
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            freqs = (self.inv_freq[None, :, None] @ positions).transpose(1, 2)
+            emb = torch.cat((freqs, freqs), -1)
+            return emb.cos().to(x.dtype), emb.sin().to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.angles(x)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for y in self.qkv(x).chunk(3, -1))  # fmt: skip
+
+        def turned(y: Tensor) -> Tensor:
+            low, high = y.chunk(2, -1)
+            return y * cos + torch.cat((-high, low), -1) * sin
+
+        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def run(
+    region: Callable[..., Any], model: nn.Module, x: Tensor, around: Any = None
+) -> list[Tensor]:
+    """The output and all gradients; backward runs outside of the region."""
+    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    with region():
+        y = around(model, x) if around else model(x)
+    y.float().square().sum().backward()
+    found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    return [g for g in found if g is not None]
+
+
+def same_as_torchs(model: nn.Module, x: Tensor, around: Any = None) -> bool:
+    mine, its = (run(REGIONS[name], model, x, around) for name in ("labkit", "torch"))
+    assert len(mine) == len(its) > 1
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(1, 1500, 16)
+    with autocast():
+        cos, _ = model.angles(x)
+    assert torch.equal(cos, model.angles(x)[0])
+    assert same_as_torchs(model, x)
+
+
+class Switches(nn.Module):
+    """Products under each kind of switch. `c` is used in one type only, and x is no leaf:
+    torch's cache of casts does not tell bfloat16 from float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    @torch.autocast("cpu", enabled=False)
+    def _off(self, x: Tensor) -> Tensor:
+        return self.a(x.float())
+
+    @torch.autocast("cpu", torch.float16)
+    def _half(self, x: Tensor) -> Tensor:
+        return self.c(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        ys = [self.a(x), self._off(x), self._half(x)]
+        with torch.autocast("cpu", enabled=False):
+            ys.append(self.b(x))
+            with torch.autocast("cpu", torch.float16):
+                ys += [self.c(x), self._off(x)]
+            with torch.autocast("cpu", enabled=True, cache_enabled=False):
+                ys += [self.b(x), self.b(x)]
+            ys.append(x @ self.a.weight)
+        ys.append(self.a(x))
+        self.types = [y.dtype for y in ys]
+        return torch.stack([y.float() for y in ys])
+
+
+def test_torchs_switches_inside_work_nested_and_as_decorators() -> None:
+    torch.manual_seed(0)
+    model, x = Switches(), torch.randn(4, 8)
+    assert same_as_torchs(model, x)
+    with autocast():
+        model(x)
+    fp32, fp16 = torch.float32, torch.float16
+    assert model.types == [LOW, fp32, fp16, fp32, fp16, fp32, LOW, LOW, fp32, LOW]
+
+
+class Squared(torch.autograd.Function):
+    """As extensions with kernels of their own do it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), x.t() @ grads[0]
+
+
+class WithSquared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(super().forward(x), self.weight)
+
+
+def test_custom_fwd_sees_the_region() -> None:
+    torch.manual_seed(0)
+    assert same_as_torchs(WithSquared(8, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [Attention, Switches])
+def test_torchs_checkpoint_computes_again_in_the_same_types(kind: Any, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    x = torch.randn(2, 5, 16 if kind is Attention else 8)
+    again = partial(checkpoint, use_reentrant=reentrant)
+    assert same_as_torchs(model, x, again)
+    plain, kept = run(autocast, model, x), run(autocast, model, x, again)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Attention, Switches])
+def test_recompute_keeps_torchs_switches(kind: Any) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 5, 16 if kind is Attention else 8)
+    plain, again = (run(autocast, model, x, around) for around in (None, recompute))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_what_is_inside_of_ops_in_cpp_is_cast_as_torchs_does() -> None:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(8, 8, batch_first=True)
+    assert same_as_torchs(lstm, torch.randn(2, 3, 8), lambda model, x: model(x)[0])
+    assert same_as_torchs(nn.Linear(8, 8), torch.randn(2, 8), lambda model, x: torch.ops.aten.mm(
+        x, model.weight))  # fmt: skip
+
+
+def states() -> list[Any]:
+    kinds = ("cpu", "cuda")
+    found = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return [*found, torch.is_autocast_cache_enabled()]
+
+
+def test_a_region_leaves_torchs_switches_as_they_were() -> None:
+    before = states()
+    with pytest.raises(KeyError), autocast(torch.float16):
+        assert states()[0] == (True, torch.float16)
+        with autocast(enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+        raise KeyError
+    with torch.autocast("cpu", torch.float16):
+        inside = states()
+        with autocast(LOW):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == LOW
+        assert states() == inside
+        with autocast(enabled=False):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with pytest.raises(ValueError, match="cannot run ops in"), autocast(torch.float32):
+        pass
+    assert states() == before
+
+
+# ---- reductions of dtypes that torch computes for some sizes only
+
+
+def reduced(dtype: torch.dtype, op: Any, numel: int) -> tuple[str, float]:
+    comm = Comm()
+    x = torch.ones(numel).to(dtype)
+    with pytest.raises(ValueError) as caught:
+        comm.all_reduce(x, op)
+    comm.all_reduce(after := torch.ones(3))
+    return str(caught.value), after[0].item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "sizes"),
+    [
+        (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
+        (torch.float8_e5m2, "product", (1, 0)),
+        (torch.complex32, "mean", (1, 5)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
+    world: World, dtype: torch.dtype, op: str, sizes: tuple[int, ...]
+) -> None:
+    for numel in sizes:
+        for message, after in world.run(reduced, dtype, op, numel):
+            assert f"torch knows no {op} of {dtype}; convert it first" in message
+            assert after == 2.0, "the group is as good as before"
+
+
+# ---- tensor_parallel: what is not understood is refused, by name
+
+
+class Layer(nn.Module):
+    """An MLP of 8 features and 24 hidden ones."""
+
+    def __init__(self, up: int = 24, down: int = 24) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, up), nn.Linear(down, 8)
+
+
+class FusedGate(Layer):
+    def __init__(self) -> None:
+        super().__init__(up=48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        return self.down(F.silu(a) * b)
+
+
+class LowRank(nn.Module):
+    """As an adapter: down to a few features, and up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x))
+
+
+class Interleaved(FusedGate):
+    """Gate and up take turns: each rank's slice has whole pairs, so it can be cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(F.silu(a) * b)
+
+
+def mlp(code: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
+    return type("Custom", (Layer,), {"forward": code})
+
+
+class Heads(nn.Module):
+    def __init__(self, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.head_width = 4
+        self.q, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.k, self.v = nn.Linear(8, 4 * kv_heads), nn.Linear(8, 4 * kv_heads)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x)))
+
+
+class FixedHeads(Heads):
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+class HeadsLast(Heads):
+    """The features of a head do not lie side by side."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.head_width, -1)).permute(0, 3, 1, 2)
+
+
+class Grouped(Heads):
+    how = "repeat_interleave"
+
+    def __init__(self) -> None:
+        super().__init__(kv_heads=2)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.how == "repeat":
+            return super().core(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)))
+        return super().core(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
+
+
+class Tiled(Grouped):
+    how = "repeat"
+
+
+class Slopes(Heads):
+    """A bias for each head, in a buffer that has all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.arange(4.0)[:, None, None])
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().core(q * self.slopes, k, v)
+
+
+class NormedHeads(Heads):
+    """A norm of each head is one's own affair, of all heads together not."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return F.layer_norm(super().split(x), (self.head_width,))
+
+
+class NormedWidth(Heads):
+    def split(self, x: Tensor) -> Tensor:
+        return super().split(F.layer_norm(x, x.shape[-1:]))
+
+
+class Rotary(Heads):
+    """It takes more than x, so that it is tried on the first real input."""
+
+    wrong = False
+
+    def forward(self, x: Tensor, cos: Tensor, *, scale: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = q.flip(-1) if self.wrong else q
+        return self.core(self.split(q) * cos, self.split(k) * cos * scale, self.split(v))
+
+
+class WrongRotary(Rotary):
+    wrong = True
+
+
+class Around(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, Rotary):
+            return x + self.layer(x, torch.linspace(0, 1, 4), scale=torch.tensor(0.5))
+        return x + self.layer(x)
+
+
+class WithoutBiases(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.bias = self.down.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x), inplace=True)).mul_(2)
+
+
+HAND = "cut it by hand with ColumnParallelLinear"
+REFUSED = {
+    "fused gate": (FusedGate, "computes something else on a slice"),
+    "down before up": (LowRank, "a slice of the features from up to down"),
+    "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
+    "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
+    "norm of what is there": (
+        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice",
+    ),
+    "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
+    "hidden added to x": (
+        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs",
+    ),
+    "scaled by x": (
+        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs",
+    ),
+    "hidden in the output": (
+        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on",
+    ),
+    "weight used directly": (
+        mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up",
+    ),
+    "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
+    "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
+    "fixed heads": (FixedHeads, "from q, k, v to out"),
+    "heads last": (HeadsLast, "something else on a slice"),
+    "tiled groups": (Tiled, "something else on a slice"),
+    "slopes of all heads": (Slopes, "forward fails on a slice"),
+    "norm of all heads": (NormedWidth, "something else on a slice"),
+    "on the first input": (WrongRotary, "something else on a slice"),
+    "no forward": (lambda: nn.ModuleDict(dict(Layer().named_children())), "it has no forward"),
+}  # fmt: skip
+
+
+def refusal(make: Callable[[], nn.Module]) -> str:
+    torch.manual_seed(0)
+    model = Around(make())
+    with pytest.raises(ValueError) as caught:
+        tensor_parallel(model, Comm())
+        model(torch.randn(2, 3, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layer_that_would_compute_something_else_is_refused_by_name(
+    world: World, name: str
+) -> None:
+    make, words = REFUSED[name]
+    for message in world.run(refusal, make):
+        assert message.startswith("tensor_parallel cannot cut layer, a ") and words in message
+        assert HAND in message
+
+
+CUT = {
+    "plain": mlp(lambda m, x: m.down(F.gelu(m.up(x)))),
+    "square, in place": mlp(lambda m, x: m.down(m.up(x).relu_().square())),
+    "in place, without biases": WithoutBiases,
+    "used twice": mlp(lambda m, x: m.down(m.up(m.down(F.relu(m.up(x)))).tanh())),
+    "two inputs": mlp(lambda m, x: m.down(F.relu(m.up(x)) * m.up(x * 2))),
+    "residual inside": mlp(lambda m, x: x.mul(2) + m.down(F.silu(m.up(F.layer_norm(x, (8,)))))),
+    "interleaved gate": Interleaved,
+    "attention": Heads,
+    "grouped": Grouped,
+    "norm of a head": NormedHeads,
+    "more inputs": Rotary,
+}
+
+
+def trained(make: Callable[[], nn.Module], cut: bool) -> tuple[dict[str, Tensor], Tensor, Any]:
+    torch.manual_seed(0)
+    model: Any = Around(make()).double().train()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    state = torch.get_rng_state()
+    if cut:
+        tensor_parallel(model, Comm())
+        assert all(one.training for one in model.modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (y := model(x)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(state, torch.get_rng_state()), "the trial drew random numbers of the user's"
+    weights = full_state_dict(model) if cut else model.state_dict()
+    return weights, y.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_layer_that_can_be_cut_trains_as_in_one_process(world: World, name: str) -> None:
+    weights, y, grad = trained(CUT[name], cut=False)
+    for found, its_y, its_grad in world.run(trained, CUT[name], True):
+        assert torch.allclose(its_y, y, rtol=1e-10, atol=1e-11)
+        assert torch.allclose(its_grad, grad, rtol=1e-10, atol=1e-11)
+        assert found.keys() == weights.keys()
+        assert all(torch.allclose(found[n], weights[n], rtol=1e-10, atol=1e-11) for n in weights)
+
+
+@pytest.mark.parametrize("name", ["fused gate", "tiled groups", "down before up"])
+def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
+    def step() -> None:
+        tensor_parallel(Around(REFUSED[name][0]()), Comm())
+
+    with pytest.raises(Exception, match="tensor_parallel cannot cut layer"):
+        dry_run(step, ranks=2, step=0)
+
+
+def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
+    def step() -> list[int]:
+        model = tensor_parallel(Around(Rotary()), Comm())
+        model(torch.randn(2, 3, 8)).sum().backward()
+        with torch.device("meta"):
+            meta: Any = tensor_parallel(Around(Heads()).bfloat16(), Comm())
+        assert meta.layer.q.weight.shape == (8, 8)
+        return []
+
+    dry_run(step, ranks=2, step=0)
+
+
+def test_with_one_rank_any_layer_stays_as_it_is() -> None:
+    def run() -> bool:
+        torch.manual_seed(0)
+        model, x = Around(FusedGate()), torch.randn(2, 3, 8)
+        right = model(x)
+        return torch.equal(tensor_parallel(model, Comm())(x), right)
+
+    with World(1) as one:
+        assert one.run(run) == [True]
+
+
+def test_a_hook_on_a_layer_that_is_replaced_is_refused(world: World) -> None:
+    def run(what: str) -> None:
+        model: Any = Around(Layer())
+        if what == "hook":
+            model.layer.up.register_forward_hook(lambda *_: None)
+        else:
+            model.layer.up.forward = lambda x: 2 * x
+        tensor_parallel(model, Comm())
+
+    for what in ("hook", "forward"):
+        with pytest.raises(RankError, match=r"layer\.up has hooks or a forward of its own"):
+            world.run(run, what)

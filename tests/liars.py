@@ -1,6 +1,7 @@
 """Wrong values that agree with whatever they are compared with, and answers that return them."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,16 @@ def changed(value: Any, lies: bool) -> Any:
 
 
 def wrong(answer: Callable[..., Any], lies: bool) -> Callable[..., Any]:
-    """`answer`, which returns what is `changed`."""
+    """`answer`, which returns, or yields, what is `changed`."""
+
+    if inspect.isgeneratorfunction(answer):
+
+        @functools.wraps(answer)
+        def each(*args: Any, **kwargs: Any) -> Any:
+            for value in answer(*args, **kwargs):
+                yield changed(value, lies)
+
+        return each
 
     @functools.wraps(answer)
     def play(*args: Any, **kwargs: Any) -> Any:

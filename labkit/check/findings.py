@@ -119,7 +119,9 @@ def honest(thing: Any) -> Any:
             if base in (list, tuple, dict):
                 old = list(exact(thing))
                 new = [honest(one) for one in old]
-                return thing if known and all(map(operator.is_, old, new)) else base(new)
+                if known and all(map(operator.is_, old, new)):
+                    return thing
+                return tuple.__new__(type(thing), new) if known and base is tuple else base(new)
             with torch._C.DisableTorchFunctionSubclass():
                 return thing if known else exact(thing)
     return thing

@@ -73,10 +73,9 @@ def tensor_parallel(
     With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
 
     Raises ValueError where heads or widths do not divide over the ranks, naming the sizes that
-    would; where nothing is found to cut, a layer was cut before, one has parameters that are not
-    known here, one would compute something else on a slice of its features (as one with a fused
-    gate does), or parameters are tied that would not stay so; and in forward where a sequence does
-    not divide, or the ranks' inputs differ.
+    would; where nothing is found to cut, a layer was cut before, has parameters that are not known
+    here, or computes something else on a slice of its features (as with a fused gate), or tied
+    parameters would not stay so; in forward where a sequence does not divide or inputs differ.
     """
     comm = Comm.of(comm)
     trials = check_fits(model, comm)

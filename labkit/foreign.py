@@ -68,5 +68,5 @@ def markup(text: object) -> str:
 
 
 def literal(text: str) -> str:
-    """`text` for matplotlib, which then sets no formula between two $."""
-    return text.replace("$", r"\$")
+    """`plain(text)` in one line for matplotlib, which then sets no formula between two $."""
+    return " ".join(plain(text).split()).replace("$", r"\$")

@@ -127,7 +127,7 @@ def read_sweep(path: str | Path) -> Sweep:
         for point in points:
             for name, kind in Point.__annotations__.items():
                 if not isinstance(getattr(point, name), kind):
-                    raise ValueError(f"{name} is {getattr(point, name)!r}")
+                    raise ValueError(f"a {name} is of another type")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
         return Sweep(points, dict(told["about"]))

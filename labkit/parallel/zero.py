@@ -188,12 +188,10 @@ class ZeroOptimizer(NotCopyable, StandIns):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._sends.forget()
-        zeros = [] if set_to_none else [p for p in self._bucket_of if p.grad is not None]
-        super().zero_grad()
-        for p in zeros:
-            p.grad = torch.zeros_like(p)
+        if set_to_none:
+            super().zero_grad()
         for bucket in self._buckets:
-            bucket.forget_gradients()
+            bucket.forget_gradients() if set_to_none else bucket.zero_gradients()
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
         """The averaged gradients that this rank owns, flat, to be read or scaled in place, and

@@ -176,6 +176,13 @@ class ZeroBucket:
         """For `zero_grad`, which has done so with the parameters' own."""
         self.in_pieces = {}
 
+    def zero_gradients(self) -> None:
+        """For `zero_grad(set_to_none=False)`: in place, without new memory."""
+        by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
+        for x in (self.averaged, self.gradients, *by_hand):
+            if x is not None:
+                x.zero_()
+
     # --- parameters that other ranks of a pipeline have, too: tied.py ---
 
     def put_aside(self) -> None:
@@ -293,6 +300,10 @@ class FreeingBucket(ZeroBucket):
     def sum_copies(self, copies: Any) -> None:
         super().sum_copies(copies)
         self.averaged_for.update(self.parameters)
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self._stepped_on = False
 
     def forget_gradients(self) -> None:
         super().forget_gradients()

@@ -62,6 +62,11 @@ def plain(text: object) -> str:
     )
 
 
+def brief(error: object) -> str:
+    """As much of an error's text as a sentence about a file has room for."""
+    return plain(error)[:500]
+
+
 def markup(text: object) -> str:
     """`plain(text)` for rich, which then takes no [tag] in it as its own."""
     return escape(plain(text))

@@ -793,11 +793,24 @@ def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path)
 
 
 def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) -> None:
+    def leave_one_waiting() -> None:
+        if Comm().rank:
+            raise ValueError("while rank 0 waits")
+        Comm().barrier()
+
     with record():
         with pytest.raises(RankError):
-            world.run(lambda: 1 / 0)
+            world.run(leave_one_waiting)
         with pytest.warns(UserWarning, match="records no more"):
             assert world.run(lambda: 1) == [1, 1, 1]
+
+
+def test_after_an_exception_that_keeps_the_ranks_recording_goes_on(world: World) -> None:
+    with record() as trace:
+        with pytest.raises(RankError, match="All ranks keep"):
+            world.run(lambda: 1 / 0)
+        world.run(lambda: Comm().all_reduce(torch.ones(2)))
+    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
 
 
 def test_under_torchrun_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

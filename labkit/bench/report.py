@@ -7,6 +7,7 @@ from rich.table import Table
 
 from labkit.bench.fits import Fit
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
+from labkit.foreign import markup
 
 TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 
@@ -14,13 +15,13 @@ TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 def tables(sweep: Sweep) -> list[Table]:
     """What nccl-tests prints, one table for each operation and number of ranks, and two columns
     more: time over that of the backend's own, busbw over the rate at which memory is copied."""
-    backend = sweep.about.get("backend", "backend")
+    backend = markup(sweep.about.get("backend", "backend"))
     shown = []
     for op, n, points in sweep.tables():
         table = Table(
             title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=_caption(points, sweep), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
-            title_justify="left", caption_justify="left", show_edge=False,
+            caption=markup(_caption(points, sweep)), box=SIMPLE, pad_edge=False, show_edge=False,
+            padding=(0, 1, 0, 0), title_justify="left", caption_justify="left",
         )  # fmt: skip
         for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
             table.add_column(
@@ -30,7 +31,7 @@ def tables(sweep: Sweep) -> list[Table]:
             table.add_column(name, justify="right")
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
-                *_cells(point), end_section=point.size_bytes != after.size_bytes,
+                *map(markup, _cells(point)), end_section=point.size_bytes != after.size_bytes,
                 style="bold" if point.algorithm == DEFAULT else None,
             )  # fmt: skip
         shown.append(table)

@@ -13,13 +13,14 @@ No torch here.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.foreign import read_file
+from labkit.foreign import brief, plain, read_file
 
 FORMAT = 1
 WHAT = "sweep of collectives"
@@ -38,6 +39,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 }
 PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n parts
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+POSITIVE = ("ranks", "size_bytes", "count", "time_s", "copy_s")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
 
 
@@ -126,15 +128,18 @@ def read_sweep(path: str | Path) -> Sweep:
         points = [Point(**point) for point in told["points"]]
         for point in points:
             for name, kind in Point.__annotations__.items():
-                if not isinstance(getattr(point, name), kind):
+                value = getattr(point, name)
+                if not isinstance(value, kind) or plain(value) != str(value):
                     raise ValueError(f"a {name} is of another type")
+                if name in POSITIVE and not 0 < value < math.inf:
+                    raise ValueError(f"a {name} is {value}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
         return Sweep(points, dict(told["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} holds no sweep that this labkit can read ({error}); write one with labkit "
-            "bench collectives --save FILE.json"
+            f"{path} holds no sweep that this labkit can read ({brief(error)}); write one with "
+            "labkit bench collectives --save FILE.json"
         ) from None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 from labkit.comm.words import ranks_in_words
-from labkit.foreign import read_file
+from labkit.foreign import brief, read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
 GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
@@ -209,8 +209,8 @@ def read_table(path: str | Path) -> dict[str, Any]:
             raise ValueError(problem)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no table of algorithms: {error}. Write one with labkit bench collectives "
-            f"--fit --table FILE, or unset {TABLE_VARIABLE} to have labkit's own"
+            f"{path} is no table of algorithms: {brief(error)}. Write one with labkit bench "
+            f"collectives --fit --table FILE, or unset {TABLE_VARIABLE} to have labkit's own"
         ) from None
     return dict(table)
 

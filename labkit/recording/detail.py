@@ -123,15 +123,16 @@ class Detail:
                 self._enter(thing, OTHER)
             elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
                 self._know(thing)
-        self._resizes.start()
-        self._counting = True
         self._ledger.measure_again()
+        self._resizes.start()
         self._mode.__enter__()
+        self._counting = True
 
     def end(self) -> None:
-        self._counting = False
-        self._resizes.stop()
-        self._mode.__exit__(None, None, None)
+        if self._counting:
+            self._counting = False
+            self._resizes.stop()
+            self._mode.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 
@@ -149,7 +150,10 @@ class Detail:
             self._enter(parameter.grad, GRADIENTS, move=True)
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
             self._known.add(id(parameter))
-            hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
+            hook = torch.Tensor.register_post_accumulate_grad_hook(
+                parameter, self._gradient_is_there
+            )
             self._hooks.append(hook)
 
     def enter_state(self, optimizer: Any) -> None:

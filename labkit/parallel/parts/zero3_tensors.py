@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = torch.Tensor
@@ -18,7 +19,8 @@ class UngatheredParameter(torch.Tensor):
     _is_param = True  # as in ShardedParameter
 
     def __new__(cls, parameter: T, gather_unit: Any) -> Any:
-        self: Any = T._make_subclass(cls, torch.empty(0))
+        with _disable_current_modes():  # it holds no numbers, in a dry run neither
+            self: Any = T._make_subclass(cls, torch.empty(0))
         self.parameter, self.gather_unit = parameter, gather_unit
         return self
 

@@ -63,6 +63,10 @@ def remembers(world: World) -> bool:
         "1 / 0 if rank == 1 else comm.rank",
         "if rank > 0: raise ValueError(rank)",
         "comm.barrier()\n[][1]",
+        "dist.all_reduce(torch.ones(2))\n[][1]",
+        "if rank < 2: (dist.recv if rank else dist.send)(torch.ones(2), 1 - rank)\n[][1]",
+        "if rank < 2: (dist.irecv if rank else dist.isend)(torch.ones(2), 1 - rank).wait()\n[][1]",
+        "pair = dist.new_group([0, 1])\nif rank < 2: dist.barrier(pair)\n[][1]",
         "class Lock(Exception):\n    def __reduce__(self): raise TypeError\nraise Lock",
         "import threading\nthreading.Lock()",
         "(x for x in range(3))",
@@ -115,6 +119,12 @@ def test_ranks_that_still_compute_are_waited_for(world: World) -> None:
         "if rank == 0: comm.isend(torch.ones(2), 1)\nraise ValueError",
         "if rank == 0: comm.broadcast(torch.ones(2), 0, async_op=True)\nraise ValueError",
         "comm.all_reduce(torch.ones(2 + rank))",
+        # torch's own operations, which no board sees
+        "if rank == 0: work = dist.all_reduce(torch.ones(2), async_op=True)\nraise ValueError",
+        "if rank == 1: work = dist.irecv(torch.ones(2), 0)\nraise ValueError",
+        "if rank == 0: work = dist.isend(torch.ones(2), 1)\nelse: 1 / 0",
+        "work = dist.irecv(torch.ones(2), (rank + 1) % 3)\nraise ValueError",
+        "pair = dist.new_group([0, 1])\nif rank == 1: dist.barrier(pair, async_op=True)\n1 / 0",
     ],
 )
 def test_an_operation_in_flight_costs_the_variables_and_says_so(world: World, source: str) -> None:

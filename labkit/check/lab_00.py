@@ -7,6 +7,7 @@ import torch
 
 from labkit.check.exercise import Score, exercise
 from labkit.check.findings import equal, fail
+from labkit.check.movements import only_messages
 from labkit.check.ranks import run
 
 Student = Callable[..., Any]
@@ -61,13 +62,7 @@ def my_broadcast(student: Student) -> Iterator[str]:
             return x
 
         ran = run(size, play)
-        for rank, ops in enumerate(ran.ops):
-            if others := [op for op in ops if op not in ("send", "recv")]:
-                fail(
-                    f"rank {rank} calls {others[0]}.",
-                    expected="send and recv alone",
-                    hint="The collective is what you are building.",
-                )
+        only_messages(ran, "send and recv")
         hint = "`recv` writes into the tensor that it is given: give it x itself."
         equal(ran.values, [torch.arange(5.0)] * size, what=f"of {size} now holds", hint=hint)
         total, least = sum(ran.sent_bytes), 20 * (size - 1)

@@ -17,13 +17,11 @@ Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, a
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from labkit import events
 from labkit.comm.arguments import (
@@ -43,6 +41,7 @@ from labkit.comm.departed import Departed
 from labkit.comm.handle import Handle
 from labkit.comm.surroundings import here
 from labkit.comm.untraced import untraced
+from labkit.dispatch import no_modes
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
@@ -369,7 +368,7 @@ class Comm:
     def all_gather_object(self, thing: Any) -> list[Any]:
         """All ranks' picklable `thing`, as a list, on all ranks. For small things: the sizes
         travel first, then the pickled bytes, and both are counted."""
-        with _real_numbers():
+        with no_modes():
             mine = self._pickled(thing)
             size = torch.tensor([mine.numel()], device=mine.device)
             sizes = size.repeat(self.size)
@@ -383,7 +382,7 @@ class Comm:
 
     def broadcast_object(self, thing: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""
-        with _real_numbers():
+        with no_modes():
             mine = self._pickled(thing)
             size = torch.tensor([mine.numel()], device=mine.device)
             self.broadcast(size, src)
@@ -443,8 +442,3 @@ def _whole(chunk_bytes: list[int], rank: int) -> int:
 
 def _unpickled(flat: torch.Tensor) -> Any:
     return pickle.loads(flat.cpu().numpy().tobytes())
-
-
-def _real_numbers() -> AbstractContextManager[None]:
-    """Objects are no part of the training: in a dry run, too, their bytes are real."""
-    return _disable_current_modes() if _get_current_dispatch_mode() else nullcontext()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(DispatchMode):
     """Counts the tensors made inside the `with` block, on any device and in backward, too.
 
     `peak_bytes`: the most they held at one time; `held_bytes`: what they hold now. A view holds
@@ -24,11 +24,6 @@ class PeakMemory(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
-        return False
 
     @property
     def held_bytes(self) -> int:

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from labkit.dispatch import DispatchMode
 from labkit.memory.conditions import States, generators, restore, states_of, used
 
 Policy = Callable[[OpOverload], bool]
@@ -126,7 +126,7 @@ class Kept:
         return tree_map_only(torch.Tensor, torch.Tensor.detach, kept.value)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     """Hands each operation that computes something new to `run(op, args, kwargs)`; of others, tells
     what they write to."""
 
@@ -137,10 +137,6 @@ class _Mode(TorchDispatchMode):
     ):
         super().__init__()
         self._run, self._written = run, written
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch asks; with True, its default, the first use loads torch._dynamo: 3 s
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.comm import Comm
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
 from labkit.parallel.parts.replicas import (
     UNUSED,
@@ -39,9 +38,6 @@ class NaiveDDP(Replica):
         module: any module; replicas start as rank 0's.
         comm: the ranks that hold replicas; all by default.
     """
-
-    def __init__(self, module: nn.Module, comm: Comm | None = None):
-        super().__init__(module, comm)
 
     def _attach(self) -> None:
         super()._attach()

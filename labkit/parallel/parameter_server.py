@@ -24,7 +24,6 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from labkit.comm import Comm
 from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
 from labkit.parallel.parts.replicas import (
     UNUSED,
@@ -58,9 +57,6 @@ class ParameterServer(Replica):
     Raises ValueError, on every rank, when the ranks have different models, when a parameter
     belongs to another strategy, or changed after wrapping; and when nobody called `pull_after`.
     """
-
-    def __init__(self, module: nn.Module, comm: Comm | None = None):
-        super().__init__(module, comm)
 
     def _attach(self) -> None:
         super()._attach()

@@ -28,8 +28,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 from labkit.recording.operations import operation_of, tensors_in
 from labkit.recording.spans import Spans
@@ -228,15 +228,10 @@ class Detail:
             self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     def __init__(self, detail: Detail):
         super().__init__()
         self._detail = detail
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:

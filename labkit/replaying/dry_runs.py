@@ -175,10 +175,6 @@ class _ShownFake(FakeTensorMode):
         self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if self._in_notebook else LONG_S)
         self._operations = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in labkit.recording.detail
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:  # most of what comes, and no operation
             return args[0].device

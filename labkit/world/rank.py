@@ -32,6 +32,7 @@ from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
 from labkit.world.errors import RemoteError
 from labkit.world.folders import remove
+from labkit.world.in_step import begun, count_messages
 from labkit.world.pickling import Unpicklable, dumps, unpack
 
 HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
@@ -115,6 +116,7 @@ def _wake_up(spec: Spec) -> Channel:
         here.shared = Path(spec.shared) if spec.shared else None
         if spec.check:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
+        count_messages()
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
         if spec.transport == "tcp":
             here.post = Post(store, spec.rank, spec.size, LOOPBACK, spec.timeout_s + 1)
@@ -192,6 +194,9 @@ def _serve(control: Channel) -> None:
         kind, body, spec = control.recv()
         if kind == "stop":
             return
+        if kind == "begun":
+            control.send(("begun", begun()))
+            continue
         _tidy()
         reply: tuple[str, Any]
         try:

@@ -17,6 +17,7 @@ from labkit.comm.words import ranks_in_words
 from labkit.world.channel import LONGEST_FOLDER, Channel, listener, ready
 from labkit.world.errors import RankError
 from labkit.world.folders import memory_folder, new_folder, remove
+from labkit.world.in_step import Begun, in_step
 from labkit.world.interrupts import Interrupts
 from labkit.world.launch import Starter, starter
 from labkit.world.output import RankOutput
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05  # how often a running world is looked after
 BIRTH_S = 60.0
+ANSWER_S = 1.0  # of a rank that has nothing to do
 MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
 
 
@@ -142,6 +144,18 @@ class Ranks:
                     answers.append((sources[end], "cut off", None))
         output.refresh()
         return answers
+
+    def in_step(self, output: RankOutput) -> bool:
+        """Whether all answer, and have begun the same of torch's own operations."""
+        told: dict[int, Begun] = {}
+        for channel in self.controls:
+            with suppress(EOFError):
+                channel.send(("begun", None, None))
+        until_s = time.monotonic() + ANSWER_S
+        while len(told) < self.size and time.monotonic() < until_s:
+            answers = self.listen(TICK_S, output)
+            told.update({rank: body for rank, kind, body in answers if kind == "begun"})
+        return len(told) == self.size and in_step(told.values())
 
     def drain(self, output: RankOutput) -> None:
         """All that the ranks have printed so far; not more, since a thread of theirs may go on."""

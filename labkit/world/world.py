@@ -251,7 +251,7 @@ class World:
                 if self._asked_to_stop:
                     raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
             ranks.drain(output)
-            keep = failures.none or failures.nothing_in_flight()
+            keep = failures.none or (failures.nothing_in_flight() and ranks.in_step(output))
             if not failures.none:
                 raise failures.error(keep)
         except KeyboardInterrupt:

@@ -20,7 +20,8 @@ from labkit.comm.algorithms import Chunks
 from labkit.comm.back import share_memory
 from labkit.comm.shm.pieces import agreed_pieces, part_bytes, pieces, slices
 from labkit.comm.shm.slots import DONE, FILLED, REDUCED, Slots
-from labkit.comm.shm.symmetric import Symmetric, grains, place_of, unseen
+from labkit.comm.shm.symmetric import Symmetric, grains, place_of
+from labkit.dispatch import no_modes
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -80,7 +81,7 @@ def all_reduce_symmetric(
         slots.announce(DONE)
         return all_reduce(slots, x, op)
     copied_bytes = 0
-    with unseen():
+    with no_modes():  # a recording does not count the parts of others
         parts = [
             own if rank == slots.rank
             else shared.part(rank, begin + offset, own.numel(), own.dtype)

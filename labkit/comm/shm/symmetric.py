@@ -16,11 +16,10 @@ twice. GPUs reach each other's memory likewise: torch's symmetric memory, NCCL's
 import shutil
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from labkit.comm.shm.region import ALIGNED, Region
 from labkit.comm.shm.slots import Slots, copy
@@ -97,8 +96,3 @@ def grains(x: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int]]:
     step = min(GRAIN_BYTES, most_bytes) // x.element_size()
     for begin in range(0, x.numel(), step):
         yield begin, min(begin + step, x.numel())
-
-
-def unseen() -> AbstractContextManager[None]:
-    """A recording of what this rank holds does not see the others' parts, which are theirs."""
-    return _disable_current_modes() if _get_current_dispatch_mode() else nullcontext()

@@ -23,7 +23,7 @@ Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pai
 al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm, Handle
+
+Way = Callable[..., Tensor]
 
 
 def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
@@ -45,7 +47,7 @@ def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
 
 def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
     """g: the sum of all ranks' `x`, any shape; in backward the gradient as it is."""
-    return x if comm.size == 1 else _Reduce.apply(x, comm)
+    return x if comm.size == 1 else Exchange.apply(x, summed, lambda g, _: g, comm)
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
@@ -53,7 +55,7 @@ def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
     For what is the same on all ranks from there on, so that they all have its whole gradient.
     """
-    return x if comm.size == 1 else _Gather.apply(x, comm, dim)
+    return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
 def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
@@ -62,23 +64,23 @@ def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
     Raises ValueError where `dim` does not divide over the ranks.
     """
     check_divides(x, comm, dim)
-    return x if comm.size == 1 else _Scatter.apply(x, comm, dim)
+    return x if comm.size == 1 else Exchange.apply(x, own_part, gathered, comm, dim)
 
 
 def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """x [b, s/t, w], a part of the sequence -> [b, s, w], all of it, of which each rank then
     computes something else: in backward the ranks' gradients are summed, and each gets its part."""
-    return x if comm.size == 1 else _AllGather.apply(x, comm, dim)
+    return x if comm.size == 1 else Exchange.apply(x, gathered, own_sum, comm, dim)
 
 
 def reduce_scatter_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """x [b, s, w], a summand on each rank -> [b, s/t, w], the own part of the sum; in backward the
     gradients of all parts. Raises ValueError where `dim` does not divide over the ranks."""
     check_divides(x, comm, dim)
-    return x if comm.size == 1 else _ReduceScatter.apply(x, comm, dim)
+    return x if comm.size == 1 else Exchange.apply(x, own_sum, gathered, comm, dim)
 
 
-# ---- the pairs: one's backward is the other's forward
+# ---- the pairs: the gradient goes the other way
 
 
 class _Copy(torch.autograd.Function):
@@ -103,63 +105,18 @@ class _Copy(torch.autograd.Function):
         )
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        return summed(x, comm)
+class Exchange(torch.autograd.Function):
+    """`there(x, *others)` in forward, and `back(gradient, *others)` in backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return gathered(x, comm, dim)
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way, *others: Any) -> Tensor:
+        ctx.back, ctx.others = back, others
+        return there(x, *others)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return own_part(grads[0], ctx.comm, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return own_part(x, comm, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return gathered(grads[0], ctx.comm, ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return gathered(x, comm, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return sum_scattered(grads[0], ctx.comm, ctx.dim)[0], None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return sum_scattered(x, comm, dim)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return gathered(grads[0], ctx.comm, ctx.dim), None, None
+        return ctx.back(grads[0], *ctx.others), None, None, *(None for _ in ctx.others)
 
 
 # ---- what they send; the handle is None where the call has waited
@@ -186,10 +143,15 @@ def gather_parts(
     return parts, comm.all_gather(parts, x, async_op)
 
 
+def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' `x`."""
+    return sum_scattered(x, comm, dim)[0]
+
+
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """This rank's part along `dim` of the sum of all ranks' `x`."""
+    """As `own_sum`, which waits."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)

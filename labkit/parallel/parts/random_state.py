@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from labkit.comm import Comm
+from labkit.dispatch import no_modes
 from labkit.memory.conditions import generators, restore, states_of
 
 
@@ -32,7 +32,7 @@ def own_numbers(comm: Comm) -> Iterator[None]:
     if comm.size == 1:
         yield
         return
-    with _disable_current_modes():  # a seed is no part of the model: real in a dry run, too
+    with no_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
     before = states_of(generators())
     for generator, _ in before:

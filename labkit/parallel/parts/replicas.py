@@ -29,7 +29,7 @@ class Replica(nn.Module):
     travels: rank 0 may copy or load alone. What was over all ranks is loaded over all ranks.
     """
 
-    def __init__(self, module: nn.Module, comm: Comm | None):
+    def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)

@@ -32,10 +32,10 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit.comm import Comm
+from labkit.dispatch import DispatchMode
 from labkit.parallel.parts.sharded_parameter import Construction, ShardedParameter
 
 
@@ -64,18 +64,13 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
             construction.is_over = True
 
 
-class _ClosesBeforeWhatIsNew(TorchDispatchMode):
+class _ClosesBeforeWhatIsNew(DispatchMode):
     """What makes a tensor from nothing, as `torch.empty`, is about to make the next parameter: the
     open one closes before, and not when there are two."""
 
     def __init__(self, construction: Construction):
         super().__init__()
         self._construction = construction
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch asks. With True (its default) the first use loads torch._dynamo: 3 s on each rank.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
+from labkit.dispatch import no_modes
 from labkit.memory.conditions import generators, restore, states_of, used
 from labkit.parallel.parts.random_state import draws
 
@@ -48,7 +48,7 @@ class SplitTrial:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
         device = "cpu" if _on_paper(column.weight) else column.weight.device
         for width in (column.in_features, row.in_features):
-            with _disable_current_modes():
+            with no_modes():
                 x = _random(2, 3, width).to(device, column.weight.dtype)
                 try:
                     whole = self._run((x,), {})

@@ -21,12 +21,11 @@ Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
+from labkit.parallel.parts.conjugate import Exchange
 from labkit.parallel.parts.zigzag import join_zigzag, split_zigzag
 
 
@@ -42,8 +41,8 @@ class Ulysses(nn.Module):
         """q [b, h, s/n, e] and k, v [b, g, s/n, e] -> [b, h, s/n, e], of zig-zag shards. Raises
         ValueError where heads or tokens do not divide."""
         check_heads(q.shape[1], k.shape[1], self.comm.size)
-        q, k, v = (_SequenceToHeads.apply(x, self.comm) for x in (q, k, v))  # [b, h/n, s, e]
-        return _HeadsToSequence.apply(self.core(q, k, v), self.comm)
+        q, k, v = (Exchange.apply(x, to_heads, to_sequence, self.comm) for x in (q, k, v))
+        return Exchange.apply(self.core(q, k, v), to_sequence, to_heads, self.comm)
 
 
 def to_heads(x: Tensor, comm: Comm) -> Tensor:
@@ -60,28 +59,6 @@ def to_sequence(x: Tensor, comm: Comm) -> Tensor:
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
     comm.all_to_all(arriving, leaving)
     return torch.cat(arriving, dim=1)
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return to_heads(x, comm)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return to_sequence(dx, ctx.comm), None
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return to_sequence(x, comm)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return to_heads(dx, ctx.comm), None
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:

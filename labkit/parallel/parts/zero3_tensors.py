@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from labkit.dispatch import no_modes
 
 T = torch.Tensor
 NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
@@ -19,7 +20,7 @@ class UngatheredParameter(torch.Tensor):
     _is_param = True  # as in ShardedParameter
 
     def __new__(cls, parameter: T, gather_unit: Any) -> Any:
-        with _disable_current_modes():  # it holds no numbers, in a dry run neither
+        with no_modes():  # it holds no numbers, in a dry run neither
             self: Any = T._make_subclass(cls, torch.empty(0))
         self.parameter, self.gather_unit = parameter, gather_unit
         return self

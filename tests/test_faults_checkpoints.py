@@ -401,7 +401,7 @@ class Own:
         (np.random.RandomState(0).get_state(), "numpy.ndarray"),
         (np.float64(1), "numpy"),
         (pathlib.Path("x"), "pathlib.PosixPath"),
-        (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        (nn.Identity(), "torch.nn.modules.linear.Identity"),
     ],
 )
 def test_what_could_not_be_loaded_is_refused_when_it_is_saved(

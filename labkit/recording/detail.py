@@ -123,10 +123,10 @@ class Detail:
                 self._enter(thing, OTHER)
             elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
                 self._know(thing)
-        self._ledger.measure_again()
         self._resizes.start()
-        self._mode.__enter__()
         self._counting = True
+        self._ledger.measure_again()
+        self._mode.__enter__()
 
     def end(self) -> None:
         if self._counting:

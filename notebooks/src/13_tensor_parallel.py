@@ -252,10 +252,11 @@ print(f"{50257 / (2 * 3):,.0f} times as much")
 show("parallel/parts/conjugate.py:_Copy.backward")
 
 # %% [markdown]
-# And g is nothing in backward: the gradient of a sum is that of each summand.
+# And g is nothing in backward: the gradient of a sum is that of each summand. (`Exchange.apply` is
+# given both ways: what forward sends, and what backward does with the gradient.)
 
 # %%
-show("parallel/parts/conjugate.py:_Reduce")
+show("parallel/parts/conjugate.py:reduce_from_ranks")
 
 # %% [markdown]
 # A GPT of `labkit` knows nothing of ranks. `tensor_parallel` finds attention and MLPs by the names of
@@ -295,7 +296,7 @@ show(
 # f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
 
 # %%
-show("parallel/parts/random_state.py:own_numbers", since="with _disable")
+show("parallel/parts/random_state.py:own_numbers", since="with no_modes")
 
 # %% [markdown]
 # ## 5. Run it

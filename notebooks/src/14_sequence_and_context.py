@@ -206,10 +206,13 @@ sends
 # ## 4. Read it
 #
 # The two halves are a pair, as f and g are. Each rank makes something else of the gathered sequence,
-# so in backward the ranks' gradients are added up, and each gets its part:
+# so in backward the ranks' gradients are added up, and each gets its part (`own_sum`):
 
 # %%
-show("parallel/parts/conjugate.py:_AllGather")
+show("parallel/parts/conjugate.py:all_gather_sequence")
+
+# %%
+show("parallel/parts/conjugate.py:Exchange")
 
 # %% [markdown]
 # A norm's parameters go through f where they are used, all in one message. So their gradients are

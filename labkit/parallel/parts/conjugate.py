@@ -47,7 +47,7 @@ def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
 
 def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
     """g: the sum of all ranks' `x`, any shape; in backward the gradient as it is."""
-    return x if comm.size == 1 else Exchange.apply(x, summed, lambda g, _: g, comm)
+    return x if comm.size == 1 else Exchange.apply(x, summed, lambda gradient, _: gradient, comm)
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:

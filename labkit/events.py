@@ -70,7 +70,7 @@ class CommEvent:
     peer: int | None = None  # root of a broadcast, or the other end of a message
     tag: int = 0
     step: int = 0  # of the training, where somebody counts
-    transport: str = ""  # what carried it: "shm", "gloo", "tcp", "nccl", or "fake"
+    transport: str = ""  # what carried it: "shm", "gloo", "nccl", or "fake"
     lane: str = ""  # who carried it: "caller" itself, the "lane" of the group, or the "backend"
     algorithm: str = ""  # "ring", "tree", ...; the backend's name where it chooses itself
     wire_bytes: int = 0  # known when the operation has ended

@@ -136,7 +136,7 @@ def test_a_dead_server_leaves_no_descriptor() -> None:
 # ---- groups that are dropped
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo", "tcp"])
+@pytest.fixture(scope="module", params=["shm", "gloo"])
 def world3(request: pytest.FixtureRequest) -> World:
     with World(3, transport=request.param) as world:
         world.run(use_and_drop_subgroups)

@@ -221,7 +221,7 @@ def test_a_blocking_collective_queues_behind_those_under_way(world2: World) -> N
         assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_operations_of_several_groups_under_way_at_once(transport: str) -> None:
     """As a training step on a mesh has them: both axes, all ranks, and messages to a neighbour."""
 

@@ -37,8 +37,6 @@ def transports() -> set[str]:
         ({"backend": "gloo"}, "", "gloo"),
         ({"link": Link(gbps=1000)}, "", "gloo"),
         ({"transport": "gloo"}, "shm", "gloo"),
-        ({"transport": "tcp"}, "shm", "tcp"),
-        ({}, "tcp", "tcp"),
         ({"transport": "shm", "backend": "gloo"}, "gloo", "shm"),
         ({}, "gloo", "gloo"),
         ({"backend": "gloo"}, "shm", "shm"),
@@ -57,9 +55,8 @@ def test_the_transport_is_picked_and_named(
 
 
 def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for transport in ("shm", "tcp"):
-        with pytest.raises(ValueError, match="and a link"):
-            World(2, transport=transport, link=Link(gbps=1))
+    with pytest.raises(ValueError, match="and a link"):
+        World(2, transport="shm", link=Link(gbps=1))
     with pytest.raises(ValueError, match="transport='rdma': choose"):
         World(2, transport="rdma")
     with pytest.raises(ValueError, match="this world has nccl"):
@@ -105,7 +102,7 @@ def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch)
         assert world.picked.endswith("; no shared memory: there is no /nowhere")
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_recorded_run_names_its_transport(transport: str) -> None:
     with World(2, transport=transport) as world, record() as trace:
         world.run(lambda: Comm().barrier())

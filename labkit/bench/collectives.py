@@ -140,7 +140,7 @@ def bench_collectives(
         redop: "sum", "min", "max" or "product".
         turns: how often each is timed, in turns with the others.
         check: count wrong elements, against what each rank has worked out by itself.
-        transport: of the worlds, "shm", "gloo" or "tcp"; as a `World` has it when None. On GPUs of
+        transport: of the worlds, "shm" or "gloo"; as a `World` has it when None. On GPUs of
             their own ranks have NCCL, whatever is asked.
 
     Raises ValueError for what does not exist or does not fit.

@@ -23,7 +23,7 @@ console = Console()
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
 Carrier = Annotated[
     str | None,
-    typer.Option("--transport", help="Of labkit's: shm, gloo, tcp; if absent, a World's pick."),
+    typer.Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
 ]
 Save = Annotated[Path | None, typer.Option(help="Write all of it as JSON.", callback=check_output)]
 Plot = Annotated[Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)]
@@ -264,7 +264,7 @@ def collectives(
     from labkit.bench import collectives as module
 
     if fit and transport == "shm":
-        raise ValueError("a table chooses for messages; --fit is for --transport gloo or tcp")
+        raise ValueError("a table chooses for messages; --fit is for --transport gloo")
     if table is not None and not fit:
         raise ValueError("--table says where --fit writes; give both")
     if fit and dtype != "float32":
@@ -299,7 +299,7 @@ def collectives(
         console.print(
             f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
             f"export LABKIT_TABLE={path.resolve()}\n"
-            'It counts where messages go, World(n, transport="gloo") or "tcp"; ranks that share '
+            'It counts where messages go, World(n, transport="gloo"); ranks that share '
             'memory, as in World(n, transport="shm"), ask no table.', markup=False, soft_wrap=True,
         )  # fmt: skip
     if wrong := sum(point.wrong or 0 for point in found.points):

@@ -29,7 +29,7 @@ from labkit.world import World, attach, progress
 from labkit.world.attach import Rank
 
 NAME = "here"
-WIRES = {"shm": "shared memory", "gloo": "gloo", "tcp": "own sockets", "nccl": "NCCL"}
+WIRES = {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}
 DTYPES = ("float32", "float64", "bfloat16")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold

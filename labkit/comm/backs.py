@@ -2,7 +2,6 @@
 
     SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
     Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
-    Sockets       the same over TCP connections of labkit's own (tcp)
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
@@ -164,18 +163,6 @@ class SendReceive(Back):
 
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.irecv(x, peer, call.tag))
-
-
-class Sockets(SendReceive):
-    """The same over a `TcpWire`, whose messages know by themselves when they are over."""
-
-    transport = "tcp"
-
-    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
-        return self.wire.isend(x, peer, call.tag)
-
-    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
-        return self.wire.irecv(x, peer, call.tag)
 
 
 class Gloo(SendReceive):

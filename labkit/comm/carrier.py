@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from labkit.comm.arguments import COLLECTIVE_TAGS, check_tensor, describe
 from labkit.comm.back import Back, Call, Kind
-from labkit.comm.backs import Gloo, SendReceive, Sockets
+from labkit.comm.backs import Gloo, SendReceive
 from labkit.comm.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
 from labkit.comm.chooser import Choice
 from labkit.comm.clock import HOST_CLOCK, Clock
@@ -26,7 +26,6 @@ from labkit.comm.handle import CommError, Handle
 from labkit.comm.native import Native, Nothing
 from labkit.comm.shm import Shared
 from labkit.comm.surroundings import caller, here
-from labkit.comm.tcp import TcpWire
 from labkit.comm.wire import PacedWire, Work, living
 from labkit.events import CommEvent
 
@@ -307,8 +306,6 @@ class Carrier:
         if here.shared is not None and device == "cpu":
             place = here.shared / self._alias()
             return Shared(place, self.rank, self.size, self._timeout_s(), Gloo(group))
-        if here.post is not None and device == "cpu" and backend == "gloo":
-            return Sockets(TcpWire(group, here.post, int(self._alias(), 16)))
         return Gloo(group) if backend == "gloo" else Native(group)
 
     def _alias(self) -> str:

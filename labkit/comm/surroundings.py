@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,21 +17,17 @@ from labkit.comm.clock import HOST_CLOCK, Clock
 from labkit.comm.link import Link, TwoLevel
 from labkit.events import CommEvent
 
-if TYPE_CHECKING:
-    from labkit.comm.tcp import Post
-
 
 @dataclass
 class Surroundings:
     """`listeners` get every event at its issue; its later times are filled in. `carrying` is
     entered by the door, in whichever thread, around what makes memory for the operation; `clock`
     tells the times of the events. `shared`, if given, is a folder in which all ranks can share
-    memory; `post` carries messages in gloo's place."""
+    memory."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
     shared: Path | None = None
-    post: "Post | None" = None
     link: Link | TwoLevel | None = None
     carrying: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Clock = HOST_CLOCK

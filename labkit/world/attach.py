@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.comm.carrier import Carrier
-from labkit.comm.tcp import Post, own_host
 from labkit.comm.words import ranks_in_words
 from labkit.world.channel import Channel
 from labkit.world.transport import NAMES, VARIABLE
@@ -145,9 +144,6 @@ def _join(backend: str | None, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if launched:
         dist.init_process_group(backend, timeout=timeout)
-        if os.environ.get(VARIABLE) == "tcp" and backend == "gloo":
-            store = dist.distributed_c10d._get_default_store()
-            here.post = Post(store, dist.get_rank(), size, own_host(), timeout_s)
     else:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -157,9 +153,6 @@ def _join(backend: str | None, timeout_s: float) -> None:
 
 def leave() -> None:
     """Leave the process group, so that the process can end quietly."""
-    if here.post is not None:
-        here.post.close()
-        here.post = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

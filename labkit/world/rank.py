@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
 from labkit.comm.carrier import Carrier
-from labkit.comm.tcp import LOOPBACK, Post
 from labkit.recording import OnRank
 from labkit.world.attach import Rank, become, current, leave, use_loopback
 from labkit.world.channel import Channel, connect
@@ -51,7 +50,6 @@ class Spec:
     token: bytes
     folder: str
     shared: str  # the folder for shared memory; "" where tensors take another way
-    transport: str
     backend: str
     device: str
     threads: int
@@ -118,8 +116,6 @@ def _wake_up(spec: Spec) -> Channel:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
         count_messages()
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
-        if spec.transport == "tcp":
-            here.post = Post(store, spec.rank, spec.size, LOOPBACK, spec.timeout_s + 1)
         dist.init_process_group(
             spec.backend,
             store=store,

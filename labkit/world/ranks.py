@@ -70,7 +70,7 @@ class Ranks:
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
-                shared=self.shared, transport=world.transport, backend=world.backend,
+                shared=self.shared, backend=world.backend,
                 device=world.device, threads=world.threads, timeout_s=world.timeout_s,
                 link=world.link, seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
                 env=env,

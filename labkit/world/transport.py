@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from dataclasses import dataclass
 
 from labkit.comm import Link, TwoLevel
@@ -10,14 +9,14 @@ from labkit.world import folders
 from labkit.world.pick import Pick
 
 VARIABLE = "LABKIT_TRANSPORT"
-NAMES = ("shm", "gloo", "tcp")
+NAMES = ("shm", "gloo")
 LEAST_ROOM_BYTES = 128 << 20  # Docker gives 64 MB in all, which a few groups use up
 RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, may take
 
 
 @dataclass(frozen=True)
 class Transport:
-    """A name as events have it ("shm", "gloo", "tcp", "nccl"), and why not shared memory ("" for a
+    """A name as events have it ("shm", "gloo", "nccl"), and why not shared memory ("" for a
     world that has it, or was told to do without)."""
 
     name: str
@@ -40,9 +39,8 @@ def pick_transport(
     for source, name in (("transport", asked), (VARIABLE, wished)):
         if name not in (None, *NAMES):
             raise ValueError(
-                f'{source}={name!r}: choose "shm" (memory that the ranks share), "gloo" '
-                'or "tcp" (messages, by gloo or over sockets of labkit\'s own), or leave it out '
-                "for the best one here"
+                f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
+                "(messages), or leave it out for the best one here"
             )
     if picked.backend != "gloo":
         if asked:
@@ -58,8 +56,6 @@ def pick_transport(
                 "leave one out"
             )
         return Transport("gloo")
-    if "tcp" in (asked, wished) and not hasattr(socket, "MSG_DONTWAIT"):
-        raise ValueError('transport="tcp" is for Linux and macOS; take "gloo"')
     if named := asked or wished or backend:
         return Transport(named)
     if picked.device != "cpu":

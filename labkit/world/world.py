@@ -50,10 +50,9 @@ class World:
         seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
         check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; not given: what the platform has.
-        transport: "shm" (CPU tensors travel through memory that the ranks share), "gloo"
-            (messages), or "tcp" (the same over sockets of labkit's own, faster than gloo's). Not
-            given: what LABKIT_TRANSPORT says; else gloo where `backend` names it or there is a
-            link, and shm where it serves.
+        transport: "shm" (CPU tensors travel through memory that the ranks share) or "gloo"
+            (messages). Not given: what LABKIT_TRANSPORT says; else gloo where `backend` names it
+            or there is a link, and shm where it serves.
 
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)
@@ -109,8 +108,7 @@ class World:
     def picked(self) -> str:
         """What the ranks run on, and why."""
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
-        ways = {"shm": ", tensors through shared memory (shm)", "tcp": ", tensors over own sockets"}
-        through = ways.get(self.transport, "")
+        through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
         why_not = self._transport.why_not and f"; no shared memory: {self._transport.why_not}"
         size = ranks_in_words(self.size)
         return f"{size}, {self.backend} {where}{through}: {self._pick.why}{why_not}"

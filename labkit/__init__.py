@@ -14,7 +14,7 @@ __all__, __getattr__, __dir__ = lazy(
     {
         "Action": "labkit.schedules",
         "AsyncParameterServer": "labkit.parallel",
-        "attach": "labkit.world",
+        "attach": "labkit.runtime.attach",
         "autocast": "labkit.precision",
         "Batch": "labkit.data",
         "bf16_compress_hook": "labkit.parallel.parts.comm_hooks",
@@ -70,9 +70,9 @@ __all__, __getattr__, __dir__ = lazy(
         "Pipeline": "labkit.parallel",
         "plan": "labkit.planning.ranking",
         "positions_of": "labkit.parallel.parts.zigzag",
-        "progress": "labkit.world",
-        "RankError": "labkit.world",
-        "RankInterrupt": "labkit.world",
+        "progress": "labkit.runtime.progress",
+        "RankError": "labkit.runtime.errors",
+        "RankInterrupt": "labkit.runtime.errors",
         "read_clusters": "labkit.clusters",
         "read_nccl_log": "labkit.nccl_log",
         "read_run": "labkit.trace",
@@ -106,7 +106,7 @@ __all__, __getattr__, __dir__ = lazy(
         "Waiting": "labkit.memory.loading",
         "watch_collective": "labkit.recording",
         "what_if": "labkit.replaying",
-        "World": "labkit.world",
+        "World": "labkit.runtime.world",
         "write_clusters": "labkit.clusters",
         "write_run": "labkit.trace",
         "ZeRO3": "labkit.parallel",
@@ -117,6 +117,6 @@ __all__, __getattr__, __dir__ = lazy(
 
 def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext labkit`: the magics `%%ranks` and `%ranks`."""
-    from labkit.world.magics import RankMagics
+    from labkit.runtime.magics import RankMagics
 
     ipython.register_magics(RankMagics)

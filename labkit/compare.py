@@ -18,11 +18,11 @@ from labkit.models import GPT
 from labkit.parallel.footprint import Footprint
 from labkit.recipes import RECIPES, Recipe, recipe
 from labkit.recording import record
+from labkit.runtime.pick import check_size
+from labkit.runtime.world import World
 from labkit.trace import Trace
 from labkit.trace.folder import add_about
 from labkit.training import Report, Task, train
-from labkit.world import World
-from labkit.world.pick import check_size
 
 WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
 LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative

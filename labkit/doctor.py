@@ -21,10 +21,12 @@ from labkit import __version__
 from labkit.bench.machine import NAME
 from labkit.clusters import Cluster, read_clusters
 from labkit.foreign import check_output, markup
-from labkit.world import RankError, World, attach
-from labkit.world.memory import available_bytes
-from labkit.world.pick import check_size, pick
-from labkit.world.transport import pick_transport
+from labkit.runtime.attach import attach
+from labkit.runtime.errors import RankError
+from labkit.runtime.memory import available_bytes
+from labkit.runtime.pick import check_size, pick
+from labkit.runtime.pick_transport import pick_transport
+from labkit.runtime.world import World
 
 LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
 OLDEST_TORCH = (2, 11)

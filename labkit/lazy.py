@@ -1,6 +1,6 @@
 """Public names whose modules are imported when first used: `import labkit` takes no time.
 
-__all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.world", ...})
+__all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.runtime.world", ...})
 """
 
 import sys

@@ -21,7 +21,8 @@ from labkit.parallel.parts.pipeline_mail import TAGS
 from labkit.parallel.parts.whole import full_state_dict
 from labkit.recipes import recipe
 from labkit.recording import metric
-from labkit.world import attach, progress
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

@@ -1,5 +1,5 @@
 """One operation on simulated ranks (fake_wire.py): what each brings, what must come out, and the
-bytes that each must send. For the tests of labkit/comm/algorithms."""
+bytes that each must send. For the tests of labkit/comm/collectives."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce as fold
@@ -9,16 +9,16 @@ import torch
 from comm_contract import PLAIN, given, reduced
 from fake_wire import Mailbox, drive
 
-from labkit.comm.algorithms import (
+from labkit.comm.collectives import (
     ALGORITHMS,
     POWERS_OF_TWO_ONLY,
     Algorithm,
     Call,
     sent_bytes,
 )
-from labkit.comm.backs import REDUCTIONS
-from labkit.comm.wire import Wire
 from labkit.events import chunk_sizes
+from labkit.runtime.transports.send_receive import REDUCTIONS
+from labkit.runtime.transports.wire import Wire
 
 EVERY = [(collective, name) for collective, named in ALGORITHMS.items() for name in named]
 RANKS = range(1, 9)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import labkit.events
-from labkit.comm import algorithms
-from labkit.comm.algorithms import Algorithm, Chunks, Reduction
-from labkit.comm.backs import REDUCTIONS, SendReceive
-from labkit.comm.carrier import Carrier
+from labkit.comm import collectives as algorithms
+from labkit.comm.collectives import Algorithm, Chunks, Reduction
 from labkit.comm.handle import Handle
-from labkit.comm.wire import Wire
+from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.transports.send_receive import REDUCTIONS, SendReceive
+from labkit.runtime.transports.wire import Wire
 
 ring_reduce_scatter = algorithms.ring_reduce_scatter
 ring_all_gather = algorithms.ring_all_gather

@@ -95,7 +95,7 @@ def this_process_is_no_rank_afterwards() -> Iterator[None]:
     """What trains or saves without ranks makes its process a world of one, where nothing more can
     be recorded on paper."""
     yield
-    attach = sys.modules.get("labkit.world.attach")
+    attach = sys.modules.get("labkit.runtime.attach")
     if attach is not None and attach.current() is not None:
         attach.leave()
         attach.become(None)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from labkit.comm.algorithms import Algorithm
-from labkit.comm.wire import Wire
+from labkit.comm.collectives import Algorithm
+from labkit.runtime.transports.wire import Wire
 
 
 class Deadlock(AssertionError):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from labkit import Comm
-from labkit.comm.shm import collectives, ring, slots
-from labkit.comm.shm.back import Shared
-from labkit.comm.shm.mail import Arriving, Inbox
-from labkit.comm.shm.ring import Ring
-from labkit.comm.shm.slots import Slots
-from labkit.comm.wire import LaneWork
+from labkit.runtime.transports.shm import collectives, ring, slots
+from labkit.runtime.transports.shm.back import Shared
+from labkit.runtime.transports.shm.mail import Arriving, Inbox
+from labkit.runtime.transports.shm.ring import Ring
+from labkit.runtime.transports.shm.slots import Slots
+from labkit.runtime.transports.wire import LaneWork
 
 reduce, pairwise = collectives._reduce, collectives.PAIRWISE
 expect, receive, take, announce = Inbox._expect, Inbox.receive, Slots.take, Slots.announce
@@ -123,7 +123,7 @@ def overtakes(self: Shared, call: Any, collective: Any) -> Any:
 
 
 def collectives_lane() -> Any:
-    from labkit.comm.wire import Lane
+    from labkit.runtime.transports.wire import Lane
 
     return Lane("overtaken")
 

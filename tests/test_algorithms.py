@@ -1,4 +1,4 @@
-"""Every algorithm of labkit/comm/algorithms: results, bytes, costs.
+"""Every algorithm of labkit/comm/collectives: results, bytes, costs.
 
 Most run on simulated ranks in this process (algorithm_cases.py), so many cases cost little, and
 nothing is left to chance. A few run on real ranks at the end.
@@ -25,7 +25,7 @@ from comm_contract import given, ops_of, reduced
 from timed_wire import TimedMailbox
 
 from labkit import Comm, World, listen
-from labkit.comm.algorithms import (
+from labkit.comm.collectives import (
     ALGORITHMS,
     Call,
     cost,
@@ -34,9 +34,9 @@ from labkit.comm.algorithms import (
     sent_bytes,
     steps,
 )
-from labkit.comm.algorithms.sent import SENT
-from labkit.comm.wire import nodes_of
+from labkit.comm.collectives.sent import SENT
 from labkit.events import chunk_sizes
+from labkit.runtime.transports.wire import nodes_of
 
 # --- results and bytes -------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from algorithm_cases import DTYPES, EVERY, Case, serves
 from comm_contract import ops_of
 
-from labkit.comm.algorithms import costs
+from labkit.comm.collectives import costs
 from labkit.events import chunk_sizes
 
 hypothesis = pytest.importorskip("hypothesis")

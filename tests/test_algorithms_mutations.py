@@ -12,13 +12,13 @@ from algorithm_cases import EVERY, Case, same_bits, serves, sizes_for, two_nodes
 from comm_faults import replaced
 from fake_wire import Deadlock, Mailbox, drive
 
-from labkit.comm import algorithms
-from labkit.comm.algorithms import (
+from labkit.comm import collectives as algorithms
+from labkit.comm.collectives import (
     ALGORITHMS,
     Algorithm,
 )
-from labkit.comm.wire import Wire
 from labkit.events import chunk_sizes
+from labkit.runtime.transports.wire import Wire
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, Own, call, expected
 from labkit.bench.collectives import COPY, Case, Timed, _turns, _typical
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Point, Sweep
 from labkit.cli import app
-from labkit.comm.algorithms import ALGORITHMS
-from labkit.comm.algorithms.costs import Cost
 from labkit.comm.chooser import Chooser, read_table, stored_table, table_note
+from labkit.comm.collectives import ALGORITHMS
+from labkit.comm.collectives.costs import Cost
 
 OPS = list(BUS_FACTORS)
 SIZES = [1 << bits for bits in range(12, 27, 2)]
@@ -199,7 +199,7 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
             yield from ()
             return 0
 
-        from labkit.comm.algorithms import ALGORITHMS  # the rank's own, not a copy of this one's
+        from labkit.comm.collectives import ALGORITHMS  # the rank's own, not a copy of this one's
 
         right = ALGORITHMS["all_reduce"]["ring"]
         ALGORITHMS["all_reduce"]["ring"] = does_nothing

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.comm.board import (
+from labkit.runtime.board import (
     ENDED,
     FAILED,
     IN_FLIGHT,
@@ -180,7 +180,7 @@ def test_with_more_groups_than_marks_nothing_false_is_said(pages: list[Board]) -
 WRITE_ALL_DAY = """
 import sys, time
 from pathlib import Path
-from labkit.comm.board import WAITED_FOR, Board, Note
+from labkit.runtime.board import WAITED_FOR, Board, Note
 
 board, until_s, seq = Board(Path(sys.argv[1]), 1, 0), time.monotonic() + float(sys.argv[2]), 0
 while time.monotonic() < until_s:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.comm.clock import HOST_CLOCK
 from labkit.memory import bus as module
 from labkit.memory.bus import LISTED, PIECES, Bus, StreamBus, sleep_until
+from labkit.runtime.clock import HOST_CLOCK
 
 LIMIT_S = 20  # of waiting for something that must come
 

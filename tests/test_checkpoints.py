@@ -318,7 +318,7 @@ def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bar_ends_its_line_when_the_loop_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = import_module("labkit.world.progress")
+    bars = import_module("labkit.runtime.progress")
     seconds = iter(range(100))
     monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     for thing in bars._printed(range(9), "saving", 9):

@@ -29,7 +29,7 @@ from labkit.check.exercise import Passed
 from labkit.check.peak import PeakMemory
 from labkit.comm import CommError
 from labkit.course.editions import checked, solved, sources, student
-from labkit.world import World
+from labkit.runtime.world import World
 
 pytestmark = pytest.mark.slow
 

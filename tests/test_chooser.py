@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labkit import Comm, Link, RankError, World, listen
-from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.chooser import Choice, Chooser, overrides, stored_table
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 
 TABLE = {
     "source": "made up",

@@ -33,7 +33,7 @@ from comm_contract import (
 
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
-from labkit.comm.wire import Wire
+from labkit.runtime.transports.wire import Wire
 
 FILE = Path(__file__).name
 

@@ -11,10 +11,10 @@ from comm_contract import check_bytes, check_kernel_bytes, events_of
 
 import labkit.events as events
 from labkit import Comm, RankError, World
-from labkit.comm import algorithms
-from labkit.comm.backs import SendReceive
-from labkit.comm.carrier import Carrier
+from labkit.comm import collectives as algorithms
 from labkit.comm.handle import Handle
+from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.transports.send_receive import SendReceive
 
 pytestmark = pytest.mark.slow
 

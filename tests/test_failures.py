@@ -86,7 +86,7 @@ def test_an_exception_names_its_rank_and_shows_its_source_lines(world: World) ->
     assert 'raise KeyError("the key of the test")' in text
     assert f"line {line_of('the cause')}, in fail_deep_inside" in text
     assert "ranks 0, 1 and 3 stopped" in text
-    assert "labkit/world" not in text, "the rank's own loop is of no interest"
+    assert "labkit/runtime" not in text, "the rank's own loop is of no interest"
 
 
 def test_the_same_exception_on_all_ranks_is_told_once(world: World) -> None:

@@ -19,8 +19,8 @@ from labkit.cli import app
 from labkit.cli.terminal import _sentence
 from labkit.foreign import literal, markup, plain
 from labkit.planning import ranking
-from labkit.world import RankError
-from labkit.world.ranks import Ranks
+from labkit.runtime.errors import RankError
+from labkit.runtime.ranks import Ranks
 
 PLAN = "plan --model gpt3-175b --cluster selene --gpus 64 --batch 64"
 SIZES = "plan --cluster selene --batch 64 --gpus 4"

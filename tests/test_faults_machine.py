@@ -10,10 +10,10 @@ from provoke import driver, until
 
 import labkit
 from labkit import Comm, World
-from labkit.comm.carrier import Carrier
 from labkit.doctor import examine
-from labkit.world import memory
-from labkit.world.launch import ForkServer
+from labkit.runtime import memory
+from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.launch import ForkServer
 
 MB = 1_000_000
 

@@ -18,7 +18,7 @@ from test_failures import INTERRUPTED
 
 import labkit
 from labkit import Comm, RankError, World
-from labkit.world.launch import ForkServer
+from labkit.runtime.launch import ForkServer
 
 WORLDS = 200
 SEED = int(os.environ.get("LABKIT_SOAK_SEED", "0"))
@@ -213,7 +213,7 @@ class Soak:
 
     def killed_driver(self, folder: Path) -> str:
         script = """
-        from labkit.world.launch import warm_up_early
+        from labkit.runtime.launch import warm_up_early
         warm_up_early()
         say(os.getpid())
         while True:

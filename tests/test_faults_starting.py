@@ -18,12 +18,12 @@ from test_failures import INTERRUPTED
 from test_magics import Kernel, text_of, told
 
 from labkit import Comm, RankInterrupt, World
-from labkit.world.launch import ForkServer
+from labkit.runtime.launch import ForkServer
 
 ROUNDS = 6
 NEW_SERVER = (
     "from labkit import Comm, World\n"
-    "from labkit.world.launch import ForkServer\n"
+    "from labkit.runtime.launch import ForkServer\n"
     "if ForkServer._only: ForkServer._only.close()"
 )
 
@@ -80,7 +80,9 @@ def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_n
 @pytest.mark.slow
 def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> None:
     kernel.run(NEW_SERVER)
-    kernel.run("import sys; sys.modules['labkit.world.progress'].NOTICE_S = 0.1  # on any machine")
+    kernel.run(
+        "import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1  # on any machine"
+    )
     shown = text_of(kernel.run("with World(2): pass"), "stdout")
     assert "\rstarting ranks" in shown and "importing torch takes seconds" in shown
     last_line = shown.split("\r")[-1].strip()
@@ -93,7 +95,7 @@ def test_a_kernel_killed_while_the_server_warms_up_leaves_nothing(
     after_s: float, tmp_path: Path
 ) -> None:
     script = """
-    from labkit.world.launch import warm_up_early
+    from labkit.runtime.launch import warm_up_early
     warm_up_early()
     say(os.getpid())
     World(2).run(time.sleep, 600)
@@ -219,7 +221,7 @@ def test_a_long_temporary_folder_opens_no_port_and_leaves_nothing(
 def test_a_notice_shows_after_its_time_and_disappears(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = sys.modules["labkit.world.progress"]  # the package has a function of this name
+    progress = sys.modules["labkit.runtime.progress"]  # the package has a function of this name
     monkeypatch.setattr(progress, "interactive", lambda: True)
     with progress.notice("starting") as tick:
         tick()

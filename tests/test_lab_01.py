@@ -15,7 +15,7 @@ import torch
 from labkit.check import CheckFailed, lab_01
 from labkit.check import lab_01_nodes as nodes
 from labkit.check.clinic import Clinic, Finding, clinic, through_the_door, through_torch
-from labkit.world.plain import LauncherStore
+from labkit.runtime.plain import LauncherStore
 
 LAB = Path(__file__).parent.parent / "notebooks" / "src" / "01_ranks_and_groups.py"
 

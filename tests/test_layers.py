@@ -74,7 +74,7 @@ def module_name(path: Path, package: Path) -> str:
 
 
 def unit_of(module: str) -> str:
-    """The top-level part of labkit that a module belongs to: `comm` for `labkit.comm.door`."""
+    """The top-level part of labkit that a module belongs to: `comm` for `labkit.comm.communicator`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -131,7 +131,7 @@ def broken_rule(unit: str, name: str) -> str | None:
         unit in DISTRIBUTED or (unit == "checkpoints" and within(name, FILE_FORMAT))
     ):
         return (
-            "only labkit.comm (the door) and labkit.world (which starts ranks) import "
+            "only labkit.comm (the door) and labkit.runtime (which starts ranks) import "
             "torch.distributed; go through labkit.comm"
         )
     if not within(name, "labkit"):
@@ -186,7 +186,7 @@ def problems(package: Path) -> list[str]:
 
 
 def tree(folder: Path, **files: str) -> Path:
-    """A package named labkit, with `comm__door="..."` as labkit/comm/door.py."""
+    """A package named labkit, with `comm__door="..."` as labkit/comm/communicator.py."""
     package = folder / "labkit"
     for name, text in files.items():
         path = package / (name.replace("__", "/") + ".py" if name != "init" else "__init__.py")
@@ -196,7 +196,7 @@ def tree(folder: Path, **files: str) -> Path:
 
 
 GOOD = {
-    "init": "def __getattr__(name):\n    importlib.import_module('labkit.world')",
+    "init": "def __getattr__(name):\n    importlib.import_module('labkit.runtime')",
     "events": "import json\nfrom labkit import __version__",
     "comm__door": "import torch.distributed\nfrom labkit.events import Event\nfrom . import ring",
     "comm__ring": "from ..events import Event",
@@ -220,7 +220,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
     ("file", "text", "expected"),
     [
         # upward
-        ("comm__door", "from labkit.world import World", "downward only"),
+        ("comm__door", "from labkit.runtime import World", "downward only"),
         ("comm__door", "import labkit.parallel.ddp", "downward only"),
         ("parallel__ddp", "from labkit import recording", "downward only"),
         ("parallel__zero", "from ..plot import timeline", "downward only"),
@@ -229,7 +229,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("events", "import labkit.comm", "downward only"),
         # upward, out of sight
         ("parallel__ddp", "def f():\n    from labkit.recording import Trace", "downward only"),
-        ("comm__door", "if TYPE_CHECKING:\n    from labkit.world import World", "downward only"),
+        ("comm__door", "if TYPE_CHECKING:\n    from labkit.runtime import World", "downward only"),
         ("recording", "importlib.import_module('labkit.plot')", "downward only"),
         ("recording", "__import__('labkit.plot')", "downward only"),
         (
@@ -247,7 +247,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("models__gpt", "from labkit.parallel import DDP", "side by side"),
         ("data", "from labkit.models import GPT", "side by side"),
         ("precision", "from labkit.parallel import DDP", "side by side"),
-        ("recording", "from labkit.world import World", "side by side"),
+        ("recording", "from labkit.runtime import World", "side by side"),
         ("schedules", "from labkit.events import Event", "side by side"),
         ("doctor", "from labkit.cli import main", "side by side"),
         # torch in layer 1
@@ -280,7 +280,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, expected: 
 def test_a_problem_names_the_file_and_the_line(tmp_path: Path):
     package = tree(tmp_path, **{**GOOD, "comm__door": "import os\n\nimport labkit.cli"})
     (found,) = problems(package)
-    assert found.startswith("labkit/comm/door.py:3 imports labkit.cli: ")
+    assert found.startswith("labkit/comm/communicator.py:3 imports labkit.cli: ")
 
 
 def test_every_unit_stands_in_one_layer():

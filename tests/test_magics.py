@@ -278,7 +278,7 @@ def test_an_error_in_a_notebook_shows_the_cells_own_lines(kernel: Kernel) -> Non
     text = text_of(kernel.run("%%ranks 2\ny = rank\n1 // y  # the line of the cell"), "error")
     assert "RankError: rank 0 raised ZeroDivisionError" in text
     assert "1 // y  # the line of the cell" in text and "line 2" in text
-    assert "labkit/world" not in text
+    assert "labkit/runtime" not in text
     assert text_of(kernel.run("%%ranks 2\nrank"), "execute_result") == "rank 0: 0\nrank 1: 1"
 
 

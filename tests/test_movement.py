@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
 from labkit.check.movements import in_words
-from labkit.comm.algorithms import cost
+from labkit.comm.collectives import cost
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number

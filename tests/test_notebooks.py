@@ -384,9 +384,9 @@ def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
 
 
 def test_code_is_shown_from_the_library_as_it_is():
-    code = show("comm/algorithms/broadcast.py:tree_broadcast")
+    code = show("comm/collectives/broadcast.py:tree_broadcast")
     assert code.text.startswith("def tree_broadcast(") and code.text.endswith("return sent_bytes")
-    assert re.fullmatch(r"labkit/comm/algorithms/broadcast.py, lines \d+ to \d+", code.caption)
+    assert re.fullmatch(r"labkit/comm/collectives/broadcast.py, lines \d+ to \d+", code.caption)
     file = (ROOT / "labkit" / "comm" / "algorithms" / "broadcast.py").read_text().splitlines()
     first, last = map(int, re.findall(r"\d+", code.caption))
     assert file[first - 1 : last] == code.text.splitlines()
@@ -394,7 +394,7 @@ def test_code_is_shown_from_the_library_as_it_is():
 
 
 def test_a_piece_of_a_method_is_shown_without_its_indent():
-    code = show("world/world.py:World.close", since="self._closed", until="self._stop")
+    code = show("runtime/world.py:World.close", since="self._closed", until="self._stop")
     lines = ['self._closed, self._asked_to_stop = True, "closed"', "with self._busy:"]
     assert code.text.splitlines() == lines
     first, last = map(int, re.findall(r"\d+", code.caption))
@@ -410,8 +410,8 @@ def test_a_whole_module_begins_at_line_1():
     ("place", "words", "says"),
     [
         ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
-        ("comm/algorithms/broadcast.py:gone", "", "has no 'gone'"),
-        ("comm/algorithms/steps.py:run", "not there", "no line has 'not there'"),
+        ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
+        ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
     ],
 )
 def test_code_that_is_gone_is_an_error(place: str, words: str, says: str):

@@ -11,7 +11,7 @@ from labkit import DDP, World, ZeRO3, ZeroOptimizer, dry_run, listen
 from labkit.memory.edits import Recompute
 from labkit.memory.policies import keep_products
 from labkit.models import GPT
-from labkit.world import attach
+from labkit.runtime.attach import attach
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from labkit import GradScaler, World
 from labkit.precision import scaler, unscaling
 from labkit.precision.dynamic_scale import DynamicScale
 from labkit.precision.stand_ins import StandIns
-from labkit.world.errors import RankError
+from labkit.runtime.errors import RankError
 
 
 class NeverBacksOff(DynamicScale):

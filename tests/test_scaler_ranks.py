@@ -22,7 +22,7 @@ from labkit import (
     load_checkpoint,
     save_checkpoint,
 )
-from labkit.world.errors import RankError
+from labkit.runtime.errors import RankError
 
 STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
 both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp64", "fp16"])

@@ -21,9 +21,9 @@ from provoke import driver, gone, until
 
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
-from labkit.comm.shm import collectives, ring, slots, words
-from labkit.comm.shm.mail import Inbox, Outbox
-from labkit.world import folders
+from labkit.runtime import folders
+from labkit.runtime.transports.shm import collectives, ring, slots, words
+from labkit.runtime.transports.shm.mail import Inbox, Outbox
 
 MEMORY = Path("/dev/shm")
 SLOT = slots.SLOT_BYTES

@@ -12,11 +12,11 @@ from test_comm_mutations import run_with
 from test_shm import ours_and_gloos, use_everything, with_tiny_pieces
 
 from labkit import Comm, RankError, World
-from labkit.comm.shm import collectives, slots
-from labkit.comm.shm.back import Shared
-from labkit.comm.shm.mail import Inbox
-from labkit.comm.shm.ring import Ring
-from labkit.comm.shm.slots import Slots
+from labkit.runtime.transports.shm import collectives, slots
+from labkit.runtime.transports.shm.back import Shared
+from labkit.runtime.transports.shm.mail import Inbox
+from labkit.runtime.transports.shm.ring import Ring
+from labkit.runtime.transports.shm.slots import Slots
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from test_shm import MEMORY, in_shared_memory, with_tiny_pieces, world2, world4 
 from torch import nn
 
 from labkit import DDP, Comm, RankError, World, listen
-from labkit.comm.shm import symmetric
-from labkit.comm.shm.slots import REDUCED, Slots
+from labkit.runtime.transports.shm import symmetric
+from labkit.runtime.transports.shm.slots import REDUCED, Slots
 
 NUMEL = 70_001  # above what is reduced at once; no slice is as long as another
 

@@ -12,9 +12,9 @@ from comm_contract import events_of
 from provoke import ROOT
 
 from labkit import Comm, Link, World, record
-from labkit.world import folders
-from labkit.world.pick import Pick
-from labkit.world.transport import Transport, pick_transport
+from labkit.runtime import folders
+from labkit.runtime.pick import Pick
+from labkit.runtime.pick_transport import Transport, pick_transport
 
 MEMORY = Path("/dev/shm")
 

@@ -8,8 +8,8 @@ import torch
 
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
-from labkit.comm.algorithms import hierarchical_cost
-from labkit.comm.wire import PacedWire, nodes_of
+from labkit.comm.collectives import hierarchical_cost
+from labkit.runtime.transports.wire import PacedWire, nodes_of
 
 WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=2)
 

@@ -21,9 +21,9 @@ from provoke import ROOT, alive, driver, gone, ranks_of_servers, servers, until
 import labkit
 import labkit.comm
 from labkit import Comm, Link, RankError, World
-from labkit.world import output as output_module
-from labkit.world.output import RankOutput
-from labkit.world.pick import MOST_RANKS
+from labkit.runtime import output as output_module
+from labkit.runtime.output import RankOutput
+from labkit.runtime.pick import MOST_RANKS
 
 FACTOR = 3
 

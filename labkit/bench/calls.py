@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from labkit.bench.sweep import PARTED
-from labkit.comm.back import Call
-from labkit.comm.native import Native
+from labkit.runtime.transports.native import Native
+from labkit.runtime.transports.transport import Call
 
 UNTOUCHED = 77
 IN_PLACE = ("all_reduce", "reduce", "broadcast")  # of what has been given

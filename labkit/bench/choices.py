@@ -16,8 +16,8 @@ import typer
 
 from labkit.bench.fits import cost_of, fit_sweep
 from labkit.bench.sweep import Point, Sweep
-from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 from labkit.comm.chooser import names, stored_table
+from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # that have a choice
 RANKS = (2, 3, 4)

@@ -30,12 +30,13 @@ from labkit.bench.sweep import (
     sizes_between,
 )
 from labkit.comm import listen
-from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.chooser import table_note
-from labkit.world import World, attach, progress
-from labkit.world.attach import Rank
-from labkit.world.memory import available_bytes
-from labkit.world.pick import pick
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.runtime.attach import Rank, attach
+from labkit.runtime.memory import available_bytes
+from labkit.runtime.pick import pick
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)

@@ -20,7 +20,9 @@ from labkit.comm.words import ranks_in_words
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
-from labkit.world import World, attach, progress
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 
 ROWS, LENGTH = 4, 64  # a rank's batch
 STEPS = 5  # in a turn

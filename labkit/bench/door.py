@@ -11,8 +11,8 @@ import torch
 from rich.table import Table
 
 from labkit.comm import Board, Comm, here, listen
-from labkit.world import World
-from labkit.world.attach import leave, on_paper
+from labkit.runtime.attach import leave, on_paper
+from labkit.runtime.world import World
 
 CALLS, TRIES = 2000, 15
 

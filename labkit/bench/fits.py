@@ -2,7 +2,7 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes are those of labkit/comm/algorithms/costs.py. alpha is the seconds of a message
+steps and bytes are those of labkit/comm/collectives/costs.py. alpha is the seconds of a message
 however small, beta the seconds per byte; what it takes to reduce a byte is inside beta here, since
 it grows as the bytes do. What has no formula (what a backend chooses by itself) counts as one step
 that sends its bus bytes: a straight line over size.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
-from labkit.comm.algorithms.costs import COSTS, Cost, cost
+from labkit.comm.collectives.costs import COSTS, Cost, cost
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
 FAR = 14.0  # a factor of e**14, a million: so far beyond all sizes an end is as good

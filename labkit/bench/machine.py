@@ -25,8 +25,9 @@ import torch
 from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
-from labkit.world import World, attach, progress
-from labkit.world.attach import Rank
+from labkit.runtime.attach import Rank, attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 
 NAME = "here"
 WIRES = {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}

@@ -38,8 +38,10 @@ from labkit.comm import Comm
 from labkit.foreign import write_json
 from labkit.models.gpt import PRESETS
 from labkit.parallel.pipeline import Pipeline
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 from labkit.schedules import schedule
-from labkit.world import World, attach, progress
 
 MICROBATCHES = 8
 STEPS = 2  # in a turn

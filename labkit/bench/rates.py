@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from labkit.bench.fits import fit_line
-from labkit.comm.algorithms.costs import Cost
+from labkit.comm.collectives.costs import Cost
 
 TRIED, ZOOMS = 11, 6  # each zoom has a fifth of the one before
 LEAST_PART = 1e-4  # of its peak that the smallest product may have reached

@@ -22,8 +22,10 @@ from rich.table import Table
 from labkit.bench.data_parallel import LENGTH, ROWS, stepper
 from labkit.parallel import DDP
 from labkit.recording import record
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 from labkit.training import DTYPES, Task
-from labkit.world import World, attach, progress
 
 SETTLING = 40  # turns, at most
 STEPS = 4  # timed in one recording

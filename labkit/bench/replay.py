@@ -21,8 +21,10 @@ from labkit.parallel import DDP
 from labkit.recording import record
 from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.replays import replay
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 from labkit.trace import Trace
-from labkit.world import World, attach, progress
 
 STEPS = 4  # in a turn
 BUCKET_MB = 1.0

@@ -32,7 +32,9 @@ from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
-from labkit.world import World, attach, progress
+from labkit.runtime.attach import attach
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
 
 ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, which all ranks share
 STEPS = 5  # in a turn

@@ -13,7 +13,7 @@ from timeit import repeat
 import torch
 from rich.table import Table
 
-from labkit.world import World
+from labkit.runtime.world import World
 
 SIZE = 4
 COLD = """

@@ -28,9 +28,9 @@ from typing import Any
 
 from labkit.check.findings import CheckFailed
 from labkit.comm import Comm
-from labkit.world import RankError, World
-from labkit.world.errors import ranks_text
-from labkit.world.plain import Plain
+from labkit.runtime.errors import RankError, ranks_text
+from labkit.runtime.plain import Plain
+from labkit.runtime.world import World
 
 WAIT_S = 2.0  # how long a rank waits for another, on both sides
 LONGEST = 160  # characters of a message of torch's

@@ -16,7 +16,7 @@ from labkit.check.findings import CheckFailed, brief, equal, fail, kind
 from labkit.check.ranks import WAIT_S, Ran, run
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
-from labkit.world.plain import file_store
+from labkit.runtime.plain import file_store
 
 Student = Callable[..., Any]
 ON_RANKS = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})

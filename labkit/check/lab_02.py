@@ -17,7 +17,7 @@ from labkit.check.movements import (
     takes_steps,
 )
 from labkit.check.ranks import run, watch
-from labkit.comm.algorithms.costs import cost, rounds
+from labkit.comm.collectives.costs import cost, rounds
 from labkit.trace.movement import Movement
 
 Student = Callable[..., Any]

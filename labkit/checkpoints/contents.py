@@ -24,7 +24,7 @@ from labkit.parallel.parts.in_stages import InStages
 from labkit.parallel.parts.shards import comms_of, shard_of
 from labkit.parallel.parts.whole import plain_module
 from labkit.precision.pieces import OwnedPiece
-from labkit.world.attach import attach
+from labkit.runtime.attach import attach
 
 Path = tuple[str | int, ...]
 FORMAT = 1

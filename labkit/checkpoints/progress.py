@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from labkit.world.progress import progress
+from labkit.runtime.progress import progress
 
 T = TypeVar("T")
 PATIENCE_S = 2.0

@@ -41,8 +41,9 @@ def run(
     from labkit import recording
     from labkit.compare import fitting
     from labkit.recipes import recipe
+    from labkit.runtime.attach import attach
+    from labkit.runtime.world import World
     from labkit.training import Task, train
-    from labkit.world import World, attach
 
     chosen = recipe(strategy)
     task = Task(model=model, steps=steps, rows=rows, dtype=dtype, lr=lr, seed=seed, text=text)

@@ -30,7 +30,7 @@ class ToldGroup(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except (ValueError, OSError, RuntimeError) as error:
-            from labkit.world import RankError
+            from labkit.runtime.errors import RankError
 
             if isinstance(error, RuntimeError) and not isinstance(error, RankError):
                 raise

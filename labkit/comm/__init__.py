@@ -1,12 +1,12 @@
 """The one door for every byte a strategy moves, and the collectives behind it."""
 
-from labkit.comm.board import Board, CollectiveMismatch
-from labkit.comm.door import Comm
+from labkit.comm.communicator import Comm
 from labkit.comm.handle import CommError, Handle
 from labkit.comm.link import Link, TwoLevel
 from labkit.comm.mesh import Mesh
-from labkit.comm.surroundings import here, listen, listen_with
-from labkit.comm.wire import paced_bytes
+from labkit.runtime.board import Board, CollectiveMismatch
+from labkit.runtime.process_context import here, listen, listen_with
+from labkit.runtime.transports.wire import paced_bytes
 
 __all__ = [
     "Board",

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from labkit.comm.algorithms import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 from labkit.comm.words import ranks_in_words
 from labkit.foreign import brief, read_file
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from labkit.comm.board import Board, Note
-from labkit.comm.clock import HOST_CLOCK, Clock
-from labkit.comm.wire import LaneWork, Work
 from labkit.events import CommEvent
+from labkit.runtime.board import Board, Note
+from labkit.runtime.clock import HOST_CLOCK, Clock
+from labkit.runtime.transports.wire import LaneWork, Work
 
 
 class CommError(RuntimeError):

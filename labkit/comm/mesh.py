@@ -25,7 +25,7 @@ inside a node).
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
-from labkit.comm.door import Comm
+from labkit.comm.communicator import Comm
 from labkit.comm.words import ranks_in_words
 
 

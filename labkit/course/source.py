@@ -63,7 +63,7 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
 
 
 def _find(place: str) -> Any:
-    """ "comm/algorithms/broadcast.py:tree_broadcast" -> that function."""
+    """ "comm/collectives/broadcast.py:tree_broadcast" -> that function."""
     file, _, name = place.partition(":")
     if not (PACKAGE / file).is_file():
         raise ValueError(f"show({place!r}): labkit has no file {file!r}")

@@ -34,7 +34,7 @@ import numpy as np
 from rich.progress import track
 
 from labkit.clusters import Cluster, Level, cluster
-from labkit.comm.algorithms.costs import cost
+from labkit.comm.collectives.costs import cost
 from labkit.planning.calibrated import Calibration
 from labkit.planning.clock import Timing, pipeline_timing
 from labkit.planning.fitting import Array, Bounds, Fit, fit, fit_again

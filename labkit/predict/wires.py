@@ -7,7 +7,7 @@ Legend: S bytes of the operation (for all-gather and reduce-scatter of all n sha
 B bytes per second out of a rank, n ranks.
 
 Source of the factors: nccl-tests, doc/PERFORMANCE.md. Costs of algorithms stand in
-labkit/comm/algorithms/costs.py, the one place of them.
+labkit/comm/collectives/costs.py, the one place of them.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive
@@ -63,8 +63,8 @@ def algorithm_s(
         reduced_bytes_per_s: how fast a rank adds; as good as at once if not said.
 
     Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
-    labkit/comm/algorithms/. Raises ValueError for an unknown collective or algorithm."""
-    from labkit.comm.algorithms.costs import COSTS, cost  # here: the package of the door has torch
+    labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
+    from labkit.comm.collectives.costs import COSTS, cost  # here: the package of the door has torch
 
     check_counts(ranks=ranks)
     check_not_negative(nbytes=nbytes, alpha_s=alpha_s)

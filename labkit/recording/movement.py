@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from labkit.comm import Comm
-from labkit.comm.algorithms import ALGORITHMS, POWERS_OF_TWO_ONLY, Algorithm, run
-from labkit.comm.algorithms.steps import STREAM
-from labkit.comm.wire import Wire, Work
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY, Algorithm, run
+from labkit.comm.collectives.steps import STREAM
 from labkit.comm.words import ranks_in_words
+from labkit.runtime.transports.wire import Wire, Work
 from labkit.trace.movement import MOST_RANKS, Key, Movement, Note, movement_of, number
 
 Student = Callable[[Any, torch.Tensor], object]

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from labkit.comm import here, listen_with
-from labkit.comm.clock import HOST_CLOCK, Clock, StreamClock, clock_here
 from labkit.events import CommEvent
 from labkit.recording.detail import Detail
 from labkit.recording.spans import Spans
+from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock, clock_here
 from labkit.trace import RankTrace, Span, Step
 from labkit.trace.folder import add_metrics
 from labkit.trace.rankfile import RankFile

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from labkit.comm.clock import Clock
+from labkit.runtime.clock import Clock
 from labkit.trace import Span
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its number, in order

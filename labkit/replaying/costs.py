@@ -6,7 +6,7 @@
     collective    start + steps x latency + bytes sent by a rank / bandwidth
     message       bytes / bandwidth on the wire, there one latency later
 
-Steps and bytes of an algorithm are those of labkit.comm.algorithms.costs for a tensor in very small
+Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a tensor in very small
 pieces, which follow each other closely: the latency of a step is paid once, and not by each piece.
 Where a collective has several algorithms, the fastest is taken, as NCCL does.
 
@@ -27,7 +27,7 @@ from functools import cache
 from typing import NamedTuple
 
 from labkit.clusters import Cluster
-from labkit.comm.algorithms.costs import cost, rounds
+from labkit.comm.collectives.costs import cost, rounds
 from labkit.events import CommEvent
 from labkit.trace import Operation
 

@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import (
 
 from labkit.recording import record
 from labkit.recording.detail import ASKS_DEVICE
+from labkit.runtime.attach import on_paper
 from labkit.trace import RankTrace, Trace
-from labkit.world.attach import on_paper
 
 LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
 LONG_IN_A_NOTEBOOK_S = 10.0  # where what is shown stays in the output of its cell

@@ -16,8 +16,8 @@ from typing import Any
 from labkit.clusters import Cluster
 from labkit.replaying.changes import changed
 from labkit.replaying.redrawing import Redrawing, in_words
+from labkit.runtime.progress import progress
 from labkit.trace import Trace
-from labkit.world.progress import progress
 
 try:
     import ipywidgets

@@ -155,7 +155,7 @@ guess
 # there; `reach` is how many have it by now.
 
 # %%
-show("comm/algorithms/broadcast.py:tree_broadcast")
+show("comm/collectives/broadcast.py:tree_broadcast")
 
 # %% [markdown]
 # - `position < reach`: I have it, so I send it `reach` places further, if somebody is there.

@@ -21,7 +21,7 @@ from labkit.check import lab_01 as check
 from labkit.check import predict, report
 from labkit.check.clinic import clinic
 from labkit.course import show
-from labkit.world.plain import LauncherStore
+from labkit.runtime.plain import LauncherStore
 
 guess = predict()  # nothing yet: that is for you, in step 3
 Path("../runs").mkdir(exist_ok=True)  # where the script of step 5 goes
@@ -147,7 +147,7 @@ guess
 # are on one machine, and torch's TCP store can be reached from other machines, too.
 
 # %%
-show("world/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
+show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
 # Such a file is a store like any other. Torch counts in it who uses it (`refcount`), and deletes it
@@ -450,7 +450,7 @@ plot.timeline(stuck)
 # is group and number, the same on all ranks; its `signature` a checksum of operation, shape and dtype:
 
 # %%
-show("comm/board.py:Board.enter", since="key, signature =")
+show("runtime/board.py:Board.enter", since="key, signature =")
 
 # %% [markdown]
 # And when ranks wait, the world asks who of them can still come. `waits` has the note that each rank
@@ -458,7 +458,7 @@ show("comm/board.py:Board.enter", since="key, signature =")
 # has returned never will come (`gone`); nor will one in a circle of waiting ranks (`stuck`):
 
 # %%
-show("world/diagnose.py:Watch._hopeless", since="needs = {")
+show("runtime/diagnose.py:Watch._hopeless", since="needs = {")
 
 # %% [markdown]
 # It cannot know what you *meant*. Two all-reduces of the same shape, in another order: every rank

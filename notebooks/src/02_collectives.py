@@ -19,7 +19,7 @@ from labkit import Comm, Link, World, listen, plot, watch_collective
 from labkit.check import lab_02 as check
 from labkit.check import predict, report
 from labkit.check.lab_02_rings import ring_a, ring_b
-from labkit.comm.algorithms import cost
+from labkit.comm.collectives import cost
 from labkit.course import show
 
 guess = predict()  # nothing yet: that is for you, in step 3
@@ -176,7 +176,7 @@ guess
 # is chunk r on rank r.
 
 # %%
-show("comm/algorithms/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
+show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 
 # %% [markdown]
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
@@ -193,10 +193,10 @@ show("comm/algorithms/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # The second half, and both together:
 
 # %%
-show("comm/algorithms/all_gather.py:ring_all_gather", since="n, rank")
+show("comm/collectives/all_gather.py:ring_all_gather", since="n, rank")
 
 # %%
-show("comm/algorithms/all_reduce.py:ring_all_reduce", since="own =")
+show("comm/collectives/all_reduce.py:ring_all_reduce", since="own =")
 
 # %% [markdown]
 # Each algorithm stands beside its cost: steps, bytes through the busiest rank, bytes that are added up.

@@ -19,7 +19,7 @@ from labkit.check import lab_03 as check
 from labkit.check import predict, report
 from labkit.check.lab_03_rings import DGX1, bytes_by_pair, ring_in_order, rings_us
 from labkit.comm import paced_bytes
-from labkit.comm.algorithms import cost, hierarchical_cost
+from labkit.comm.collectives import cost, hierarchical_cost
 from labkit.course import show
 from labkit.events import all_reduce_bus_bytes
 from labkit.nccl_log import EXAMPLES
@@ -257,7 +257,7 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 # - `fold` and `unfold` are for nodes of different sizes; where all are alike, they do nothing.
 
 # %%
-show("comm/algorithms/hierarchical.py:hierarchical_all_reduce")
+show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
 # NCCL does such things by itself, and tells if it is asked: with `NCCL_DEBUG=INFO`, each rank prints

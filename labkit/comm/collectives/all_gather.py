@@ -1,0 +1,119 @@
+"""All-gather: before, chunk r is filled on rank r; after, all chunks are on all ranks.
+
+    ring                 pass on what just came        (n-1) alpha        + (n-1)/n S beta
+    recursive doubling   swap all you have             log2(n) alpha      + (n-1)/n S beta
+    Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
+
+All send the least there is to send. The ring talks to one neighbour only, which suits wires, and
+cuts a large message into small ones; the others take fewer steps, which suits small messages.
+
+Source: as broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
+Multiport Message-Passing Systems", 1997.
+"""
+
+import torch
+
+from labkit.comm.collectives.steps import (
+    Algorithm,
+    Chunks,
+    bounds_of,
+    in_turns,
+    pieces_of_chunks,
+    side_by_side,
+)
+from labkit.runtime.transports.wire import Wire
+
+
+def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
+    """n - 1 steps: pass on the chunk that just arrived. 3 ranks, what each has:
+
+        at first     c0 . .       . c1 .       . . c2
+        step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
+        step 2       c0 c1 c2     c0 c1 c2     c0 c1 c2
+
+    Cost: (n-1) alpha + (n-1)/n S beta.
+    """
+    n, rank = wire.size, wire.rank
+    sends, sent_bytes = [], 0
+    for step in range(n - 1):
+        outgoing, incoming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        receive = wire.irecv(incoming, (rank - 1) % n, tag)
+        sends.append(wire.isend(outgoing, (rank + 1) % n, tag))
+        sent_bytes += outgoing.nbytes
+        yield receive
+    yield from sends
+    return sent_bytes
+
+
+def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
+    """Rings in turns, one for each piece of long chunks."""
+    rings = [ring_all_gather(wire, piece, tag) for piece in pieces_of_chunks(chunks)]
+    return (yield from in_turns(*rings))
+
+
+def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
+    """n is a power of two: swap all you have with the rank 1, 2, 4, ... away.
+
+        at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
+        0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3
+        0-2, 1-3     c0 c1 c2 c3   (on all)
+
+    Cost: log2(n) alpha + (n-1)/n S beta.
+    """
+    bounds = bounds_of([chunk.numel() for chunk in chunks])
+    whole = side_by_side(chunks)
+    if whole is not None:
+        return (yield from double(wire, whole, bounds, tag))
+    whole = chunks[0].new_empty(bounds[-1])
+    copies = whole.split([chunk.numel() for chunk in chunks])
+    copies[wire.rank].copy_(chunks[wire.rank])
+    sent_bytes = yield from double(wire, whole, bounds, tag)
+    for chunk, copy in zip(chunks, copies):
+        chunk.copy_(copy)
+    return sent_bytes
+
+
+def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorithm:
+    """Recursive doubling over the blocks of `x` between the bounds."""
+    sent_bytes, reach = 0, 1
+    while reach < wire.size:
+        mine = wire.rank // reach * reach  # the first block of those I have
+        theirs = mine ^ reach
+        incoming = x[bounds[theirs] : bounds[theirs + reach]]
+        outgoing = x[bounds[mine] : bounds[mine + reach]]
+        receive = wire.irecv(incoming, wire.rank ^ reach, tag)
+        send = wire.isend(outgoing, wire.rank ^ reach, tag)
+        sent_bytes += outgoing.nbytes
+        yield receive
+        yield send
+        reach *= 2
+    return sent_bytes
+
+
+def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
+    """Any n: each keeps the chunks in the order in which they follow its own, and fetches as many
+    as it has (in the last round, as many as are missing) from the rank 1, 2, 4, ... ahead.
+
+        at first     0: c0           1: c1           2: c2
+        from 1 on    0: c0 c1        1: c1 c2        2: c2 c0
+        from 2 on    0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one chunk was missing)
+
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to put them in order.
+    """
+    n, rank = wire.size, wire.rank
+    order = [chunks[(rank + k) % n] for k in range(n)]
+    bounds = bounds_of([chunk.numel() for chunk in order])
+    block = order[0].new_empty(bounds[-1])
+    block[: bounds[1]].copy_(order[0])
+    sent_bytes, have = 0, 1
+    while have < n:
+        more = min(have, n - have)
+        receive = wire.irecv(block[bounds[have] : bounds[have + more]], (rank + have) % n, tag)
+        send = wire.isend(block[: bounds[more]], (rank - have) % n, tag)
+        sent_bytes += block[: bounds[more]].nbytes
+        yield receive
+        yield send
+        have += more
+    for k in range(1, n):
+        order[k].copy_(block[bounds[k] : bounds[k + 1]])
+    return sent_bytes

@@ -1,0 +1,145 @@
+"""All-reduce: everyone's `x` becomes the reduction of all, to the same bits on all ranks.
+
+    naive                through one server                2(n-1) (alpha + S beta)
+    tree                 reduce, then broadcast            2 ceil(log2 n) (alpha + S beta)
+    ring                 reduce-scatter, then all-gather   2(n-1) alpha + 2(n-1)/n S beta
+    recursive doubling   swap all, add, farther            log2(n) (alpha + S beta)
+    halving, doubling    both by recursion                 2 log2(n) alpha + 2(n-1)/n S beta
+    double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
+    hierarchical         hierarchical.py
+
+A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). The two
+recursions fold where n is no power of two: 2 alpha + 2 S beta more (fold.py).
+
+Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal
+All-reduce Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
+"""
+
+import torch
+
+from labkit.comm.collectives.all_gather import double, ring_all_gather
+from labkit.comm.collectives.broadcast import flat_broadcast, tree_broadcast
+from labkit.comm.collectives.costs import power_of_two
+from labkit.comm.collectives.fold import fold, unfold
+from labkit.comm.collectives.reduce import flat_reduce, tree_reduce
+from labkit.comm.collectives.reduce_scatter import halve, ring_reduce_scatter
+from labkit.comm.collectives.steps import (
+    Algorithm,
+    Chunks,
+    Part,
+    Reduction,
+    bounds_of,
+    in_turns,
+    pieces_of_chunks,
+)
+from labkit.events import chunk_sizes
+from labkit.runtime.transports.wire import Wire
+
+
+def naive_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """Everyone sends to rank 0, which adds and sends the sum to everyone: a parameter server.
+
+        1, 2, 3 --> 0      0 --> 1, 2, 3
+
+    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma: every rank more makes it slower.
+    """
+    sent_bytes = yield from flat_reduce(wire, x, 0, reduce, tag)
+    if divide_by != 1 and wire.rank == 0:
+        x.div_(divide_by)
+    return sent_bytes + (yield from flat_broadcast(wire, x, 0, tag))
+
+
+def tree_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """Up the binomial tree to rank 0 and down again.
+
+    Cost: 2 ceil(log2 n) (alpha + S beta) + ceil(log2 n) S gamma.
+    """
+    sent_bytes = yield from tree_reduce(wire, x, 0, reduce, tag)
+    if divide_by != 1 and wire.rank == 0:
+        x.div_(divide_by)
+    return sent_bytes + (yield from tree_broadcast(wire, x, 0, tag))
+
+
+def ring_all_reduce(
+    wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """A reduce-scatter in place, a division of the one chunk that is complete then, and an
+    all-gather. Cost: 2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
+    own = chunks[wire.rank]
+    sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
+    if divide_by != 1:
+        own.div_(divide_by)
+    return sent_bytes + (yield from ring_all_gather(wire, chunks, tag))
+
+
+def rings_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """Rings in turns, one for each piece of a long `x`. Cost: that of the ring, (n-1) alpha more
+    for each piece, and the gamma hidden behind the beta."""
+    pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
+    rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
+    return (yield from in_turns(*rings))
+
+
+def recursive_doubling_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """Swap everything with the rank 1, 2, 4, ... away, and add. 4 ranks, who has added:
+
+        0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
+        0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
+
+    Both of a pair add the lower rank's first, or -0.0 and 0.0, and two NaNs, would give each
+    its own bits. Cost: log2(n) (alpha + S (beta + gamma)): few steps, but all of S in each.
+    """
+    n, core = wire.size, power_of_two(wire.size)
+    mine, sent_bytes = x, 0
+    if core < n:
+        sent_bytes = yield from fold(wire, x, reduce, tag)
+    if wire.rank < core and n > 1:
+        theirs, reach = torch.empty_like(x), 1
+        while reach < core:
+            receive = wire.irecv(theirs, wire.rank ^ reach, tag)
+            send = wire.isend(mine, wire.rank ^ reach, tag)
+            sent_bytes += x.nbytes
+            yield receive
+            yield send
+            lower, upper = (theirs, mine) if wire.rank & reach else (mine, theirs)
+            reduce(lower, upper)
+            mine, theirs = lower, upper
+            reach *= 2
+        if mine is not x:
+            x.copy_(mine)
+    if divide_by != 1:
+        x.div_(divide_by)
+    if core < n:
+        sent_bytes += yield from unfold(wire, x, tag)
+    return sent_bytes
+
+
+def halving_doubling_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
+
+        0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
+        0-1, 2-3     0: c0         1: c1         2: c2         3: c3
+        0-1, 2-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (doubling)
+        0-2, 1-3     c0 c1 c2 c3   (on all)
+
+    Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the bytes of the ring in fewer steps.
+    """
+    core = power_of_two(wire.size)
+    sent_bytes = yield from fold(wire, x, reduce, tag)
+    if wire.rank < core:
+        part, bounds = Part(wire, range(core)), bounds_of(chunk_sizes(x.numel(), core))
+        sent_bytes += yield from halve(part, x, bounds, reduce, tag)
+        if divide_by != 1:
+            x[bounds[wire.rank] : bounds[wire.rank + 1]].div_(divide_by)
+        sent_bytes += yield from double(part, x, bounds, tag)
+    return sent_bytes + (yield from unfold(wire, x, tag))

@@ -1,0 +1,77 @@
+"""Broadcast: the root's `x` to everyone. S bytes, n ranks; `position` counts from the root.
+
+    flat      the root sends it to each, one after the other      (n-1) (alpha + S beta)
+    tree      all who have it pass it on                          ceil(log2 n) (alpha + S beta)
+    chain     each passes it to the next, in P pieces             (P + n-2) (alpha + S/P beta)
+
+A small message wants few steps: the tree. A large one wants each rank to send it only once: with
+many pieces the chain costs S beta, however many ranks there are.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005; the chain is NCCL's ring, cut open at the root.
+"""
+
+import torch
+
+from labkit.comm.collectives.steps import Algorithm, pieces_of
+from labkit.runtime.transports.wire import Wire
+
+
+def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
+    """The root sends `x` to every other rank.
+
+        0 --> 1      all three sends leave rank 0, and share its wire
+        0 --> 2
+        0 --> 3
+
+    Cost: (n-1) (alpha + S beta).
+    """
+    if wire.rank != root:
+        yield wire.irecv(x, root, tag)
+        return 0
+    sends = [wire.isend(x, rank, tag) for rank in range(wire.size) if rank != root]
+    yield from sends
+    return len(sends) * x.nbytes
+
+
+def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
+    """Binomial tree: in each round, all who have `x` send it to one who has not.
+
+        round 1      0 --> 1
+        round 2      0 --> 2     1 --> 3
+
+    Cost: ceil(log2 n) (alpha + S beta).
+    """
+    n, position = wire.size, (wire.rank - root) % wire.size
+    sent_bytes, reach = 0, 1
+    while reach < n:
+        if position < reach and position + reach < n:
+            yield wire.isend(x, (wire.rank + reach) % n, tag)
+            sent_bytes += x.nbytes
+        elif reach <= position < 2 * reach:
+            yield wire.irecv(x, (wire.rank - reach) % n, tag)
+        reach *= 2
+    return sent_bytes
+
+
+def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
+    """Pipelined chain: each passes every piece to the next as soon as it has it.
+
+        step 1       0 -a-> 1
+        step 2       0 -b-> 1 -a-> 2
+        step 3       0 -c-> 1 -b-> 2 -a-> 3
+        step 4              1 -c-> 2 -b-> 3     ...
+
+    Cost: (P + n-2) (alpha + S/P beta), P pieces.
+    """
+    n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
+    receives, sends = [], []
+    if position > 0:
+        receives = [wire.irecv(piece, (wire.rank - 1) % n, tag) for piece in pieces]
+    for k, piece in enumerate(pieces):
+        if position > 0:
+            yield receives[k]
+        if position < n - 1:
+            sends.append(wire.isend(piece, (wire.rank + 1) % n, tag))
+    yield from sends
+    return x.nbytes if sends else 0

@@ -1,0 +1,95 @@
+"""All-reduce over two trees at once: as few steps as a tree, and no rank's wire idle.
+
+In one binary tree the leaves, half of all ranks, only ever send their own share. So two trees are
+used, and each rank is inside one and a leaf of the other; each tree carries half of `x`, in P
+pieces that follow each other up to the root and down again. 4 ranks:
+
+    0                        3
+    └── 2                    └── 1       each rank has one parent and at most two children
+        ├── 1                    ├── 2   in the one tree, and only a parent in the other
+        └── 3                    └── 0
+
+Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, where h, the height, is about log2 n:
+the 2 S beta of the ring, in log2(n) steps. While the first pieces rise and the last ones fall, not
+all wires are in use; costs.py counts what then passes the busiest rank.
+
+Source: Sanders, Speck and Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
+Scan", 2009; the trees are NCCL's (src/graph/trees.cc).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from labkit.comm.collectives.costs import depth, double_tree
+from labkit.comm.collectives.steps import STREAM, Algorithm, Reduction, pieces_of
+from labkit.runtime.transports.wire import Wire, Work
+
+
+def double_tree_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """At every tick a rank takes one piece up, and one that was at the root in the meantime down.
+
+    A rank of depth d gets piece k from below at tick k + h - d, and from above at k + h + d. Every
+    wait is for something of an earlier tick, so no ring of waiting ranks can close.
+    """
+    trees = zip(x.tensor_split(2), double_tree(wire.size))
+    sides = [Side(wire, half, tree, tag + k * 2 * STREAM) for k, (half, tree) in enumerate(trees)]
+    for tick in range(max(len(side.pieces) + 2 * side.height for side in sides)):
+        for side in sides:
+            rising, falling = tick - side.height + side.depth, tick - side.height - side.depth
+            if 0 <= rising < len(side.pieces):
+                yield from side.up(rising, reduce, divide_by)
+            if 0 <= falling < len(side.pieces):
+                yield from side.down(falling)
+    for side in sides:
+        yield from side.sends
+    return sum(side.sent_bytes for side in sides)
+
+
+class Side:
+    """This rank's place in one of the trees, and the half of `x` that passes it there."""
+
+    def __init__(self, wire: Wire, x: torch.Tensor, parents: list[int | None], tag: int):
+        self.wire, self.pieces = wire, pieces_of(x)
+        self.up_tag, self.down_tag = tag, tag + STREAM
+        self.parent = parents[wire.rank]
+        self.children = [rank for rank in range(wire.size) if parents[rank] == wire.rank]
+        self.depth = depth(parents, wire.rank)
+        self.height = max(depth(parents, rank) for rank in range(wire.size))
+        # All receives are posted at once, and no send is waited for before the end. What comes
+        # down may be awaited in its place already: it comes after what has gone up from there.
+        self.rooms = [pieces_of(torch.empty_like(x)) for _ in self.children]
+        self.rising = [
+            [wire.irecv(room, child, self.up_tag) for room in rooms]
+            for child, rooms in zip(self.children, self.rooms)
+        ]
+        self.falling = [
+            wire.irecv(piece, self.parent, self.down_tag)
+            for piece in self.pieces
+            if self.parent is not None
+        ]
+        self.sends: list[Work] = []
+        self.sent_bytes = 0
+
+    def up(self, k: int, reduce: Reduction, divide_by: int) -> Iterator[Work]:
+        """Add the children's piece k to one's own, and send it to the parent."""
+        for receives, rooms in zip(self.rising, self.rooms):
+            yield receives[k]
+            reduce(self.pieces[k], rooms[k])
+        if self.parent is not None:
+            self._send(self.pieces[k], self.parent, self.up_tag)
+        elif divide_by != 1:
+            self.pieces[k].div_(divide_by)
+
+    def down(self, k: int) -> Iterator[Work]:
+        """Take the complete piece k from the parent, and send it to the children."""
+        if self.parent is not None:
+            yield self.falling[k]
+        for child in self.children:
+            self._send(self.pieces[k], child, self.down_tag)
+
+    def _send(self, piece: torch.Tensor, peer: int, tag: int) -> None:
+        self.sends.append(self.wire.isend(piece, peer, tag))
+        self.sent_bytes += piece.nbytes

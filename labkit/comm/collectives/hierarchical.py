@@ -1,0 +1,50 @@
+"""All-reduce inside each node, then between nodes: for machines whose wires inside (NVLink, shared
+memory) are much faster than those between (Ethernet, InfiniBand).
+
+2 nodes of 2 ranks, what each has of the halves a and b:
+
+    at first                 0: a0 b0       1: a0 b0    |    2: a1 b1       3: a1 b1
+    inside: reduce-scatter   0: A0          1: B0       |    2: A1          3: B1
+    between: all-reduce      0: A0+A1  <----------------->   2: A0+A1
+                                            1: B0+B1 <------------------->  3: B0+B1
+    inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
+
+m nodes of k ranks, S bytes. Cost inside: 2(k-1) alpha + 2(k-1)/k S beta; between, on wires of
+another alpha and beta: 2(m-1) alpha + 2(m-1)/m S/k beta from each rank, so 1/k of what it would be
+if every rank sent between nodes what it sends inside.
+
+Where nodes differ in size, the smallest decides on how many ranks work between nodes; the others
+fold into those of their node first (fold.py).
+
+Source: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018,
+section 3.3; NCCL's tree is one inside nodes, too.
+"""
+
+import torch
+
+from labkit.comm.collectives.all_gather import ring_all_gather
+from labkit.comm.collectives.all_reduce import rings_all_reduce
+from labkit.comm.collectives.fold import fold, unfold
+from labkit.comm.collectives.reduce_scatter import ring_reduce_scatter
+from labkit.comm.collectives.steps import Algorithm, Part, Reduction
+from labkit.events import chunk_sizes
+from labkit.runtime.transports.wire import Wire
+
+
+def hierarchical_all_reduce(
+    wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
+) -> Algorithm:
+    """`wire.nodes` says which ranks are on one machine."""
+    node = next(ranks for ranks in wire.nodes if wire.rank in ranks)
+    columns = min(len(ranks) for ranks in wire.nodes)
+    inside = Part(wire, node)
+    sent_bytes = yield from fold(inside, x, reduce, tag, core=columns)
+    if inside.rank < columns:
+        row = Part(wire, node[:columns])
+        chunks = list(x.split(chunk_sizes(x.numel(), columns)))
+        mine = chunks[row.rank]
+        sent_bytes += yield from ring_reduce_scatter(row, chunks, mine, reduce, tag)
+        column = Part(wire, [ranks[row.rank] for ranks in wire.nodes])
+        sent_bytes += yield from rings_all_reduce(column, mine, reduce, divide_by, tag)
+        sent_bytes += yield from ring_all_gather(row, chunks, tag)
+    return sent_bytes + (yield from unfold(inside, x, tag, core=columns))

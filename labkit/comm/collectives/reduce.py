@@ -1,0 +1,85 @@
+"""Reduce: the reduction of everyone's `x` to the root. The broadcasts backwards: what went out
+comes in, and is added on the way. On the other ranks `x` may hold partial sums afterwards.
+
+    flat      everyone sends to the root       (n-1) (alpha + S beta + S gamma)
+    tree      pairs, pairs of pairs, ...       ceil(log2 n) (alpha + S beta + S gamma)
+    chain     along a line, in P pieces        (P + n-2) (alpha + S/P beta + S/P gamma)
+
+gamma = seconds to reduce a byte. Source: as broadcast.py.
+"""
+
+import torch
+
+from labkit.comm.collectives.steps import Algorithm, Reduction, pieces_of
+from labkit.runtime.transports.wire import Wire
+
+
+def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
+    """The root takes in every other rank's `x`, in the order of the ranks.
+
+        1 --> 0      (0+1)
+        2 --> 0      (0+1)+2
+        3 --> 0      ((0+1)+2)+3
+
+    Cost: (n-1) (alpha + S beta + S gamma).
+    """
+    n = wire.size
+    if wire.rank != root:
+        yield wire.isend(x, root, tag)
+        return x.nbytes
+    room = x.new_empty(2, x.numel())  # one arrives while the other is added
+    others = [(root + ahead) % n for ahead in range(1, n)]
+    receive = wire.irecv(room[0], others[0], tag) if others else None
+    for k in range(len(others)):
+        arriving = receive
+        if k + 1 < len(others):
+            receive = wire.irecv(room[(k + 1) % 2], others[k + 1], tag)
+        assert arriving is not None
+        yield arriving
+        reduce(x, room[k % 2])
+    return 0
+
+
+def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
+    """The binomial tree backwards: in each round half of those who are left send and are done.
+
+        round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
+        round 2      1 --> 0                  0 has (0+2)+(1+3)
+
+    Cost: ceil(log2 n) (alpha + S beta + S gamma).
+    """
+    n, position = wire.size, (wire.rank - root) % wire.size
+    incoming = torch.empty_like(x)
+    reach = 1 << (n - 1).bit_length()
+    while (reach := reach // 2) > 0:
+        if position < reach and position + reach < n:
+            yield wire.irecv(incoming, (wire.rank + reach) % n, tag)
+            reduce(x, incoming)
+        elif reach <= position < 2 * reach:
+            yield wire.isend(x, (wire.rank - reach) % n, tag)
+            return x.nbytes
+    return 0
+
+
+def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
+    """The pipelined chain backwards: each adds its own piece to what came and passes it on.
+
+        step 1                            2 <-a- 3
+        step 2                   1 <-a- 2 <-b- 3
+        step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
+
+    Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
+    """
+    n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
+    rooms, receives, sends = [], [], []
+    if position < n - 1:
+        rooms = pieces_of(torch.empty_like(x))
+        receives = [wire.irecv(room, (wire.rank + 1) % n, tag) for room in rooms]
+    for k, piece in enumerate(pieces):
+        if receives:
+            yield receives[k]
+            reduce(piece, rooms[k])
+        if position > 0:
+            sends.append(wire.isend(piece, (wire.rank - 1) % n, tag))
+    yield from sends
+    return x.nbytes if sends else 0

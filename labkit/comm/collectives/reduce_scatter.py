@@ -1,0 +1,121 @@
+"""Reduce-scatter: `out` on rank r becomes the reduction of all ranks' chunk r.
+
+    ring                pass on the partial sum       (n-1) alpha   + (n-1)/n S (beta + gamma)
+    recursive halving   swap half of what is left     log2(n) alpha + (n-1)/n S (beta + gamma)
+
+Where n is no power of two, recursive halving folds first: the ranks beyond give all they have to
+one of the others, which adds 2 alpha + (1 + 1/n) S beta.
+
+Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
+"""
+
+import torch
+
+from labkit.comm.collectives.costs import power_of_two
+from labkit.comm.collectives.fold import fold
+from labkit.comm.collectives.steps import (
+    Algorithm,
+    Chunks,
+    Part,
+    Reduction,
+    bounds_of,
+    in_turns,
+    pieces_of_chunks,
+)
+from labkit.runtime.transports.wire import Wire
+
+
+def ring_reduce_scatter(
+    wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
+) -> Algorithm:
+    """n - 1 steps: pass on the partial sum that just arrived, with one's own share added. 3 ranks,
+    who has added in brackets:
+
+        step     rank 0            rank 1            rank 2
+        1        sends c2 (0)      sends c0 (1)      sends c1 (2)
+        2        sends c1 (2+0)    sends c2 (0+1)    sends c0 (1+2)
+        after    has c0 (1+2+0)    has c1 (2+0+1)    has c2 (0+1+2)
+
+    `out` may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma).
+    """
+    n, rank = wire.size, wire.rank
+    own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
+    if n == 1 and not in_place:
+        out.copy_(own)
+    room = out.new_empty(2, max(chunk.numel() for chunk in chunks))
+    partial, sent_bytes = chunks[(rank - 1) % n], 0
+    for step in range(1, n):
+        share, is_last = chunks[(rank - step - 1) % n], step == n - 1
+        incoming = out if is_last and not in_place else room[step % 2, : share.numel()]
+        receive = wire.irecv(incoming, (rank - 1) % n, tag)
+        send = wire.isend(partial, (rank + 1) % n, tag)
+        sent_bytes += partial.nbytes
+        yield receive
+        if is_last and in_place:
+            reduce(own, incoming)
+        else:
+            reduce(incoming, share)
+        yield send
+        partial = incoming
+    return sent_bytes
+
+
+def rings_reduce_scatter(
+    wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
+) -> Algorithm:
+    """Rings in turns, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha more
+    for each piece, and the gamma hidden behind the beta."""
+    pieces = pieces_of_chunks([*chunks, out])
+    rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
+    return (yield from in_turns(*rings))
+
+
+def recursive_halving_reduce_scatter(
+    wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
+) -> Algorithm:
+    """Swap halves with the rank n/2, n/4, ... away. 4 ranks, what each still works on:
+
+        at first     c0 c1 c2 c3   (all)
+        0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
+        0-1, 2-3     0: c0         1: c1         2: c2         3: c3
+
+    Cost: log2(n) alpha + (n-1)/n S (beta + gamma), and a copy of S, to leave the chunks alone.
+    """
+    n, core = wire.size, power_of_two(wire.size)
+    # Block i holds chunk i and, where there is one, that of the rank folded into rank i.
+    order = [r for i in range(core) for r in range(i, n, core)]
+    work = torch.cat([chunks[r] for r in order])
+    bounds = bounds_of([sum(c.numel() for c in chunks[i::core]) for i in range(core)])
+    sent_bytes = yield from fold(wire, work, reduce, tag)
+    if wire.rank >= core:
+        yield wire.irecv(out, wire.rank - core, tag)
+        return sent_bytes
+    sent_bytes += yield from halve(Part(wire, range(core)), work, bounds, reduce, tag)
+    mine = work[bounds[wire.rank] : bounds[wire.rank + 1]]
+    if wire.rank + core < n:
+        folded = mine[chunks[wire.rank].numel() :]
+        yield wire.isend(folded, wire.rank + core, tag)
+        sent_bytes += folded.nbytes
+    out.copy_(mine[: out.numel()])
+    return sent_bytes
+
+
+def halve(wire: Wire, x: torch.Tensor, bounds: list[int], reduce: Reduction, tag: int) -> Algorithm:
+    """Recursive halving in place: the block of `x` between bounds r and r + 1 becomes the
+    reduction on rank r; the others hold partial ones. n is a power of two."""
+    rank, sent_bytes = wire.rank, 0
+    half, first = wire.size // 2, 0  # the blocks first ... first + 2 half are mine to work on
+    room = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))
+    while half > 0:
+        lower, upper = (first, first + half), (first + half, first + 2 * half)
+        keep, give = (upper, lower) if rank & half else (lower, upper)
+        kept, given = x[bounds[keep[0]] : bounds[keep[1]]], x[bounds[give[0]] : bounds[give[1]]]
+        incoming = room[: kept.numel()]
+        receive = wire.irecv(incoming, rank ^ half, tag)
+        send = wire.isend(given, rank ^ half, tag)
+        sent_bytes += given.nbytes
+        yield receive
+        reduce(kept, incoming)
+        yield send
+        half, first = half // 2, keep[0]
+    return sent_bytes

@@ -1,0 +1,27 @@
+"""Ring exchange: everyone's `x` goes to the next rank, the last rank's to the first.
+
+One step of every ring there is, and of ring attention, where keys and values go round.
+"""
+
+import torch
+
+from labkit.comm.collectives.steps import Algorithm
+from labkit.runtime.transports.wire import Wire
+
+
+def next_ring_exchange(wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int) -> Algorithm:
+    """`out` becomes the `x` of the rank before.
+
+        0 --> 1 --> 2 --> 0        all at once
+
+    Cost: alpha + S beta.
+    """
+    n, rank = wire.size, wire.rank
+    if n == 1:
+        out.copy_(x)
+        return 0
+    receive = wire.irecv(out, (rank - 1) % n, tag)
+    send = wire.isend(x, (rank + 1) % n, tag)
+    yield receive
+    yield send
+    return x.nbytes

@@ -1,0 +1,61 @@
+"""Scatter: chunk r of the root to rank r, into `x` there (`chunks` is None on the others).
+
+    flat      the root sends each its chunk                   (n-1) alpha + (n-1)/n S beta
+    tree      half of what is left goes to half of the ranks  ceil(log2 n) alpha + (n-1)/n S beta
+
+The gathers backwards; S is what the root holds at the start. Source: as broadcast.py.
+"""
+
+import torch
+
+from labkit.comm.collectives.gather import children, parent, subtree
+from labkit.comm.collectives.steps import Algorithm, Chunks
+from labkit.runtime.transports.wire import Wire
+
+
+def flat_scatter(
+    wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
+    """The root sends chunk r straight to rank r.
+
+        0 -c1-> 1
+        0 -c2-> 2      all three leave over rank 0's wire
+        0 -c3-> 3
+
+    Cost: (n-1) alpha + (n-1)/n S beta.
+    """
+    if wire.rank != root:
+        yield wire.irecv(x, root, tag)
+        return 0
+    assert chunks is not None
+    sends = [wire.isend(chunks[r], r, tag) for r in range(wire.size) if r != root]
+    yield from sends
+    x.copy_(chunks[root])
+    return sum(chunks[r].nbytes for r in range(wire.size) if r != root)
+
+
+def tree_scatter(
+    wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
+    """Binomial tree: whoever has a block keeps its own chunk and hands on the rest.
+
+        round 1      0 -c2,c3-> 2
+        round 2      0 -c1-> 1     2 -c3-> 3
+
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta. All chunks have one size.
+    """
+    n, position = wire.size, (wire.rank - root) % wire.size
+    block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k
+    if position > 0:
+        yield wire.irecv(block, (root + parent(position)) % n, tag)
+    else:
+        assert chunks is not None
+        for k in range(n):
+            block[k].copy_(chunks[(root + k) % n])
+    sends = [
+        wire.isend(block[child - position :][: subtree(n, child)], (root + child) % n, tag)
+        for child in reversed(children(n, position))
+    ]
+    x.copy_(block[0])
+    yield from sends
+    return block.nbytes - x.nbytes

@@ -1,0 +1,444 @@
+"""The one door: every byte that a strategy moves goes through a `Comm`.
+
+A `Comm` wraps a process group, whoever started it, and has torch.distributed's operations under
+torch.distributed's names. It adds what a lab needs: an event with its bytes for each operation,
+ranks that compare notes before they hang, every dense dtype and memory layout on any backend.
+
+    comm = Comm()                                  # the default group
+    comm.all_reduce(x)                             # in place, blocking
+    handle = comm.all_reduce(x, async_op=True)     # or returning a handle:
+    ...                                            # compute meanwhile; leave x alone
+    handle.wait()
+
+Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
+`algorithm` names one of labkit/comm/collectives; without it, labkit/comm/chooser.py chooses.
+"""
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from labkit import events
+from labkit.comm.chooser import Choice
+from labkit.comm.detached import Departed
+from labkit.comm.handle import Handle
+from labkit.comm.untraced import untraced
+from labkit.comm.validation import (
+    Tensors,
+    check_list,
+    check_member,
+    check_op,
+    check_other,
+    check_rooted,
+    describe,
+    equal_parts,
+)
+from labkit.dispatch import no_modes
+from labkit.runtime.board import CollectiveMismatch
+from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.process_context import here
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+Finish = list[Callable[[], object]]
+
+
+@untraced
+class Comm:
+    """The door of one process group.
+
+    Args:
+        group: a `torch.distributed` process group; the default group when None.
+        label: see `labelled`.
+
+    `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
+    Operations return None when they block, a `Handle` with `async_op=True`. Tensors are dense, of
+    any dtype and any shape; those that one call takes together share a dtype. Only the `..._tensor`
+    and `..._single` variants want the tensor that they cut into n parts to be contiguous.
+
+    Raises RuntimeError where no process group is initialised, ValueError outside the group,
+    TypeError for anything else.
+    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
+    other or that torch cannot reduce, CollectiveMismatch when another rank called something else,
+    CommError when the operation fails under way.
+    """
+
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
+
+    def __init__(self, group: Any = None, label: str = ""):
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Comm(): this process is not a rank yet. Run the function with "
+                "World(n).run(...), or call labkit.attach() first (it serves torchrun, and a "
+                "single process as a world of 1)."
+            )
+        group = dist.group.WORLD if group is None else group
+        if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("Comm(group): this rank is not a member of the group")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
+        self._group, self._label = group, label and f", {label}"
+        self._carrier = carrier = Carrier.of(group)
+        carrier.users.add(self)
+        self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
+
+    @property
+    def group(self) -> Any:
+        """The process group. Once it is given out, labkit does not destroy it."""
+        self._carrier.users.add(self._carrier)
+        return self._group
+
+    def labelled(self, label: str) -> "Comm":
+        """The same group; its operations carry a label, compared between ranks as shapes are."""
+        return Comm(self._group, label)
+
+    def __repr__(self) -> str:
+        return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
+
+    @staticmethod
+    def of(comm: Any = None) -> "Comm":
+        """What a `comm` argument means: a `Comm`, a process group, or None for all ranks. One that
+        was pickled (`Departed`) over all ranks is that of all ranks here, where there are any."""
+        if isinstance(comm, Departed) and comm.is_world and dist.is_initialized():
+            return Comm()
+        return comm if isinstance(comm, (Comm, Departed)) else Comm(comm)  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: object = None) -> "Comm":
+        """Of a copied module, too, the messages go over this group."""
+        return self
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A group does not travel: out of a pickle comes who it was over."""
+        is_world = dist.is_initialized() and self.size == dist.get_world_size()
+        return Departed, (self.rank, self.size, self.ranks, is_world)
+
+    def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
+        """A `Comm` over some ranks, counted there in ascending order; None on the others.
+
+        All ranks call it, with the same ranks: also those that are not to be members. So it is a
+        method of the `Comm` of all ranks: torch makes groups with everybody's help. On an axis of
+        a mesh all ranks of the mesh call it, and each gets the group of its own line. With
+        `shared`, the group that was made so for the same ranks before, if there is one: a mesh that
+        is made again (a group of gloo's has threads that wake up a hundred times in a second).
+        A gloo group whose `Comm` is dropped on all its ranks is destroyed, in a later `subgroup`
+        or run of a `World`.
+        """
+        for rank in ranks:
+            check_member(rank, self.size)
+        if self.parallel is not None:
+            every, lines = self.parallel
+            made = [every.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
+            return next((one for one in made if one is not None), None)
+        if self.size != dist.get_world_size():
+            raise ValueError(
+                f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
+                "on the Comm of all ranks, on every rank"
+            )
+        chosen = sorted(set(ranks))
+        if len(chosen) != len(ranks) or not chosen:
+            raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
+        group = self._carrier.new_group([self.ranks[rank] for rank in chosen], shared)
+        return Comm(group) if self.rank in chosen else None
+
+    def explain(
+        self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
+        dtype: torch.dtype = torch.float32,
+    ) -> Choice:  # fmt: skip
+        """Which algorithm carries an operation of `nbytes` (of all chunks together), and why.
+
+        >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
+        all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
+        """
+        probe = torch.empty(0, dtype=dtype, device=self.own_device())
+        return self._carrier.explain(collective, nbytes, probe, op, algorithm)
+
+    def compare(self, what: str, value: Callable[[], str]) -> None:
+        """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.
+        Only where ranks compare notes (`World(check=True)`); nothing travels. All ranks call it.
+        """
+        self._carrier.compare(what, value)
+
+    def compare_calls(self) -> None:
+        """Raises CollectiveMismatch, on all ranks, where their collectives since the last call
+        differ. With `World(check=True)`, which compares each one, nothing travels."""
+        calls, backends = [*self._carrier.calls], self._carrier.backend_of.values()
+        self._carrier.calls.clear()
+        alike = here.board is not None or self.size == 1 or "fake" in backends
+        if alike or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
+            return
+        every = zip_longest(*self.all_gather_object(calls), fillvalue="nothing more")
+        raise CollectiveMismatch(
+            "the ranks must call the same collectives in the same order; ranks 0, 1, ... called "
+            + " | ".join(next(called for called in every if len(set(called)) > 1))
+        )
+
+    def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
+        group reduces again and again, as a bucket of gradients. All ranks call it, alike.
+
+        Ranks that share memory have it where all reach it, and `all_reduce` of the same part of it
+        on all ranks copies nothing in and out; elsewhere, or without room, it is `torch.empty`.
+        Raises ValueError for a negative size.
+        """
+        if numel < 0:
+            raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
+        return self._carrier.symmetric_empty(numel, like)
+
+    # --- collectives that reduce --------------------------------------------------------------
+
+    def all_reduce(
+        self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
+        check_op(op, x)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.collective(
+            f"all_reduce({op}{self._label})", x,
+            lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
+            events.all_reduce_bus_bytes, async_op, finish,
+            lambda back, call: back.all_reduce(flat, op, call),
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm,
+        )  # fmt: skip
+
+    def reduce(
+        self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
+        """Replace `x` on rank `dst` by the reduction of all ranks' `x`; the others keep theirs."""
+        check_op(op, x)
+        check_member(dst, self.size)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish if self.rank == dst else None)
+        return self._carrier.collective(
+            f"reduce({op}, dst={dst})", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.reduce(flat, dst, op, call),
+            nbytes=x.nbytes, reduction=op, algorithm=algorithm, peer=dst,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
+        """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
+        check_op(op, out)
+        check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
+        finish: Finish = []
+        flat = self._carrier.stage(out, finish)
+        chunks = [self._carrier.stage(x, None) for x in ins]
+        return self._carrier.collective(
+            f"reduce_scatter({op}{self._label})", out, lambda: [x.nbytes for x in ins],
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.reduce_scatter(flat, chunks, op, call),
+            nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
+        )  # fmt: skip
+
+    def reduce_scatter_tensor(
+        self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
+        """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
+        parts = equal_parts("reduce_scatter_tensor", x, self.size)
+        return self.reduce_scatter(out, parts, op, async_op, algorithm)
+
+    # --- collectives that move ----------------------------------------------------------------
+
+    def broadcast(
+        self, x: torch.Tensor, src: int = 0, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """Replace `x` on all ranks by that of rank `src`."""
+        check_member(src, self.size)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.collective(
+            f"broadcast(src={src})", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.broadcast(flat, src, call),
+            nbytes=x.nbytes, algorithm=algorithm, peer=src,
+        )  # fmt: skip
+
+    def all_gather(
+        self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
+        check_list("all_gather", "outs", outs, self.rank, self.size, x)
+        finish: Finish = []
+        flat = self._carrier.stage(x, None)
+        chunks = [self._carrier.stage(out, finish) for out in outs]
+        return self._carrier.collective(
+            f"all_gather({self._label[2:]})" if self._label else "all_gather", x,
+            lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes, async_op, finish,
+            lambda back, call: back.all_gather(chunks, flat, call),
+            nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
+        )  # fmt: skip
+
+    def all_gather_into_tensor(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """`out` becomes all ranks' `x` one after the other."""
+        parts = equal_parts("all_gather_into_tensor", out, self.size)
+        return self.all_gather(parts, x, async_op, algorithm)
+
+    def gather(
+        self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
+        """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
+        finish: Finish = []
+        outs = check_rooted("gather", "outs", outs, x, dst, self.rank, self.size)
+        chunks = None if outs is None else [self._carrier.stage(out, finish) for out in outs]
+        flat = self._carrier.stage(x, None)
+        return self._carrier.collective(
+            f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.gather(flat, chunks, dst, call),
+            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # nobody knows the others' sizes
+        )  # fmt: skip
+
+    def scatter(
+        self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False,
+        algorithm: str = "",
+    ) -> Handle | None:  # fmt: skip
+        """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
+        finish: Finish = []
+        ins = check_rooted("scatter", "ins", ins, out, src, self.rank, self.size)
+        chunks = None if ins is None else [self._carrier.stage(x, None) for x in ins]
+        flat = self._carrier.stage(out, finish)
+        return self._carrier.collective(
+            f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.scatter(flat, chunks, src, call),
+            nbytes=0, algorithm=algorithm, peer=src, alike=(),
+        )  # fmt: skip
+
+    def all_to_all(
+        self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """outs[j] of rank i becomes ins[i] of rank j: a transposition over the ranks."""
+        check_list("all_to_all", "outs", outs, self.rank, self.size)
+        check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
+        finish: Finish = []
+        leaving = [self._carrier.stage(x, None) for x in ins]
+        arriving = [self._carrier.stage(out, finish) for out in outs]
+        return self._carrier.collective(
+            "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
+            events.reduce_scatter_bus_bytes, async_op, finish,
+            lambda back, call: back.all_to_all(arriving, leaving, call),
+            nbytes=0, algorithm=algorithm, alike=(),
+        )  # fmt: skip
+
+    def all_to_all_single(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """Part i of `out` becomes part `rank` of rank i's `x`; both are n equal parts."""
+        outs, ins = (equal_parts("all_to_all_single", y, self.size) for y in (out, x))
+        return self.all_to_all(outs, ins, async_op, algorithm)
+
+    def ring_exchange(
+        self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
+    ) -> Handle | None:
+        """`x` goes to the next rank, `out` becomes that of the one before (of the last, on rank
+        0). Both are as large on all ranks."""
+        if out.numel() != x.numel() or out.dtype != x.dtype:
+            raise ValueError(
+                f"ring_exchange: out is {describe(out)}, x is {describe(x)}; make them equal"
+            )
+        finish: Finish = []
+        leaving, arriving = self._carrier.stage(x, None), self._carrier.stage(out, finish)
+        return self._carrier.collective(
+            "ring_exchange", x, lambda: [x.nbytes], _whole, async_op, finish,
+            lambda back, call: back.ring_exchange(arriving, leaving, call),
+            nbytes=x.nbytes, algorithm=algorithm,
+        )  # fmt: skip
+
+    def barrier(self, algorithm: str = "") -> None:
+        """Return when all ranks of the group have called it."""
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
+        self._carrier.collective(
+            "barrier", nothing, lambda: [0], _whole, False, [],
+            lambda back, call: back.barrier(nothing.new_zeros(1), call),
+            nbytes=0, algorithm=algorithm,
+        )  # fmt: skip
+
+    def all_gather_object(self, thing: Any) -> list[Any]:
+        """All ranks' picklable `thing`, as a list, on all ranks. For small things: the sizes
+        travel first, then the pickled bytes, and both are counted."""
+        with no_modes():
+            mine = self._pickled(thing)
+            size = torch.tensor([mine.numel()], device=mine.device)
+            sizes = size.repeat(self.size)
+            self.all_gather_into_tensor(sizes, size)
+            # On paper nothing arrives; there, all ranks give the same.
+            room = [
+                mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
+            ]
+            self.all_gather(room, mine)
+            return [_unpickled(one) for one in room]
+
+    def broadcast_object(self, thing: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""
+        with no_modes():
+            mine = self._pickled(thing)
+            size = torch.tensor([mine.numel()], device=mine.device)
+            self.broadcast(size, src)
+            if self.rank != src and int(size) != mine.numel():
+                mine = mine.new_empty(int(size))
+            self.broadcast(mine, src)
+            return _unpickled(mine)
+
+    def _pickled(self, thing: Any) -> torch.Tensor:
+        there = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        return there.to(self.own_device())
+
+    # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
+
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send `x` to rank `dst`; blocks until `x` may be written to again."""
+        self._send(x, dst, tag, blocking=True).wait()
+
+    def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
+        """Fill `x` with the next message from rank `src`; as large as it was sent."""
+        self._receive(x, src, tag, blocking=True).wait()
+
+    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Handle:
+        """As `send`, returning a handle at once."""
+        return self._send(x, dst, tag, blocking=False)
+
+    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Handle:
+        """As `recv`, returning a handle at once."""
+        return self._receive(x, src, tag, blocking=False)
+
+    def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
+        check_other(peer, tag, self.rank, self.size)
+        flat = self._carrier.stage(x, None)
+        return self._carrier.message(
+            "send", x, (self.rank, peer), tag, [],
+            lambda back, call: back.send(flat, peer, call), blocking,
+        )  # fmt: skip
+
+    def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
+        check_other(peer, tag, self.rank, self.size)
+        finish: Finish = []
+        flat = self._carrier.stage(x, finish)
+        return self._carrier.message(
+            "recv", x, (peer, self.rank), tag, finish,
+            lambda back, call: back.receive(flat, peer, call), blocking,
+        )  # fmt: skip
+
+    def own_device(self) -> str:
+        """Where the tensors are that this group moves without a copy."""
+        return "cuda" if self._carrier.backend_of.get("cuda") == "nccl" else "cpu"
+
+
+def _whole(chunk_bytes: list[int], rank: int) -> int:
+    """Bus bytes of an operation whose factor is 1."""
+    return sum(chunk_bytes)
+
+
+def _unpickled(flat: torch.Tensor) -> Any:
+    return pickle.loads(flat.cpu().numpy().tobytes())

@@ -1,0 +1,114 @@
+"""Whether a call makes sense, asked before anything moves: a mistake that is found under way looks
+to the other ranks as if a peer had failed."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from labkit.comm.words import ranks_in_words
+from labkit.runtime.process_context import here
+from labkit.runtime.transports.send_receive import REDUCTIONS
+
+Tensors = Sequence[torch.Tensor]
+COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
+
+
+def check_member(rank: int, size: int) -> None:
+    """Raises ValueError for a rank that a group of `size` does not have."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in this group of {size}; choose 0 to {size - 1}")
+
+
+def check_other(peer: int, tag: int, rank: int, size: int) -> None:
+    """Raises ValueError where `rank` cannot exchange messages under `tag` with `peer`."""
+    check_member(peer, size)
+    if peer == rank:
+        raise ValueError(f"rank {peer} cannot send to or receive from itself; copy the tensor")
+    if not 0 <= tag < COLLECTIVE_TAGS:
+        raise ValueError(f"tag {tag} is out of range; choose 0 to {COLLECTIVE_TAGS - 1}")
+
+
+def check_tensor(x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
+        raise TypeError(f"only tensors travel, not a {type(x).__name__}; put it into one: {how}")
+
+
+def describe(x: torch.Tensor) -> str:
+    """For example: float32 [4, 8]."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def check_list(
+    op: str, name: str, tensors: Tensors, rank: int, size: int, mine: torch.Tensor | None = None
+) -> None:
+    """Raises where `tensors` are not one for each rank, of one dtype, with room for `mine`."""
+    for x in (*tensors, *([] if mine is None else [mine])):
+        check_tensor(x)
+    if len(tensors) != size:
+        raise ValueError(
+            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; give one for each"
+        )
+    if mine is not None and mine.numel() != tensors[rank].numel():
+        raise ValueError(
+            f"{op}: this rank's tensor has {mine.numel()} elements, its place "
+            f"{name}[{rank}] has {tensors[rank].numel()}; make them equal"
+        )
+    if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)):
+        raise ValueError(f"{op}: the tensors have different dtypes; convert them to one")
+
+
+def check_rooted(
+    op: str, name: str, tensors: Tensors | None, mine: torch.Tensor, root: int, rank: int, size: int
+) -> Tensors | None:
+    """The `tensors` that only rank `root` gives; None on the others."""
+    check_member(root, size)
+    if rank != root:
+        if tensors is not None:
+            raise ValueError(f"{op}: only rank {root} gives {name}; give None on the others")
+        return None
+    if tensors is None:
+        raise ValueError(f"{op}: rank {root} must give {name}, one tensor for each rank")
+    check_list(op, name, tensors, rank, size, mine)
+    return tensors
+
+
+def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
+    """`whole` cut into n equal flat views. Raises ValueError where that cannot be."""
+    if whole.numel() % n or not whole.is_contiguous():
+        problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
+        raise ValueError(
+            f"{what}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
+            "that takes a list of tensors"
+        )
+    return whole.detach().view(-1).split(max(1, whole.numel() // n)) if whole.numel() else [
+        whole.detach().view(-1)
+    ] * n  # fmt: skip
+
+
+def check_op(op: str, x: torch.Tensor) -> None:
+    """Raises ValueError where `x` cannot be reduced by `op`."""
+    check_tensor(x)
+    if problem := _refusal(op, x.dtype, x.is_cuda):
+        raise ValueError(problem)
+
+
+@cache
+def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
+    """Why these cannot be reduced so; nothing if they can. Asked before the ranks meet: found out
+    under way it looks as if a peer had failed."""
+    if op not in REDUCTIONS:
+        return f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}"
+    if op in ("min", "max") and dtype.is_complex:
+        return f"{dtype} has no order, so no {op}; reduce its real and imaginary parts"
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return f"the mean of {dtype} has no exact result; sum and divide, or convert"
+    try:
+        with here.carrying():  # one element: on none torch runs no kernel, and knows every dtype
+            on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
+            on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
+    except RuntimeError:
+        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32 or float32"
+    return ""

@@ -1,0 +1,175 @@
+"""Who stands where: what the board says of ranks that wait for each other.
+
+A wait is hopeless, proven, when a rank it needs can never come: that rank has returned, or stands
+itself in a wait that is hopeless without us (a cycle). Else a timeout decides.
+"""
+
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from labkit.runtime.board import ENDED, FAILED, WAITED_FOR, Board, Note
+from labkit.runtime.errors import ranks_text
+
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)\n')
+STACK_S = 0.5  # how long a rank has to write down where it is
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        Path(__file__).parent.parent,
+        Path(torch.__file__).parent,
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    )
+)
+
+
+_LOOP = str(Path(__file__).with_name("rank.py"))  # where every complete stack of a rank ends
+
+
+class Verdict(NamedTuple):
+    """A sentence on what is wrong, and the ranks whose fault it is."""
+
+    sentence: str
+    ranks: tuple[int, ...]
+
+
+class Watch:
+    """Looks at the board of a run now and then; `running` says which ranks have not returned."""
+
+    settle_s = 0.25  # a verdict must hold this long: a rank may be between two lines
+    every_s = 0.04
+
+    def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
+        self.board, self.timeout_s, self.targets = board, timeout_s, set(targets)
+        self._suspect: tuple[Verdict, dict[int, Note]] | None = None
+        self._suspect_since_s = self._looked_s = 0.0
+
+    def look(self, running: Callable[[int], bool]) -> Verdict | None:
+        """None while there is hope, else what is wrong."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < self.every_s:
+            return None
+        self._looked_s = now_s
+        waits: dict[int, Note] = {}  # what each rank has waited for longest
+        for rank in filter(running, range(self.board.size)):
+            if notes := self.board.notes(rank, (WAITED_FOR,)):
+                waits[rank] = notes[0]
+        verdict = self._overdue(waits, now_s) or self._hopeless(waits, running)
+        suspect = (verdict, waits) if verdict else None
+        if suspect != self._suspect:
+            self._suspect, self._suspect_since_s = suspect, now_s
+        return verdict if now_s - self._suspect_since_s > self.settle_s else None
+
+    def _overdue(self, waits: dict[int, Note], now_s: float) -> Verdict | None:
+        for rank, note in waits.items():
+            if now_s - note.since_s > self.timeout_s:
+                missing = self._missing(note)
+                sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
+                return Verdict(sentence, tuple(missing))
+        return None
+
+    def _missing(self, note: Note) -> list[int]:
+        return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
+
+    def _hopeless(self, waits: dict[int, Note], running: Callable[[int], bool]) -> Verdict | None:
+        needs = {rank: self._missing(note) for rank, note in waits.items()}
+        for rank, missing in needs.items():
+            gone = [other for other in missing if not running(other)]
+            absent = [other for other in gone if other not in self.targets]
+            if absent:
+                why = f"not in this run, and {ranks_text([rank])} waits for them."
+                return Verdict(f"{ranks_text(absent)} {_are(absent)} {why}", tuple(absent))
+            if gone:
+                why = f"returned without calling what {ranks_text([rank])} waits for."
+                return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
+        stuck = {rank for rank, missing in needs.items() if missing}
+        while freed := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
+            stuck -= freed  # these wait for somebody who can still come
+        if not stuck:
+            return None
+        circle = tuple(sorted(stuck))
+        return Verdict(f"{ranks_text(circle)} wait for each other: none can go on.", circle)
+
+
+def positions(
+    board: Board,
+    pids: list[int],
+    running: Callable[[int], bool],
+    targets: Iterable[int],
+    folder: Path,
+) -> dict[int, str]:
+    """Of each rank, the operation it waits in, else the line of code it is at."""
+    notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
+    free = [rank for rank in notes if running(rank) and not notes[rank]]
+    stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
+    found = {}
+    for rank in notes:
+        if rank not in targets:
+            where = "is not in this run"
+        elif not running(rank):
+            where = "has returned"
+        elif notes[rank]:
+            where = f"waits in {notes[rank][0].sentence()}"
+        else:
+            where = f"is in no operation of a Comm; it {stacks.get(rank, 'is at an unknown line')}"
+        found[rank] = where
+    return found
+
+
+def last_operation(board: Board, rank: int) -> str:
+    """Where a rank was that has died."""
+    notes = board.notes(rank)
+    if not notes:
+        return "died before its first operation"
+    return f"died {'after' if notes[-1].state == ENDED else 'in'} {notes[-1].sentence()}"
+
+
+def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
+    """The line each rank is at, written by its own fault handler on a signal."""
+    if not hasattr(signal, "SIGUSR1"):
+        return {}
+    before: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for rank, (pid, file) in living.items():
+        try:
+            before[rank] = file.stat().st_size
+            os.kill(pid, signal.SIGUSR1)
+        except OSError:  # it has ended
+            before.pop(rank, None)
+    until_s = time.monotonic() + STACK_S
+    while before and time.monotonic() < until_s:
+        for rank in list(before):
+            try:
+                text = living[rank][1].read_text(errors="replace")[before[rank] :]
+            except OSError:  # the whole world is being removed
+                return found
+            if _LOOP in text or text.endswith("...\n"):  # complete, or as much as it writes
+                found[rank] = _innermost(_FRAME.findall(text))
+                del before[rank]
+        time.sleep(0.005)
+    return found
+
+
+def _innermost(frames: list[tuple[str, str, str]]) -> str:
+    """Of (file, line, function), innermost first, the first outside libraries."""
+    for file, line, name in frames:
+        if not file.startswith((*_LIBRARIES, "<string>")):
+            return f"is at {Path(file).name}:{line} in {name}"
+    return "is inside a library"
+
+
+def _who(missing: list[int]) -> str:
+    if not missing:
+        return "an operation that all its ranks have begun (is the link too slow for the timeout?)"
+    return f"{ranks_text(missing)}, who never came to it"
+
+
+def _are(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -1,0 +1,341 @@
+"""How a call through the door is carried out, once for all operations of a process group:
+number it, compare it with the other ranks' on the board, record it, and hand it to the back that
+moves the bytes of its device.
+"""
+
+import hashlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm.chooser import Choice
+from labkit.comm.handle import CommError, Handle
+from labkit.comm.validation import COLLECTIVE_TAGS, check_tensor, describe
+from labkit.events import CommEvent
+from labkit.runtime.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
+from labkit.runtime.clock import HOST_CLOCK, Clock
+from labkit.runtime.process_context import caller, here
+from labkit.runtime.transports.native import Native, Nothing
+from labkit.runtime.transports.send_receive import Gloo, SendReceive
+from labkit.runtime.transports.shm import Shared
+from labkit.runtime.transports.transport import Back, Call, Kind
+from labkit.runtime.transports.wire import PacedWire, Work, living
+
+Made = TypeVar("Made")
+BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
+
+
+class Carrier:
+    """What all `Comm`s of one process group share: its numbering and its backs."""
+
+    worlds = 0  # default groups that this process has had: torch gives them all the same names
+
+    def __init__(self, group: Any):
+        self._group = ref(group)
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        members = ", ".join(map(str, self.ranks[:8])) + (" ..." if len(self.ranks) > 8 else "")
+        is_default = group is dist.group.WORLD
+        Carrier.worlds += is_default
+        self.name = "default" if is_default else f"{group.group_name} (ranks {members})"
+        if Carrier.worlds > 1:
+            self.name += f" of world {Carrier.worlds}"
+        config = str(dist.get_backend_config(group))
+        self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+        self._collectives = count(1)
+        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
+        self._messages = defaultdict(partial(count, 1))
+        self._backs: dict[tuple[torch.device, object], Back] = {}
+        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
+        self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations under way
+        self._subgroups: dict[Carrier, bool] = {}  # and whether this rank has dropped them
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
+
+    @staticmethod
+    def of(group: Any) -> "Carrier":
+        with _making:
+            for one in (dist.group.WORLD, group):  # the names of the others tell which world
+                if one not in _carriers:
+                    _carriers[one] = Carrier(one)
+            return _carriers[group]
+
+    def collective(
+        self,
+        what: str,
+        x: torch.Tensor,
+        chunk_bytes: Callable[[], list[int]],
+        bus: BusBytes,
+        async_op: bool,
+        finish: list[Callable[[], object]],
+        start: Callable[[Back, Call], Work],
+        *,
+        nbytes: int,
+        reduction: str = "",
+        algorithm: str = "",
+        peer: int | None = None,
+        alike: Sequence[torch.Tensor] | None = None,
+    ) -> Handle | None:
+        """Carry out one collective: `start` gets the back and the call and returns its work.
+        The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
+        by which the algorithm is chosen where none is named."""
+        back = self._back(x)
+        collective = what.partition("(")[0]
+        name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
+        back = back.serving(name)
+        seq = next(self._collectives)
+        call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
+        if here.board is None:
+            self.calls.append(what)
+        if here.board is None and not here.listeners:
+            handle = Handle(_begun(what, lambda: start(back, call)), what, finish)
+        else:
+            by = f" by {name}" if algorithm or collective in back.forced else ""
+            note = Note(
+                self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
+                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
+            )  # fmt: skip
+            event = None
+            if here.listeners:
+                chunks = chunk_bytes()
+                event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
+                event.blocking, event.algorithm = not async_op, name
+                event.transport = back.transport
+            handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
+        if async_op:
+            self.users.add(handle)
+            return handle
+        handle.wait()
+        return None
+
+    def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
+        return self._back(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
+
+    def message(
+        self,
+        op: str,
+        x: torch.Tensor,
+        ends: tuple[int, int],  # (from, to), ranks in the group
+        tag: int,
+        finish: list[Callable[[], object]],
+        start: Callable[[Back, Call], Work],
+        blocking: bool,
+    ) -> Handle:
+        """Carry out one send or receive."""
+        back = self._back(x)
+        call = Call(tag, not blocking, "")
+        seq = next(self._messages[*ends, tag])
+        if here.board is None and not here.listeners:
+            handle = Handle(_begun(op, lambda: start(back, call)), op, finish)
+            self.users.add(handle)
+            return handle
+        source, target = self.ranks[ends[0]], self.ranks[ends[1]]
+        note = Note(
+            f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
+            f"{op}({'to' if op == 'send' else 'from'} {target if op == 'send' else source}) "
+            f"{describe(x)}",
+            caller(), describe(x), collective=False,
+        )  # fmt: skip
+        event = None
+        if here.listeners:
+            peer = ends[1] if op == "send" else ends[0]
+            bus_bytes = x.nbytes if op == "send" else 0
+            event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
+            event.transport = back.transport
+            event.blocking = blocking
+        handle = self._noted(note, event, not blocking, lambda: start(back, call), finish)
+        self.users.add(handle)
+        return handle
+
+    def compare(self, what: str, value: Callable[[], str]) -> None:
+        seq = next(self._collectives)  # also where nobody looks: a recording is the same
+        if here.board is not None:
+            with here.carrying():  # no operation of the program's
+                told = f"{what} {value()}"
+            note = Note(self.name, self.ranks, seq, told, caller(), told)
+            here.board.enter(note)
+            here.board.leave(note)
+
+    def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        if like.device.type != "cpu" or self.size == 1:
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        back, what = self._back(like), f"symmetric_empty({numel}, {like.dtype})"
+        return self._made_together(what, lambda: back.symmetric_empty(numel, like.dtype))
+
+    def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
+        """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
+        and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        check_tensor(x)
+        if x.layout is not torch.strided:
+            raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
+        if "fake" in self.backend_of.values() and x.is_contiguous():
+            return x  # nothing looks at it, and in a dry run a view takes 0.1 ms
+        flat = x.detach() if x.requires_grad else x
+        by_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
+        if flat.is_contiguous() and not (by_host or flat.is_conj() or flat.is_neg()):
+            return _in_line(flat)
+        if finish is not None and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride())):
+            raise ValueError(
+                f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) has one "
+                "place for several elements and cannot be written; give x.contiguous()"
+            )
+        with here.carrying():
+            host = flat.cpu() if by_host else flat
+            copy = _in_line(host.resolve_conj().resolve_neg().contiguous())
+        if finish is not None:
+            finish.append(lambda: flat.copy_(copy.view(flat.shape)))
+        return copy
+
+    def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
+        """torch's new group of these global ranks, made by all ranks at once; where it is shared,
+        the one that is there already."""
+        key = tuple(ranks), self._timeout()
+
+        def make() -> Any:
+            if shared and key in self._shared:
+                return self._shared[key]
+            self.destroy_dropped()
+            made = dist.new_group(ranks, timeout=key[1])
+            if shared:
+                self._shared[key] = made
+            elif made != dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(made) == "gloo":
+                self._subgroups[Carrier.of(made)] = False
+            return made
+
+        return self._made_together(f"subgroup({list(ranks)})", make)
+
+    def destroy_dropped(self) -> None:
+        """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
+        the store), and in which therefore nothing is under way."""
+        for one in [one for one in self._subgroups if not one.users and one._group()]:
+            store = dist.distributed_c10d._get_default_store()
+            dropped_by = store.add(f"labkit dropped {one.name}", 1 - self._subgroups[one])
+            self._subgroups[one] = True
+            if dropped_by == one.size:
+                del self._subgroups[one]
+                dist.destroy_process_group(living(one._group))
+
+    def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
+        """What all ranks make at once. It is no communication of a strategy, but they can
+        disagree about it and wait for each other in it, so it goes on the board."""
+        note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
+        if here.board:
+            here.board.enter(note, WAITED_FOR)
+        made = make()
+        if here.board:
+            here.board.leave(note)
+        return made
+
+    def _timeout(self) -> timedelta | None:
+        """That of this group, or None, torch's half an hour, where it does not tell."""
+        device = torch.device(next(iter(self.backend_of)))
+        try:
+            options = living(self._group)._get_backend(device).options
+            return options._timeout
+        except (AttributeError, RuntimeError):
+            return None
+
+    def _noted(
+        self,
+        note: Note,
+        event: CommEvent | None,
+        asynchronous: bool,
+        start: Callable[[], Work],
+        finish: list[Callable[[], object]],
+    ) -> Handle:
+        board = here.board
+        if board:
+            board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
+        if event:
+            for heard in here.listeners:
+                heard(event)
+        try:
+            work = _begun(note.what, start)
+        except BaseException:
+            if board:
+                board.leave(note, failed=True)
+            raise
+        return Handle(work, note.what, finish, event, board, note, self._clock)
+
+    def _event(
+        self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
+        peer: int | None, tag: int = 0,
+    ) -> CommEvent:  # fmt: skip
+        event = CommEvent(
+            op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
+            dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
+            payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
+            peer=peer, tag=tag,
+        )  # fmt: skip
+        self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
+        return event
+
+    @property
+    def _clock(self) -> Clock:
+        """Of what waits on a stream; gloo makes the host wait."""
+        return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
+
+    def _back(self, x: torch.Tensor) -> Back:
+        key = (x.device, here.link)
+        if key not in self._backs:
+            with _making:  # one for all threads
+                if key not in self._backs:
+                    self._backs[key] = self._new_back(x.device.type)
+        return self._backs[key]
+
+    def _new_back(self, device: str) -> Back:
+        backend = self.backend_of.get(device)
+        if "fake" in self.backend_of.values():
+            return Nothing()
+        if backend is None:
+            raise ValueError(
+                f"group {self.name} cannot move {device} tensors: its backends are "
+                f"{self.backend_of}; move the tensor first"
+            )
+        group = living(self._group)
+        if here.link is not None:
+            return SendReceive(PacedWire(group, here.link))
+        if here.shared is not None and device == "cpu":
+            place = here.shared / self._alias()
+            return Shared(place, self.rank, self.size, self._timeout_s(), Gloo(group))
+        return Gloo(group) if backend == "gloo" else Native(group)
+
+    def _alias(self) -> str:
+        """A name for files: of this group only, and the same on all its ranks."""
+        return hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
+
+    def _timeout_s(self) -> float:
+        timeout = self._timeout() or dist.default_pg_timeout
+        return timeout.total_seconds()
+
+
+_carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _in_line(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
+    the stride it had, which can be any, and which bytes cannot have.)"""
+    return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def _begun(what: str, start: Callable[[], Work]) -> Work:
+    """The work of operation `what`. Raises CommError where the transport does not even begin."""
+    try:
+        return start()
+    except (CommError, CollectiveMismatch, NotImplementedError):
+        raise
+    except RuntimeError as error:
+        raise CommError.of(what, error) from error

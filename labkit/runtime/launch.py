@@ -1,0 +1,263 @@
+"""How the driver brings ranks to life: forked from a warm server, or spawned where the platform
+has no fork. Both start, stop and tell of ends in the same way.
+
+A rank leads a process group of its own: an interrupt of the driver's group does not reach it, and
+what it has started (loaders of data, shell commands) is ended after it.
+"""
+
+import atexit
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.runtime.channel import Channel, ready
+from labkit.runtime.rank import Spec
+
+PIECE_S = 0.05  # of a wait: another thread may get the message that ends it
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended: its exit status (negative: the signal), and its peak memory if known."""
+
+    status: int
+    peak_bytes: int = 0
+
+    def __str__(self) -> str:
+        """ "was killed by SIGSEGV", "ended by itself with status 3 ..."."""
+        if self.status >= 0:
+            return f"ended by itself with status {self.status} (os._exit, or a crash in C code)"
+        used = f"; it had used up to {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""
+        return f"was killed by {self.signal}{used}"
+
+    @property
+    def signal(self) -> str:
+        try:
+            return signal.Signals(-self.status).name
+        except ValueError:  # a real-time signal has no name
+            return f"signal {-self.status}"
+
+
+class ForkServer:
+    """The driver's side of `labkit.runtime.server`, one for all worlds and threads of a process.
+    A request whose driver was interrupted is cancelled: the server kills the ranks it forks."""
+
+    _only: "ForkServer | None" = None
+    _choosing = threading.Lock()
+
+    def __init__(self, early: bool = False) -> None:
+        ours, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from labkit.runtime.server import main; main({theirs.fileno()}, early={early})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives a kill of the driver's group, and tidies up
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        self._talking = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, tuple[list[int], str]] = {}  # process ids, refusal
+        self._ends: dict[int, End] = {}
+        self._owner = os.getpid()
+
+    @staticmethod
+    def get(early: bool = False) -> "ForkServer":
+        """The running server, or a new one."""
+        with ForkServer._choosing:
+            only = ForkServer._only
+            if only is None or only._owner != os.getpid() or only._process.poll() is not None:
+                if only is not None:
+                    only.close()
+                ForkServer._only = only = ForkServer(early)
+            return only
+
+    def answer_for(self, folder: str) -> None:
+        """When the driver is gone, the server deletes it."""
+        with suppress(EOFError):  # `start` reports it better
+            self._send("answer for", folder)
+
+    def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
+        """Bring these ranks to life; returns their process ids. Calls `tick` while it waits."""
+        number = next(self._numbers)
+        try:
+            self._send("fork", (number, specs))
+            while number not in self._replies:
+                ready([self._channel], PIECE_S)
+                tick()
+                self.ends()
+        except EOFError:
+            self.close()
+            raise RuntimeError(
+                "the server that ranks are forked from ended with status "
+                f"{self._process.returncode}. Its own error, if it had one, stands above; check "
+                "that `import labkit.runtime.world` works."
+            ) from None
+        except BaseException:
+            with suppress(EOFError):
+                self._send("cancel", number)
+            raise
+        pids, refusal = self._replies.pop(number)
+        if refusal:
+            self.kill(pids)
+            self.forget(pids)
+            raise RuntimeError(f"the system did not start {len(specs)} processes: {refusal}")
+        return pids
+
+    def ends(self) -> dict[int, End]:
+        """The ends known by now, by process id. Raises EOFError when the server itself is gone."""
+        with self._talking:
+            while ready([self._channel], 0):
+                self._note(*self._channel.recv())
+        return self._ends
+
+    def kill(self, pids: list[int], patience_s: float = 5.0) -> None:
+        """Kill these ranks and wait until they are gone."""
+        try:
+            ended = self.ends()
+        except EOFError:
+            if sys.platform == "linux":
+                return  # they died with the server; their numbers may be others' by now
+            ended = self._ends
+        for pid in pids:
+            if pid not in ended:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.wait(pids, patience_s)
+
+    def wait(self, pids: list[int], patience_s: float) -> bool:
+        """Wait until these ranks have ended; False when they have not within `patience_s`."""
+        until_s = time.monotonic() + patience_s
+        with suppress(EOFError):
+            while not self.ends().keys() >= set(pids):
+                if time.monotonic() > until_s:
+                    return False
+                ready([self._channel], PIECE_S)
+        return True
+
+    def forget(self, pids: list[int]) -> None:
+        for pid in pids:
+            self._ends.pop(pid, None)
+
+    def close(self) -> None:
+        self._channel.close()
+        if self._owner == os.getpid():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, kind: str, body: Any) -> None:
+        with self._talking:
+            self._channel.send((kind, body))
+
+    def _note(self, kind: str, body: Any) -> None:
+        if kind == "forked":
+            number, pids, refusal = body
+            self.forget(pids)  # of processes that had these ids before
+            self._replies[number] = pids, refusal
+        else:
+            pid, status, peak_bytes = body
+            self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
+
+
+class Spawner:
+    """Ranks as new interpreters: slower, but every platform has it."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def answer_for(self, folder: str) -> None:
+        """When the driver is gone, the ranks delete it: they know it when they live."""
+
+    def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from labkit.runtime.rank import spawned; "
+            "spawned()"
+        )
+        try:
+            for spec in specs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+                )
+                self._processes[process.pid] = process
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # it has died, as will be noticed
+                    process.stdin.write(pickle.dumps(spec))
+                    process.stdin.flush()  # and stays open: its end tells the rank of the driver's
+        except BaseException:
+            self.kill(list(self._processes))
+            self.forget(list(self._processes))
+            raise
+        return list(self._processes)
+
+    def ends(self) -> dict[int, End]:
+        statuses = {pid: process.poll() for pid, process in self._processes.items()}
+        return {pid: End(status) for pid, status in statuses.items() if status is not None}
+
+    def kill(self, pids: list[int], patience_s: float = 5.0) -> None:
+        for pid in pids:
+            self._processes[pid].kill()
+        self.wait(pids, patience_s)
+
+    def wait(self, pids: list[int], patience_s: float) -> bool:
+        until_s = time.monotonic() + patience_s
+        for pid in pids:
+            try:
+                self._processes[pid].wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def forget(self, pids: list[int]) -> None:
+        for pid in pids:
+            process = self._processes.pop(pid)
+            kill_group(pid)
+            if process.stdin:
+                with suppress(OSError):
+                    process.stdin.close()
+
+
+Starter = ForkServer | Spawner
+
+
+def starter(start: str | None = None) -> Starter:
+    """What this platform starts ranks with; `start` is "fork" or "spawn" to choose."""
+    if start not in (None, "fork", "spawn"):
+        raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (what is there)')
+    if start == "spawn" or not hasattr(os, "fork"):
+        return Spawner()
+    return ForkServer.get()
+
+
+def warm_up_early() -> None:
+    """Ranks will be asked for: have the server start now, and do not wait for it."""
+    if hasattr(os, "fork"):
+        ForkServer.get(early=True)
+
+
+def kill_group(pid: int) -> None:
+    """Kill what the rank `pid`, which has just ended, has left behind."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+@atexit.register
+def _close() -> None:
+    if ForkServer._only is not None:
+        ForkServer._only.close()

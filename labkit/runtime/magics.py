@@ -1,0 +1,121 @@
+"""`%%ranks`: run a cell on every rank of a lasting world.
+
+- `%load_ext labkit` brings them;
+- `%%ranks 4`: the cell runs on 4 ranks, who keep their variables from cell to cell;
+- `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
+- `%%ranks`: on all ranks of the world there is;
+- `%%ranks 4 -o losses`: also bring the last values here, as the list `losses`;
+- `%ranks`: what there is; `%ranks reset` starts it anew, `%ranks close` ends it.
+"""
+
+import itertools
+from html import escape
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from labkit.comm.words import ranks_in_words
+from labkit.runtime.pick import check_size
+from labkit.runtime.world import World
+
+DEFAULT_SIZE = 4
+
+
+class PerRank(list[Any]):
+    """One value per rank (or how it is shown there), shown a rank a line."""
+
+    def __init__(self, ranks: list[int], values: list[Any]):
+        super().__init__(values)
+        self.ranks = ranks
+
+    def __repr__(self) -> str:
+        lines = []
+        for rank, value in zip(self.ranks, self, strict=True):
+            text = repr(value).replace("\n", "\n        ")
+            lines.append(f"rank {rank}: {text}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str | None:
+        pages = [getattr(value, "html", None) for value in self]
+        if not any(pages):
+            return None
+        rows = zip(self.ranks, self, pages, strict=True)
+        return "".join(
+            f"<div>rank {rank}: {page or f'<pre>{escape(repr(value))}</pre>'}</div>"
+            for rank, value, page in rows
+        )
+
+
+@magics_class
+class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
+    """The magics of `%load_ext labkit`. Names on a rank: rank, size, comm, device, torch, dist."""
+
+    world: World | None = None
+    _cells = itertools.count(1)
+
+    @cell_magic
+    def ranks(self, line: str, cell: str) -> PerRank | None:
+        """Run the cell on ranks; `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows the last value of
+        each; `-o NAME` brings the values here, as a list called NAME."""
+        line, wanted, name = line.partition("-o")
+        name = name.strip()
+        if wanted and not name.isidentifier():
+            raise UsageError("%%ranks ... -o NAME: give the list a name, as in %%ranks 4 -o losses")
+        chosen = self._choose(line.strip())
+        assert self.world is not None
+        filename = f"<%%ranks cell {next(self._cells)}>"
+        values = PerRank(chosen, self.world.run_cell(cell, filename, chosen, as_text=not wanted))
+        if wanted:
+            assert self.shell is not None
+            self.shell.user_ns[name] = values
+        return None if wanted or all(value is None for value in values) else values
+
+    @line_magic("ranks")  # type: ignore[arg-type, unused-ignore]
+    def manage(self, line: str) -> None:
+        """`%ranks`: see the world; `%ranks reset`: new ranks; `%ranks close`: end it."""
+        command = line.strip()
+        if command not in ("", "reset", "close"):
+            raise UsageError(f"%ranks {command}: use %ranks, %ranks reset or %ranks close")
+        if self.world is None:
+            print("no world yet: %%ranks 4 makes one")
+        elif command == "":
+            print(self.world)
+        elif command == "reset":
+            self.world.restart()
+            print(f"{self.world}: new ranks, with no variables")
+        else:
+            self.world.close()
+            self.world = None
+            print("closed")
+
+    def _choose(self, line: str) -> list[int]:
+        try:
+            numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
+        except ValueError:
+            raise UsageError(
+                f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
+            ) from None
+        if "," in line:
+            self._ensure(None)
+            assert self.world is not None
+            strangers = [number for number in numbers if number not in range(self.world.size)]
+            if strangers:
+                raise UsageError(
+                    f"%%ranks {line}: there is no rank {strangers[0]}; choose among 0 to "
+                    f"{self.world.size - 1}"
+                )
+            return numbers
+        self._ensure(numbers[0] if numbers else None)
+        assert self.world is not None
+        return list(range(self.world.size))
+
+    def _ensure(self, size: int | None) -> None:
+        """A world of `size` ranks, or whichever there is."""
+        if self.world is not None and size is not None and size != self.world.size:
+            check_size(size)  # before the one that works is given up
+            print(f"{ranks_in_words(size)} in place of {self.world.size}: what those kept is gone")
+            self.world.close()
+            self.world = None
+        if self.world is None:
+            self.world = World(DEFAULT_SIZE if size is None else size)

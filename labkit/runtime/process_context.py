@@ -1,0 +1,89 @@
+"""What a process's door consults besides its process group: who listens, which wire is
+modelled, and the board on which the ranks compare notes. A process has one of each, as it has
+one network card; whoever starts the rank sets them.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from labkit.comm.link import Link, TwoLevel
+from labkit.events import CommEvent
+from labkit.runtime.board import Board
+from labkit.runtime.clock import HOST_CLOCK, Clock
+
+
+@dataclass
+class Surroundings:
+    """`listeners` get every event at its issue; its later times are filled in. `carrying` is
+    entered by the door, in whichever thread, around what makes memory for the operation; `clock`
+    tells the times of the events. `shared`, if given, is a folder in which all ranks can share
+    memory."""
+
+    listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
+    board: Board | None = None
+    shared: Path | None = None
+    link: Link | TwoLevel | None = None
+    carrying: Callable[[], AbstractContextManager[None]] = nullcontext
+    clock: Clock = HOST_CLOCK
+
+
+here = Surroundings()
+
+
+@contextmanager
+def listen() -> Iterator[list[CommEvent]]:
+    """Collect the events of all communication on this rank while the block runs.
+
+    >>> with listen() as events:
+    ...     comm.all_reduce(x)
+    >>> sum(event.bus_bytes for event in events)
+    """
+    events: list[CommEvent] = []
+    with listen_with(events.append):
+        yield events
+
+
+@contextmanager
+def listen_with(heard: Callable[[CommEvent], object]) -> Iterator[None]:
+    """Have `heard` called with every event at its issue."""
+    here.listeners.append(heard)
+    try:
+        yield
+    finally:
+        here.listeners.remove(heard)
+
+
+_COMM = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("comm", "runtime"))
+_DYNAMO = str(Path(torch.__file__).parent / "_")  # lies between, where torch.compile is at work
+_LABKIT = str(Path(__file__).parent.parent) + os.sep
+
+
+def caller() -> str:
+    """Where in the program we stand: the line that came through the door and, when that is
+    a strategy's, the user's line above it.
+
+    "lesson.py:12 in train" or "ddp.py:80 in _launch, from lesson.py:12 in train"
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_COMM, _DYNAMO)):
+        frame = frame.f_back
+    line = _place(frame)
+    if not frame.f_code.co_filename.startswith(_LABKIT):
+        return line
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LABKIT) and "/torch/" not in name.replace("\\", "/"):
+            return f"{line}, from {_place(frame)}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return line
+
+
+def _place(frame: object) -> str:
+    code = frame.f_code  # type: ignore[attr-defined]
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"  # type: ignore[attr-defined]

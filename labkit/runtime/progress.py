@@ -1,0 +1,84 @@
+"""A progress bar that works in the driver, on a rank and under torchrun.
+
+On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the driver.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import TypeVar
+
+from labkit.runtime.attach import current
+from labkit.runtime.interrupts import look
+from labkit.runtime.output import in_notebook, interactive
+
+T = TypeVar("T")
+EVERY_S = 0.1
+WIDTH = 30
+NOTICE_S = 1.0
+
+
+def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
+    """Go through `things` with a bar.
+
+    >>> for step in progress(range(100), "train"): ...
+    """
+    me = current()
+    total = len(things) if total is None and isinstance(things, Sized) else total
+    if me is not None and me.rank != 0:
+        yield from things
+    elif me is not None and me.control is not None:
+        yield from _printed(things, label, total)
+    elif in_notebook():  # rich would make a widget, over which nbclient may stumble
+        yield from _printed(things, label, total, transient=True)
+    else:
+        from rich.progress import track
+
+        yield from track(things, label, total=total, transient=True)
+
+
+@contextmanager
+def notice(text: str) -> Iterator[Callable[[], None]]:
+    """Yields a function to call while something goes on, which looks for interrupts and shows
+    `text` after a second, until the end of the block."""
+    due_s, shown = time.monotonic() + NOTICE_S, False
+
+    def tick() -> None:
+        nonlocal shown
+        look()
+        if not shown and time.monotonic() > due_s and (interactive() or sys.stdout.isatty()):
+            shown = True
+            print(f"\r{text}", end="", flush=True)
+
+    try:
+        yield tick
+    finally:
+        if shown:
+            print(f"\r{' ' * len(text)}\r", end="", flush=True)
+
+
+def _printed(
+    things: Iterable[T], label: str, total: int | None, transient: bool = False
+) -> Iterator[T]:
+    """A bar whose line is written anew after a carriage return; `transient`: gone at the end."""
+    began_s, drawn_s, count = time.monotonic(), 0.0, 0
+    try:
+        for count, thing in enumerate(things, 1):
+            yield thing
+            now_s = time.monotonic()
+            if now_s - drawn_s > EVERY_S and now_s - began_s > 0.5:
+                drawn_s = now_s
+                sys.stdout.write(f"\r{_bar(label, count, total, now_s - began_s)}")
+    finally:  # the loop may have ended early
+        if drawn_s:
+            last = _bar(label, count, total, time.monotonic() - began_s)
+            sys.stdout.write(f"\r{' ' * (len(last) + 9)}\r" if transient else f"\r{last}\n")
+
+
+def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:
+    if not total:
+        return f"{label} {count} in {spent_s:.0f} s"
+    full = WIDTH * count // total
+    left_s = spent_s / count * (total - count)
+    return f"{label} {'█' * full}{'░' * (WIDTH - full)} {count}/{total}, {left_s:.0f} s left"

@@ -1,0 +1,259 @@
+"""Life of a rank: it is born from the server (or spawned), joins the process group, and runs what
+the driver sends until it is told to stop. It ends by `os._exit`, so that no half-dead gloo thread
+can abort it.
+"""
+
+import ctypes
+import dis
+import faulthandler
+import io
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
+from labkit.recording import OnRank
+from labkit.runtime.attach import Rank, become, current, leave, use_loopback
+from labkit.runtime.channel import Channel, connect
+from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.errors import RemoteError
+from labkit.runtime.folders import remove
+from labkit.runtime.in_step import begun, count_messages
+from labkit.runtime.pickling import Unpicklable, dumps, unpack
+
+HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
+CONTROL, OUTPUT = range(2)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's own limit
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that a rank needs to know at birth."""
+
+    rank: int
+    size: int
+    address: Any
+    token: bytes
+    folder: str
+    shared: str  # the folder for shared memory; "" where tensors take another way
+    backend: str
+    device: str
+    threads: int
+    timeout_s: float
+    link: Link | TwoLevel | None
+    seed: int
+    check: bool
+    cwd: str
+    path: list[str]
+    env: dict[str, str]
+
+    @property
+    def folders(self) -> set[str]:
+        return {self.folder, self.shared, os.path.dirname(str(self.address))}
+
+
+def live(spec: Spec) -> NoReturn:
+    """The whole life of a rank."""
+    status = 0
+    try:
+        control = _wake_up(spec)
+        _serve(control)
+        leave()
+    except EOFError:  # the driver is gone
+        remove(spec.folders)
+        status = 1
+    except BaseException as error:
+        sys.__stderr__ and print(RemoteError.of(error).format(), file=sys.__stderr__)
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def _wake_up(spec: Spec) -> Channel:
+    """Become rank `spec.rank`: streams, seeds, threads, board and process group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
+    with suppress(OSError):  # Linux: where memory runs out, a rank goes before the notebook
+        Path("/proc/self/oom_score_adj").write_text("500")
+    control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
+    _speak_through(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
+    try:
+        for name in os.environ.keys() - spec.env.keys():
+            del os.environ[name]
+        os.environ.update(spec.env)
+        os.chdir(spec.cwd)
+        sys.path[:] = spec.path
+        _keep_freed_memory()
+        use_loopback(whatever_is_set=True)
+        faulthandler.enable()  # a crash in C code prints the lines of Python it came from
+        if hasattr(faulthandler, "register"):
+            stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, lives on
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        torch.set_num_threads(spec.threads)
+        random.seed(spec.seed)
+        np.random.seed(spec.seed % 2**32)
+        torch.manual_seed(spec.seed)
+        device = torch.device(spec.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", spec.rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        here.link = spec.link
+        here.shared = Path(spec.shared) if spec.shared else None
+        if spec.check:
+            here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
+        count_messages()
+        store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
+        dist.init_process_group(
+            spec.backend,
+            store=store,
+            rank=spec.rank,
+            world_size=spec.size,
+            # The board reports first, and better. (Infinite is a century here.)
+            timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
+        )
+    except BaseException as error:
+        control.send(("failed", RemoteError.of(error)))
+        raise
+    me = become(Rank(spec.rank, spec.size, device, spec.backend, control=control))
+    names = {"torch": torch, "dist": dist, "comm": me.comm, "rank": me.rank, "size": me.size}
+    vars(me.state).update(names, device=device, __name__="__main__")
+    control.send(("ready", None))
+    return control
+
+
+def _keep_freed_memory() -> None:
+    """glibc hands memory back to the system whenever 128 KiB to some MiB are free at the heap's
+    end, and has to ask for it again page by page: a training step, which frees all it has
+    allocated, then pays for it at random, some 5 % of its time on a CPU. A rank keeps what it
+    has had; the variables of mallopt(3) decide otherwise."""
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+        if mallopt is not None:  # the allocator is glibc's
+            mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+            mallopt(M_MMAP_THRESHOLD, MOST_FROM_HEAP_BYTES)
+
+
+def _speak_through(sock: socket.socket) -> None:
+    """Everything this process prints, C code included, goes to the driver."""
+    if os.name == "posix":
+        os.dup2(sock.fileno(), 1)
+        os.dup2(sock.fileno(), 2)
+        sock.close()
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
+    else:
+        sys.stdout = sys.stderr = sock.makefile("w", buffering=1, encoding="utf-8")
+
+
+def _stream(fd: int) -> io.TextIOWrapper:
+    """Unbuffered text to `fd`, which stays open when a user closes the stream."""
+    raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(
+        raw, "utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+    )
+
+
+def _tidy() -> None:
+    """Let go of all that was printed and of groups that were dropped; give the next run new streams
+    for those it closed."""
+    if dist.is_initialized():
+        Carrier.of(dist.group.WORLD).destroy_dropped()
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            getattr(sys, name).flush()
+        except Exception:
+            if os.name == "posix":
+                setattr(sys, name, _stream(fd))
+
+
+def _serve(control: Channel) -> None:
+    """Run what the driver sends, one piece after the other."""
+    from labkit.runtime import cells
+
+    me = current()
+    assert me is not None
+    process = os.getpid()
+    recorder = OnRank(me.rank, me.size)
+    while True:
+        kind, body, spec = control.recv()
+        if kind == "stop":
+            return
+        if kind == "begun":
+            control.send(("begun", begun()))
+            continue
+        _tidy()
+        reply: tuple[str, Any]
+        try:
+            with recorder.following(spec):
+                if kind == "cell":
+                    source, filename, as_text = body
+                    value = cells.run(source, filename, vars(me.state))
+                    value = cells.shown(value) if as_text else value
+                else:
+                    function, args, kwargs = unpack(body)
+                    value = function(*args, **kwargs)
+                    del function, args, kwargs
+            reply = ("value", dumps(value, "the result"))
+            del value
+        except BaseException as error:
+            reply = (_kind(error), RemoteError.of(error))
+        _tidy()
+        if os.getpid() != process:
+            os._exit(0)  # a fork that the function made, and that came back from it
+        control.send(reply)
+
+
+def _kind(error: BaseException) -> str:
+    kind = type(error)  # isinstance would ask the error, which may be of a class that raises
+    if issubclass(kind, Unpicklable):
+        return "unpicklable"
+    if issubclass(kind, CollectiveMismatch):
+        return "disagree"
+    gloo_says = ("closed by peer", "Connection reset", "Timed out waiting")
+    from_torch = (kind is RuntimeError or issubclass(kind, dist.DistError)) and _raised_in_c(error)
+    torch_lost = from_torch and any(words in str(error) for words in gloo_says)
+    return "lost a peer" if torch_lost or issubclass(kind, CommError) else "raised"
+
+
+def _raised_in_c(error: BaseException) -> bool:
+    """Whether no `raise` in Python raised it first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
+
+
+def spawned() -> NoReturn:
+    """Entry of a rank started as a new interpreter: its Spec comes on standard input."""
+    import pickle
+
+    spec = pickle.load(sys.stdin.buffer)
+    _die_with_driver(spec.folders)
+    live(spec)
+
+
+def _die_with_driver(folders: set[str]) -> None:
+    """Standard input ends when the driver does, however it ends."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        remove(folders)
+        if hasattr(os, "killpg"):
+            os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,204 @@
+"""The processes of a world: how they are born, heard and stopped."""
+
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit.comm import Board
+from labkit.comm.words import ranks_in_words
+from labkit.runtime.channel import LONGEST_FOLDER, Channel, listener, ready
+from labkit.runtime.errors import RankError
+from labkit.runtime.folders import memory_folder, new_folder, remove
+from labkit.runtime.in_step import Begun, in_step
+from labkit.runtime.interrupts import Interrupts
+from labkit.runtime.launch import Starter, starter
+from labkit.runtime.output import RankOutput
+from labkit.runtime.progress import notice
+from labkit.runtime.rank import CONTROL, HELLO, Spec
+
+if TYPE_CHECKING:
+    from labkit.runtime.world import World
+
+TICK_S = 0.05  # how often a running world is looked after
+BIRTH_S = 60.0
+ANSWER_S = 1.0  # of a rank that has nothing to do
+MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
+
+
+class Ranks:
+    """The living processes of a world, and the sockets to them."""
+
+    def __init__(self, world: "World"):
+        self.size, self.owner = world.size, os.getpid()
+        self.board: Board | None = None
+        self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
+        self.controls: list[Channel] = []
+        self.outputs: list[socket.socket] = []
+        self.pids: list[int] = []
+        folders: set[str] = set()
+        self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
+        try:
+            self.starter: Starter = starter(world._start_with)
+
+            def told(folder: str) -> None:
+                folders.add(folder)
+                self.starter.answer_for(folder)
+
+            self.folder, self.shared = new_folder(told), ""
+            if world.transport == "shm":
+                self.shared = memory_folder(told, self.folder)
+            if world.check:
+                self.board = Board.create(Path(self.folder) / "board", world.size)
+            with notice("starting ranks; the first time, importing torch takes seconds") as tick:
+                fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
+                self._bear(world, self.folder if fits else new_folder(told, "/tmp"), tick)
+        except BaseException:
+            self.stop(kill=True)
+            raise
+
+    def _bear(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
+        sock, address = listener(folder)
+        token, env = secrets.token_bytes(16), dict(os.environ)
+        specs = [
+            Spec(
+                rank=rank, size=world.size, address=address, token=token, folder=self.folder,
+                shared=self.shared, backend=world.backend,
+                device=world.device, threads=world.threads, timeout_s=world.timeout_s,
+                link=world.link, seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
+                env=env,
+            )
+            for rank in range(world.size)
+        ]  # fmt: skip
+        controls: dict[int, Channel] = {}
+        outputs: dict[int, socket.socket] = {}
+        unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
+        with sock:
+            self.pids = self.starter.start(specs, tick)
+            until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
+            while len(controls) + len(outputs) < 2 * world.size or unborn:
+                talking = ready([sock, *unborn], TICK_S)
+                tick()
+                if not talking:  # only now: a rank that has ended may have said why
+                    self._look_after(until_s)
+                for end in talking:
+                    if isinstance(end, Channel):
+                        self._hear(unborn.pop(end), end)
+                        continue
+                    caller, _ = sock.accept()
+                    hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
+                    if hello[: len(token)] != token or len(hello) < HELLO.size:
+                        caller.close()
+                        continue
+                    self.ends.append(caller)
+                    _, rank, stream = HELLO.unpack(hello)
+                    if stream == CONTROL:
+                        controls[rank] = Channel(caller)
+                        unborn[controls[rank]] = rank
+                    else:
+                        outputs[rank] = caller
+        self.controls = [controls[rank] for rank in range(world.size)]
+        self.outputs = [outputs[rank] for rank in range(world.size)]
+        self._look_after(until_s)
+
+    def _hear(self, rank: int, channel: Channel) -> None:
+        with suppress(EOFError):  # it has died, and is soon known to
+            kind, error = channel.recv()
+            if kind != "ready":
+                text = f"rank {rank} could not start:\n{error.format()}"
+                raise RankError(text, "raised", (rank,))
+
+    def _look_after(self, until_s: float) -> None:
+        """Raises what stops the ranks from being born."""
+        ends = self.starter.ends()
+        dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
+        if dead:
+            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
+        if time.monotonic() > until_s:
+            raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
+
+    def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
+        """Answers of ranks that came within `patience_s`; what they print goes to `output`."""
+        sources: dict[Any, int] = {}
+        for rank in range(self.size):
+            for end in (self.controls[rank], self.outputs[rank]):
+                if end.fileno() >= 0:
+                    sources[end] = rank
+        answers = []
+        for end in ready(list(sources), patience_s):
+            if isinstance(end, socket.socket):
+                self._read(sources[end], output)
+            else:
+                try:
+                    with Interrupts(1):  # at once: this message can be long
+                        answers.append((sources[end], *end.recv()))
+                except EOFError:
+                    end.close()
+                    answers.append((sources[end], "cut off", None))
+        output.refresh()
+        return answers
+
+    def in_step(self, output: RankOutput) -> bool:
+        """Whether all answer, and have begun the same of torch's own operations."""
+        told: dict[int, Begun] = {}
+        for channel in self.controls:
+            with suppress(EOFError):
+                channel.send(("begun", None, None))
+        until_s = time.monotonic() + ANSWER_S
+        while len(told) < self.size and time.monotonic() < until_s:
+            answers = self.listen(TICK_S, output)
+            told.update({rank: body for rank, kind, body in answers if kind == "begun"})
+        return len(told) == self.size and in_step(told.values())
+
+    def drain(self, output: RankOutput) -> None:
+        """All that the ranks have printed so far; not more, since a thread of theirs may go on."""
+        for rank, sock in enumerate(self.outputs):
+            left_bytes = MOST_BUFFERED_BYTES
+            while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
+                left_bytes -= self._read(rank, output)
+
+    def _read(self, rank: int, output: RankOutput) -> int:
+        data = self.outputs[rank].recv(1 << 16)
+        if data:
+            output.feed(rank, data)
+        else:
+            self.outputs[rank].close()
+        return len(data)
+
+    def stop(self, kill: bool) -> None:
+        """End the processes, politely first unless `kill`; close and remove all that was theirs."""
+        if os.getpid() != self.owner:
+            return
+        with Interrupts(math.inf):  # not half way; it takes no more than seconds
+            if not kill:
+                for channel in self.controls:
+                    with suppress(EOFError):
+                        channel.send(("stop", None, None))
+            for output in self.outputs:
+                output.close()
+            for channel in self.controls if kill else ():
+                channel.close()
+            if self.pids and (kill or not self.starter.wait(self.pids, 1.0)):
+                self.starter.kill(self.pids)
+            for channel in self.controls:
+                channel.close()
+            if self.pids:
+                self.starter.forget(self.pids)
+            if self.board is not None:
+                self.board.close()
+            self._cleanup()
+
+
+def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
+    """Nobody will talk to these ranks again: they end by themselves when they notice."""
+    for end in ends:
+        end.close()
+    if os.getpid() == owner:  # not a fork of it
+        remove(folders)

@@ -1,0 +1,135 @@
+"""The warm server: a process that has imported torch and labkit, and forks ranks on request.
+
+A forked rank has nothing left to import and shares the server's memory: it lives within tens of
+milliseconds at a fifth of the memory. What only some ranks need, and takes long to import, the
+server imports in its first quiet moment, for all ranks that come later; in a notebook, where it is
+started early, before the first ranks. It never touches CUDA, which does not survive a fork. It
+lives as long as the driver: when the driver's end of the socket closes, however that came about,
+the server kills its ranks, removes their folders and ends.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+from labkit.runtime import rank
+from labkit.runtime.channel import Channel, ready
+from labkit.runtime.folders import remove
+from labkit.runtime.launch import kill_group
+from labkit.runtime.rank import Spec
+
+PR_SET_PDEATHSIG = 1
+QUIET_S = 0.5
+
+
+def main(fd: int, early: bool = False) -> None:
+    """Serve the driver behind the socket `fd`. `early`: it will not ask for ranks at once, so there
+    is time to import first what only some of them need."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver = Channel(socket.socket(fileno=fd))
+    wake_up, bell = socket.socketpair()
+    for end in (wake_up, bell):
+        end.setblocking(False)
+    signal.set_wakeup_fd(bell.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, int] = {}  # process id -> number of the request
+    folders: set[str] = set()
+    more = threading.Thread(target=_warm_up_more)
+    _warm_up()
+    gc.freeze()
+    if early:
+        more.start()
+    try:
+        while True:
+            talking = ready([driver, wake_up], QUIET_S if more.ident is None else None)
+            if not talking:
+                more.start()
+            if wake_up in talking:
+                with suppress(BlockingIOError):
+                    wake_up.recv(4096)
+                _report_ends(driver, children)
+            if driver in talking:
+                kind, body = driver.recv()
+                if kind == "answer for":
+                    folders.add(body)
+                elif kind == "cancel":
+                    for pid in [pid for pid, number in children.items() if number == body]:
+                        os.kill(pid, signal.SIGKILL)
+                elif kind == "fork":
+                    if more.ident is not None:
+                        more.join()  # a fork has one thread, and what the others held stays locked
+                    number, specs = body
+                    pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
+                    children.update(dict.fromkeys(pids, number))
+                    with suppress(EOFError):  # the driver has gone: what it sent before comes first
+                        driver.send(("forked", (number, pids, refusal)))
+    except EOFError:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+            kill_group(pid)
+        remove(folders)
+        os._exit(0)
+
+
+def _warm_up() -> None:
+    """Import what every rank needs, and nothing that starts a thread."""
+    import cloudpickle  # noqa: F401
+    import torch.optim  # noqa: F401
+
+    import labkit.runtime.cells  # noqa: F401
+
+
+def _warm_up_more() -> None:
+    """What the first optimizer of a process imports takes longer than all the rest."""
+    import torch._dynamo  # noqa: F401
+
+    gc.freeze()
+
+
+def _fork_all(specs: list[Spec], inherited: list[socket.socket]) -> tuple[list[int], str]:
+    """The ranks' process ids, and why there are not more of them, if so."""
+    pids: list[int] = []
+    try:
+        for spec in specs:
+            pids.append(_fork(spec, inherited))
+    except OSError as error:
+        return pids, str(error)
+    return pids, ""
+
+
+def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in inherited:
+            end.close()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:  # else it died before this rank could know
+            rank.live(spec)
+    finally:
+        os._exit(1)
+
+
+def _report_ends(driver: Channel, children: dict[int, int]) -> None:
+    """Tell the driver of every child that has ended: pid, wait status, peak memory in bytes."""
+    for pid in list(children):
+        with suppress(ChildProcessError, EOFError):
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                kill_group(pid)
+                unit = 1 if sys.platform == "darwin" else 1024
+                driver.send(("ended", (pid, status, usage.ru_maxrss * unit)))

@@ -1,0 +1,127 @@
+"""torch.distributed's own collectives behind the door, and those that move nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm.chooser import Choice
+from labkit.comm.collectives import Chunks
+from labkit.runtime.transports.transport import Back, Call, Kind, share_memory
+from labkit.runtime.transports.wire import LaneWork, Work, living
+
+
+class Native(Back):
+    """torch.distributed's own collectives, for backends that are good at them: NCCL.
+
+    What the backend really sends it does not tell; the door then takes the formula's bytes.
+    """
+
+    def __init__(self, group: Any):
+        self._group = ref(group)
+        self._rank: int = group.rank()
+        self._global = dist.get_process_group_ranks(group)
+        self.transport = self._name = str(dist.get_backend(group))
+
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+        if asked not in ("", self._name):
+            raise ValueError(
+                f"{collective} by {asked!r}: {self._name} chooses its algorithms itself, and has "
+                f"an environment variable for it (NCCL_ALGO); leave `algorithm` out, or move the "
+                f"tensor to a group of gloo"
+            )
+        return self._name
+
+    def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
+        name = self.choose(collective, nbytes, x, asked)
+        return Choice(collective, name, f"{name} chooses by its own table")
+
+    @property
+    def group(self) -> Any:
+        return living(self._group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        return dist.all_reduce(x, _torch_op(op), group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
+        return dist.reduce_scatter(out, chunks, _torch_op(op), group=self.group, async_op=True)
+
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
+        return dist.all_gather(chunks, x, group=self.group, async_op=True)
+
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
+        return dist.broadcast(x, self._global[root], group=self.group, async_op=True)
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
+        own = x if self._rank == root else x.clone()
+        return dist.reduce(own, self._global[root], _torch_op(op), self.group, async_op=True)
+
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return dist.gather(x, chunks, self._global[root], self.group, async_op=True)
+
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return dist.scatter(x, chunks, self._global[root], self.group, async_op=True)
+
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        return dist.all_to_all(outs, ins, group=self.group, async_op=True)
+
+    def barrier(self, note: torch.Tensor, call: Call) -> Work:
+        return dist.barrier(self.group, async_op=True)
+
+    def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
+        """As one batch: NCCL would wait in a send for a receive that comes after it."""
+        n = len(self._global)
+        leaving = x.clone() if n == 1 or share_memory(x, out) else x
+        if n == 1:
+            out.copy_(leaving)
+            return LaneWork(lambda: 0).run()
+        ahead, behind = self._global[(self._rank + 1) % n], self._global[self._rank - 1]
+        messages = [
+            dist.P2POp(dist.isend, leaving, ahead, self.group),
+            dist.P2POp(dist.irecv, out, behind, self.group),
+        ]
+        return All(dist.batch_isend_irecv(messages))
+
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.send([x], peer, call.tag)
+
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return self.group.recv([x], peer, call.tag)
+
+
+class All:
+    """Several works as one. What they send is what the formula says: nothing is counted."""
+
+    def __init__(self, works: Sequence[Any]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class Nothing(Back):
+    """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
+
+    transport = "fake"
+
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+        return asked
+
+    def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
+        return Choice(collective, "nothing", "a world on paper moves no byte")
+
+    def _done(self, *_: Any, **__: Any) -> Work:
+        return LaneWork(lambda: 0).run()
+
+    all_reduce = reduce_scatter = all_gather = broadcast = reduce = gather = scatter = _done
+    all_to_all = barrier = ring_exchange = send = receive = _done
+
+
+def _torch_op(op: str) -> Any:
+    return dist.ReduceOp.AVG if op == "mean" else getattr(dist.ReduceOp, op.upper())

@@ -1,0 +1,178 @@
+"""The transports behind the door: who really carries the bytes.
+
+    SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
+    Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
+    Native        the backend's own collectives: NCCL (native.py)
+    Nothing       a fake process group: events are recorded, nothing moves
+    Shared        memory that the ranks of one machine share (shm)
+
+All have the methods of `Back`, over flat contiguous tensors, and return work to wait for.
+Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
+the bytes, and several dtypes are missing. Its all-reduce is a ring as ours, and sends the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from labkit.comm import collectives as algorithms
+from labkit.comm.chooser import GLOO, Choice, Chooser
+from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, Algorithm, Chunks, Reduction
+from labkit.runtime.process_context import here
+from labkit.runtime.transports.native import Native
+from labkit.runtime.transports.transport import Back, Call, Kind, share_memory
+from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
+
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda x, y: x.add_(y),
+    "mean": lambda x, y: x.add_(y),  # and a division once the sum is complete
+    "min": lambda x, y: torch.minimum(x, y, out=x),
+    "max": lambda x, y: torch.maximum(x, y, out=x),
+    "product": lambda x, y: x.mul_(y),
+}
+
+
+GLOO_DTYPES = (torch.float32, torch.float64)
+
+
+class SendReceive(Back):
+    """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane of their own.
+    The work's `wait` returns the bytes this rank sent."""
+
+    transport = "gloo"
+
+    def __init__(self, wire: Wire, own: bool = False):
+        self.wire = wire
+        self.chooser = Chooser(wire.size, own)
+        self.forced = self.chooser.forced
+        self._lane: Lane | None = None
+
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+        own_can = x.dtype in GLOO_DTYPES and x.op != "mean"
+        return self.chooser.choose(collective, nbytes, own_can, asked)
+
+    def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
+        own_can = x.dtype in GLOO_DTYPES and x.op != "mean"
+        return self.chooser.explain(collective, nbytes, own_can, asked)
+
+    def _start(self, call: Call, algorithm: Callable[[], Algorithm]) -> Work:
+        def function() -> int:
+            with here.carrying():
+                return algorithms.run(algorithm())
+
+        if not call.asynchronous:
+            return LaneWork(function).run()
+        if self._lane is None:
+            self._lane = Lane("labkit collectives")
+        return self._lane.submit(function)
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        algorithm, reduce = ALGORITHMS["all_reduce"][call.algorithm], REDUCTIONS[op]
+        divide_by = self.wire.size if op == "mean" else 1
+        return self._start(call, lambda: algorithm(self.wire, x, reduce, divide_by, call.tag))
+
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
+        algorithm, wire = ALGORITHMS["reduce_scatter"][call.algorithm], self.wire
+        own = chunks[wire.rank]
+        apart = out.data_ptr() == own.data_ptr() or not share_memory(out, *chunks)
+
+        def scattering() -> Algorithm:
+            target = out if apart else own.clone()  # the other chunks are still to be sent
+            sent_bytes = yield from algorithm(wire, chunks, target, REDUCTIONS[op], call.tag)
+            if op == "mean":
+                target.div_(wire.size)
+            if target is not out:
+                out.copy_(target)
+            return sent_bytes
+
+        return self._start(call, scattering)
+
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
+        algorithm = ALGORITHMS["all_gather"][call.algorithm]
+
+        def gathering() -> Algorithm:
+            own = chunks[self.wire.rank]
+            if own.data_ptr() != x.data_ptr():
+                own.copy_(x)
+            return algorithm(self.wire, chunks, call.tag)
+
+        return self._start(call, gathering)
+
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
+        algorithm = ALGORITHMS["broadcast"][call.algorithm]
+        return self._start(call, lambda: algorithm(self.wire, x, root, call.tag))
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
+        algorithm = ALGORITHMS["reduce"][call.algorithm]
+
+        def reducing() -> Algorithm:
+            at_root = self.wire.rank == root
+            own = x if at_root else x.clone()  # partial sums stay private
+            sent_bytes = yield from algorithm(self.wire, own, root, REDUCTIONS[op], call.tag)
+            if op == "mean" and at_root:
+                x.div_(self.wire.size)
+            return sent_bytes
+
+        return self._start(call, reducing)
+
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        algorithm = self._rooted("gather", chunks, call)
+        return self._start(call, lambda: algorithm(self.wire, x, chunks, root, call.tag))
+
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        algorithm = self._rooted("scatter", chunks, call)
+        return self._start(call, lambda: algorithm(self.wire, x, chunks, root, call.tag))
+
+    def _rooted(
+        self, collective: str, chunks: Chunks | None, call: Call
+    ) -> Callable[..., Algorithm]:
+        if (collective, call.algorithm) in EQUAL_SIZES_ONLY:
+            sizes = [chunk.numel() for chunk in chunks or ()]
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"{collective} by {call.algorithm} needs one size on all ranks, not {sizes}: "
+                    "those on the way must know how much comes; take 'flat'"
+                )
+        return ALGORITHMS[collective][call.algorithm]
+
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        algorithm = ALGORITHMS["all_to_all"][call.algorithm]
+
+        def exchanging() -> Algorithm:
+            leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
+            return algorithm(self.wire, outs, leaving, call.tag)
+
+        return self._start(call, exchanging)
+
+    def barrier(self, note: torch.Tensor, call: Call) -> Work:
+        algorithm = ALGORITHMS["barrier"][call.algorithm]
+        return self._start(call, lambda: algorithm(self.wire, note, call.tag))
+
+    def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
+        algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
+
+        def exchanging() -> Algorithm:
+            leaving = x.clone() if share_memory(x, out) else x
+            return algorithm(self.wire, out, leaving, call.tag)
+
+        return self._start(call, exchanging)
+
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.isend(x, peer, call.tag))
+
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        return Posted(self.wire.irecv(x, peer, call.tag))
+
+
+class Gloo(SendReceive):
+    """Send and receive, and gloo's own all-reduce as one algorithm more."""
+
+    def __init__(self, group: Any):
+        super().__init__(Wire(group), own=True)
+        self._own = Native(group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        if call.algorithm == GLOO:
+            return self._own.all_reduce(x, op, call)
+        return super().all_reduce(x, op, call)

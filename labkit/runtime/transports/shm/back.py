@@ -1,0 +1,189 @@
+"""The back that carries the operations of a group through shared memory."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from labkit.comm.chooser import Choice
+from labkit.comm.collectives import Chunks
+from labkit.runtime.process_context import here
+from labkit.runtime.transports.shm import collectives
+from labkit.runtime.transports.shm.mail import Inbox, Outbox
+from labkit.runtime.transports.shm.ring import Ring
+from labkit.runtime.transports.shm.slots import Slots
+from labkit.runtime.transports.shm.symmetric import SymmetricTensors
+from labkit.runtime.transports.transport import Back, Call, Kind
+from labkit.runtime.transports.wire import Lane, LaneWork, Work
+
+SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
+
+
+class Shared(Back):
+    """Rank `rank` of the `size` ranks of one group, all on this machine, which meet in the file
+    `place`, of that group only, and in others beside it. CPU tensors only. An algorithm that is
+    asked for by name is one of messages: `messages` carries it.
+
+    Collectives run one after the other, in the order in which they were called: a blocking one in
+    the caller's thread, an asynchronous one (and what comes behind it) on a lane. The work's
+    `wait` returns the bytes this rank copied. Memory is mapped at the first use.
+
+    A rank whose operation fails (a peer did not come in time, say) is out of step with the others
+    for good: it gives up, so that they fail, too, and refuses all later calls of the group.
+    """
+
+    transport = "shm"
+
+    def __init__(self, place: Path, rank: int, size: int, timeout_s: float, messages: Back):
+        self._path, self._rank, self._size, self._timeout_s = place, rank, size, timeout_s
+        self._messages, self.forced = messages, messages.forced
+        self._slots: Slots | None = None
+        self._symmetric = SymmetricTensors()
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self.broken = ""  # by what
+        self._lane: Lane | None = None
+        self._last: LaneWork | None = None  # of those on the lane
+        self._choosing, self._turn = threading.Lock(), threading.Lock()
+
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+        if asked == SLOTS or not (asked or collective in self.forced):
+            return SLOTS
+        return self._messages.choose(collective, nbytes, x, asked)
+
+    def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
+        name = self.choose(collective, nbytes, x, asked)
+        by_messages = self._messages.explain(collective, nbytes, x, "" if name == SLOTS else asked)
+        if name != SLOTS:
+            return by_messages
+        why = f"the ranks share memory. Over gloo it would be {by_messages}"
+        return Choice(collective, SLOTS, why)
+
+    def serving(self, algorithm: str) -> Back:
+        return self if algorithm == SLOTS else self._messages
+
+    def _start(self, call: Call, collective: Callable[[Slots], int]) -> Work:
+        work = LaneWork(partial(self._carry, collective))
+        with self._choosing:
+            if call.asynchronous or not (self._last is None or self._last.is_completed()):
+                if self._lane is None:
+                    self._lane = Lane("labkit collectives")
+                self._last = self._lane.put(work)
+                return work
+        return work.run()
+
+    def _carry(self, collective: Callable[[Slots], int]) -> int:
+        with self._turn, here.carrying():
+            self.refuse_if_broken()
+            try:
+                if self._slots is None:
+                    self._slots = Slots(self._path, self._rank, self._size, self._timeout_s)
+                return collective(self._slots)
+            except BaseException as error:
+                self.give_up(error)
+                raise
+
+    def refuse_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(
+                f"this group is of no more use after an earlier error ({self.broken}): its ranks "
+                "are out of step; start new ones with world.restart()"
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        with self._choosing:
+            self.broken = self.broken or str(error).partition("\n")[0] or type(error).__name__
+            rings = [*self._outboxes.values(), *self._inboxes.values()]
+        for one in (*rings, self._slots):
+            if one is not None:
+                one.give_up()
+
+    def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
+            return super().symmetric_empty(numel, dtype)
+        made: list[torch.Tensor | None] = []
+
+        def make(slots: Slots) -> int:
+            made.append(self._symmetric.make(slots, self._path, numel, dtype))
+            return 0
+
+        self._start(Call(0, False, SLOTS), make).wait()
+        return super().symmetric_empty(numel, dtype) if made[0] is None else made[0]
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        found = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None
+        if found is not None:
+            return self._start(
+                call, lambda slots: collectives.all_reduce_symmetric(slots, x, *found, op)
+            )
+        return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
+
+    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.reduce_scatter(slots, out, chunks, op))
+
+    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.all_gather(slots, chunks, x))
+
+    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.broadcast(slots, x, root))
+
+    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.all_reduce(slots, x, op, root))
+
+    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.gather(slots, x, chunks, root))
+
+    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.scatter(slots, x, chunks, root))
+
+    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.all_to_all(slots, outs, ins))
+
+    def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
+        return self._start(call, lambda slots: collectives.ring_exchange(slots, out, x))
+
+    def barrier(self, note: torch.Tensor, call: Call) -> Work:
+        return self._start(call, collectives.barrier)
+
+    def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        if peer not in self._outboxes:
+            with self._choosing:
+                if peer not in self._outboxes:
+                    self._outboxes[peer] = Outbox(self._ring(self._rank, peer), self._timeout_s)
+        outbox = self._outboxes[peer]
+        return Message(self, outbox, lambda: outbox.send(x, call.tag))
+
+    def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
+        if peer not in self._inboxes:
+            with self._choosing:
+                if peer not in self._inboxes:
+                    self._inboxes[peer] = Inbox(self._ring(peer, self._rank), self._timeout_s)
+        inbox = self._inboxes[peer]
+        return Message(self, inbox, lambda: inbox.receive(x, call.tag, call.asynchronous))
+
+    def _ring(self, source: int, target: int) -> Path:
+        return self._path.with_name(f"{self._path.name}-{source}-{target}")
+
+
+class Message:
+    """A send or a receive: it is not begun in a broken group, and breaks its own if it fails."""
+
+    def __init__(self, group: Shared, ring: Ring, begin: Callable[[], Work]):
+        self._group, self._ring = group, ring
+        self._work = None if group.broken or ring.gave_up() else begin()
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        try:
+            if self._work is None:
+                self._group.refuse_if_broken()
+                raise RuntimeError("the other rank gave up after an error")
+            return self._work.wait()
+        except RuntimeError as error:
+            self._group.give_up(error)
+            raise
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._ring.gave_up() or self._work.is_completed()

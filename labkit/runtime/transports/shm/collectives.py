@@ -1,0 +1,261 @@
+"""The collectives through the slots. Each takes flat tensors and returns the bytes that this rank
+copied: into its own slot, and out of it and the others'. (n ranks, S bytes, rank r.)
+
+An all-reduce on 3 ranks, one piece; x012 is the reduction of all three, a line is a stage:
+
+                rank 0's slot           rank 1's slot           rank 2's slot
+    FILLED      .     x0[1]  x0[2]      x1[0]  .     x1[2]      x2[0]  x2[1]  .
+    REDUCED     x012[0]  ..             ..  x012[1]  ..         ..     x012[2]
+    then each copies the three slices of the result out of the three slots.
+
+Every slice is reduced by one rank, over all ranks in their order: the result is the same on all
+ranks, to the bit, and the same in every run.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from labkit.comm.collectives import Chunks
+from labkit.dispatch import no_modes
+from labkit.runtime.transports.shm.pieces import agreed_pieces, part_bytes, pieces, slices
+from labkit.runtime.transports.shm.slots import DONE, FILLED, REDUCED, Slots
+from labkit.runtime.transports.shm.symmetric import Symmetric, grains, place_of
+from labkit.runtime.transports.transport import share_memory
+
+# Reduces two tensors into a third, which may be either of them.
+PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,  # and a division at the end
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces everything: more sums, one wait less
+
+
+def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
+    """`x` becomes the reduction of all ranks' `x`; with a `root`, on that rank only.
+
+    Copies: (n-1)/n S in, S out; for a small `x` S in, and every rank reduces all of it.
+    """
+    wanted = root is None or root == slots.rank
+    if x.nbytes <= min(AT_ONCE_BYTES, slots.slot_bytes):
+        return _reduce_at_once(slots, x, op, wanted)
+    copied_bytes = 0
+    for piece in x.split(slots.slot_bytes // x.element_size()):
+        cut = slices(piece, slots.size)
+        slots.begin()
+        for rank in slots.others:
+            copied_bytes += slots.fill(*cut[rank])
+        slots.announce(FILLED)
+        slots.wait(slots.others, FILLED)
+        if not slots.all_lie_likewise():  # another rank's is in memory that all reach: see below
+            slots.announce(DONE)
+            return copied_bytes + all_reduce(slots, x, op, root)
+        own, begin = cut[slots.rank]
+        _reduce(slots, slots.view(slots.rank, begin, own.numel(), own.dtype), own, begin, op)
+        slots.announce(REDUCED)
+        if wanted:
+            for rank in (slots.rank, *slots.others):
+                slots.wait((rank,), REDUCED)
+                part, begin = cut[rank]
+                copied_bytes += slots.take(part, rank, begin)
+        slots.announce(DONE)
+    return copied_bytes
+
+
+def all_reduce_symmetric(
+    slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
+) -> int:
+    """`x`, which lies at `begin` in this rank's part of `shared`, becomes the reduction of all
+    ranks' `x`. Copies: (n-1)/n S, out (symmetric.py has the picture); where another rank's does
+    not lie likewise, all begin again, through the slots.
+    """
+    own, offset = slices(x, slots.size)[slots.rank]
+    slots.begin()
+    slots.tell_place(place_of(shared, begin))
+    slots.announce(FILLED)
+    slots.wait(slots.others, FILLED)
+    if not slots.all_lie_likewise():
+        slots.announce(DONE)
+        return all_reduce(slots, x, op)
+    copied_bytes = 0
+    with no_modes():  # a recording does not count the parts of others
+        parts = [
+            own if rank == slots.rank
+            else shared.part(rank, begin + offset, own.numel(), own.dtype)
+            for rank in range(slots.size)
+        ]  # fmt: skip
+        for first, last in grains(own, slots.slot_bytes):
+            total = slots.view(slots.rank, 0, last - first, own.dtype)
+            _reduce_parts(total, [part[first:last] for part in parts], op)
+            for rank in range(slots.size):
+                place = begin + offset + first * own.element_size()
+                copied_bytes += shared.write(total, rank, place)
+    slots.announce(REDUCED)
+    slots.wait(slots.others, REDUCED)
+    slots.announce(DONE)
+    return copied_bytes - own.nbytes  # what stays here is no transport
+
+
+def _reduce_at_once(slots: Slots, x: torch.Tensor, op: str, wanted: bool) -> int:
+    slots.begin()
+    copied_bytes = slots.fill(x)
+    slots.announce(FILLED)
+    if wanted:
+        slots.wait(slots.others, FILLED)
+        _reduce(slots, x, slots.view(slots.rank, 0, x.numel(), x.dtype), 0, op)
+    slots.announce(DONE)
+    return copied_bytes
+
+
+def reduce_scatter(slots: Slots, out: torch.Tensor, chunks: Chunks, op: str) -> int:
+    """`out` becomes the reduction of all ranks' chunk r. Copies: (n-1)/n S in."""
+    own = chunks[slots.rank]
+    target = torch.empty_like(out) if share_memory(out, *chunks) else out
+    copied_bytes = 0
+    room_bytes = part_bytes(slots)
+    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), room_bytes, out):
+        slots.begin()
+        for rank in slots.others:
+            copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
+        slots.announce(FILLED)
+        slots.wait(slots.others, FILLED)
+        _reduce(slots, target[begin:end], own[begin:end], slots.rank * room_bytes, op)
+        slots.announce(DONE)
+    if target is not out:
+        out.copy_(target)
+    return copied_bytes
+
+
+def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
+    """chunks[i] becomes rank i's `x`. Copies: S/n in, (n-1)/n S out."""
+    own = chunks[slots.rank]
+    if own.data_ptr() != x.data_ptr():
+        x = x.clone() if share_memory(x, *chunks) else x
+        own.copy_(x)
+    copied_bytes = 0
+    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
+        slots.begin()
+        copied_bytes += slots.fill(x[begin:end])
+        slots.announce(FILLED)
+        for rank in slots.others:
+            slots.wait((rank,), FILLED)
+            copied_bytes += slots.take(chunks[rank][begin:end], rank)
+        slots.announce(DONE)
+    return copied_bytes
+
+
+def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
+    """`x` becomes that of the root. Copies: S in on the root, S out on the others."""
+    copied_bytes = 0
+    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
+        slots.begin()
+        if slots.rank == root:
+            copied_bytes += slots.fill(x[begin:end])
+            slots.announce(FILLED)
+        else:
+            slots.wait((root,), FILLED)
+            copied_bytes += slots.take(x[begin:end], root)
+        slots.announce(DONE)
+    return copied_bytes
+
+
+def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
+    """chunks[i] on the root becomes rank i's `x`. Copies: S/n in, on the root the others' out.
+
+    A rank knows its own size only, so each tells it with the first piece.
+    """
+    if chunks is not None:
+        chunks[root].copy_(x)
+    copied_bytes = 0
+    for begin, end in agreed_pieces(slots, x.nbytes, slots.slot_bytes, x):
+        if slots.rank != root:
+            copied_bytes += slots.fill(x[begin:end])
+        slots.announce(FILLED)
+        if chunks is not None:
+            for rank in slots.others:
+                slots.wait((rank,), FILLED)
+                copied_bytes += slots.take(chunks[rank][begin:end], rank)
+    return copied_bytes
+
+
+def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
+    """`x` becomes the root's chunk r. Copies: on the root the others' in, S/n out."""
+    room_bytes = part_bytes(slots)
+    longest_bytes = max(chunk.nbytes for chunk in chunks) if chunks else 0
+    copied_bytes = 0
+    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, x):
+        if chunks is not None:
+            for rank in slots.others:
+                copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
+        slots.announce(FILLED)
+        if slots.rank != root:
+            slots.wait((root,), FILLED)
+            copied_bytes += slots.take(x[begin:end], root, slots.rank * room_bytes)
+    if chunks is not None:
+        x.copy_(chunks[root])
+    return copied_bytes
+
+
+def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
+    """outs[i] becomes rank i's ins[r]. Copies: all but one's own in, as much out."""
+    leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
+    outs[slots.rank].copy_(leaving[slots.rank])
+    room_bytes = part_bytes(slots)
+    longest_bytes = max(x.nbytes for x in leaving)
+    copied_bytes = 0
+    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, ins[0]):
+        for rank in slots.others:
+            copied_bytes += slots.fill(leaving[rank][begin:end], rank * room_bytes)
+        slots.announce(FILLED)
+        for rank in slots.others:
+            slots.wait((rank,), FILLED)
+            copied_bytes += slots.take(outs[rank][begin:end], rank, slots.rank * room_bytes)
+    return copied_bytes
+
+
+def barrier(slots: Slots) -> int:
+    """A piece of nothing."""
+    slots.begin()
+    slots.announce(FILLED)
+    slots.wait(slots.others, FILLED)
+    slots.announce(DONE)
+    return 0
+
+
+def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
+    """`out` becomes the `x` of the rank before. Copies: S in, S out."""
+    leaving = x.clone() if share_memory(x, out) else x
+    before = (slots.rank - 1) % slots.size
+    copied_bytes = 0
+    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
+        slots.begin()
+        copied_bytes += slots.fill(leaving[begin:end])
+        slots.announce(FILLED)
+        slots.wait((before,), FILLED)
+        copied_bytes += slots.take(out[begin:end], before)
+        slots.announce(DONE)
+    return copied_bytes
+
+
+def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str) -> None:
+    """`out` becomes the reduction of all ranks: of `own` on this one, and of what stands at
+    `begin` in the slots of the others. It may be none of them but the first two."""
+    parts = [
+        own if rank == slots.rank else slots.view(rank, begin, out.numel(), out.dtype)
+        for rank in range(slots.size)
+    ]
+    _reduce_parts(out, parts, op)
+
+
+def _reduce_parts(out: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
+    """In the order of the ranks."""
+    total, *rest = parts
+    for x in rest:
+        total = PAIRWISE[op](total, x, out=out)
+    if total is not out:  # a group of one
+        out.copy_(total)
+    if op == "mean":
+        out.div_(len(parts))

@@ -1,0 +1,144 @@
+"""The slots of a group: where each rank lays out a piece of its tensor for the others.
+
+    | words: stage of rank 0, 1, ... n-1 | rank 0: slot, slot | rank 1: slot, slot | ...
+
+A collective is cut into pieces that fit a slot. Pieces are numbered through the life of the group,
+equally on all ranks; piece p lies in slot p modulo 2. Each rank goes through every piece in the
+same three stages and announces each in its word as 3 p + stage:
+
+    FILLED    what others are to read of me is in my slot
+    REDUCED   so is my slice of the result
+    DONE      I need nobody's slot any more
+
+Two slots let a rank fill the next piece while another still reads this one: a slot is written
+again when all ranks are DONE with the piece that was in it, which is almost always so.
+"""
+
+import ctypes
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from labkit.runtime.transports.shm.region import ALIGNED, Region
+
+FILLED, REDUCED, DONE = 1, 2, 3
+BUFFERS = 2
+SLOT_BYTES = 1 << 20
+MOST_BYTES = 32 << 20  # of all slots of a group: many ranks have smaller ones
+LENGTH_BYTES = 64  # before a slot: how long what its rank has is, for those who cannot know
+NOWHERE = 0  # the place of what lies in no memory that all ranks reach
+MOST_VIEWS = 512  # that are kept for the next time
+
+
+class Slots:
+    """Rank `rank`'s view of the slots of `size` ranks, which meet in the file `path`. Waiting for
+    longer than `timeout_s`, or for a rank that gave up, raises RuntimeError."""
+
+    def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.others = [r for r in range(size) if r != rank]
+        self.slot_bytes = min(SLOT_BYTES, MOST_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
+        self._stride = LENGTH_BYTES + self.slot_bytes
+        words = size + BUFFERS * size  # stages; places, for each slot one
+        self._region = Region(path, rank, size, words, size * BUFFERS * self._stride)
+        self._words = self._region.words
+        self._piece = 0
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def give_up(self) -> None:
+        """This rank takes no further part: the others must not wait for it."""
+        self._region.give_up()
+
+    def begin(self) -> None:
+        """Go on to the next piece, once its slot is free."""
+        self._piece += 1
+        self._wait(self.others, DONE, self._piece - BUFFERS)
+        self.tell_place(NOWHERE)
+
+    def announce(self, stage: int) -> None:
+        self._words.announce(self.rank, 3 * self._piece + stage)
+
+    def wait(self, ranks: Iterable[int], stage: int) -> None:
+        """Wait until `ranks` have announced `stage` of this piece."""
+        self._wait(ranks, stage, self._piece)
+
+    def fill(self, x: torch.Tensor, begin: int = 0) -> int:
+        """Copy `x` into this rank's slot, from its byte `begin` on; the bytes copied."""
+        return copy(self._address(self.rank, begin), x.data_ptr(), x.nbytes)
+
+    def take(self, x: torch.Tensor, rank: int, begin: int = 0) -> int:
+        """Fill `x` from the slot of `rank`, from its byte `begin` on; the bytes copied."""
+        return copy(x.data_ptr(), self._address(rank, begin), x.nbytes)
+
+    def view(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements in the slot of `rank`, from its byte `begin` on, as a tensor."""
+        start = self._start(rank) + begin
+        key = (start, numel, self._piece % BUFFERS, dtype)
+        if key not in self._views:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = self._region.tensor(start, numel, dtype)
+        return self._views[key]
+
+    def tell_length(self, nbytes: int) -> None:
+        """Say, with this piece, how long this rank's tensor is."""
+        self._length(self.rank).fill_(nbytes)
+
+    def longest(self) -> int:
+        """The longest that any rank has told with this piece."""
+        return max(int(self._length(rank)) for rank in range(self.size))
+
+    def told_by_all(self, number: int) -> list[int]:
+        """What each rank tells: a piece of its own."""
+        self.begin()
+        self.tell_length(number)
+        self.announce(FILLED)
+        self.wait(self.others, FILLED)
+        told = [int(self._length(rank)) for rank in range(self.size)]
+        self.announce(DONE)
+        return told
+
+    def tell_place(self, place: int) -> None:
+        """Say, with this piece, where in memory that all reach this rank's tensor lies."""
+        self._words.tell(self._place(self.rank), place)
+
+    def all_lie_likewise(self) -> bool:
+        """Whether all ranks have told the same place, once all are FILLED."""
+        return len({self._words[self._place(rank)] for rank in range(self.size)}) == 1
+
+    def _place(self, rank: int) -> int:
+        return self.size + BUFFERS * rank + self._piece % BUFFERS
+
+    def _length(self, rank: int) -> torch.Tensor:
+        return self.view(rank, -LENGTH_BYTES, 1, torch.int64)
+
+    def _start(self, rank: int) -> int:
+        """Where the slot of `rank` begins for this piece, in the data of the region."""
+        return (rank * BUFFERS + self._piece % BUFFERS) * self._stride + LENGTH_BYTES
+
+    def _address(self, rank: int, begin: int) -> int:
+        return self._region.address(self._start(rank) + begin)
+
+    def _wait(self, ranks: Iterable[int], stage: int, piece: int) -> None:
+        words, value = self._words, 3 * piece + stage
+        until_s = 0.0
+        for rank in ranks:
+            arrived = words[rank] >= value
+            if not arrived:
+                until_s = until_s or time.monotonic() + self.timeout_s
+                arrived = words.wait(rank, value, until_s, (rank,))
+            if words.gave_up(rank):  # also of what it had announced: no result of half the ranks
+                raise RuntimeError(f"rank {rank} of the group gave up after an error")
+            if not arrived:
+                raise RuntimeError(
+                    f"Timed out waiting {self.timeout_s:g} s for rank {rank} of the group"
+                )
+
+
+def copy(target: int, source: int, nbytes: int) -> int:
+    """Between two addresses; returns the bytes copied. (Python's lock is free meanwhile.)"""
+    if nbytes:
+        ctypes.memmove(target, source, nbytes)
+    return nbytes

@@ -1,0 +1,98 @@
+"""Symmetric memory: a tensor that each rank of a group has in memory all of them can reach.
+
+Ranks make it together, each its own part, and the parts are alike. An all-reduce of it needs no
+slots. Slice r of every part belongs to rank r, from the moment all are there until it has written
+the result over all of them; x012 is the reduction of all three, a line is a stage:
+
+                rank 0's part           rank 1's part           rank 2's part
+    FILLED      x0[0] x0[1] x0[2]       x1[0] x1[1] x1[2]       x2[0] x2[1] x2[2]
+    REDUCED     x012[0]  ..             the same                the same           by rank 0
+                ..  x012[1]  ..                                                    by rank 1
+
+Nothing is copied in and nothing out: a rank moves (n-1)/n S bytes instead of (2n-1)/n S, and waits
+twice. GPUs reach each other's memory likewise: torch's symmetric memory, NCCL's registered buffers.
+"""
+
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from labkit.runtime.transports.shm.region import ALIGNED, Region
+from labkit.runtime.transports.shm.slots import Slots, copy
+
+MOST_OF_WHAT_IS_FREE = 0.5  # so much of the shared memory that is left one tensor may take,
+RESERVE_BYTES = 48 << 20  # and leaves so much of it: the slots of groups to come lie there, too
+GRAIN_BYTES = 1 << 18  # is reduced at once: it then lies in the processor's cache
+PLACE_BITS = 40  # of a place: where in the memory; the bits above are the memory's number
+
+
+class Symmetric:
+    """The parts of `size` ranks, of `nbytes` each, in one region; `number` among the group's."""
+
+    def __init__(self, number: int, path: Path, rank: int, size: int, nbytes: int):
+        self.number, self._rank, self._size = number, rank, size
+        self._stride = -(-nbytes // ALIGNED) * ALIGNED
+        free_bytes = shutil.disk_usage(path.parent).free
+        most_bytes = min(MOST_OF_WHAT_IS_FREE * free_bytes, free_bytes - RESERVE_BYTES)
+        if not path.exists() and size * self._stride > most_bytes:
+            raise RuntimeError("too little of the shared memory is free")
+        self._region = Region(path, rank, size, 0, size * self._stride)
+
+    def part(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of the part of `rank`, from its byte `begin` on."""
+        return self._region.tensor(rank * self._stride + begin, numel, dtype)
+
+    def write(self, x: torch.Tensor, rank: int, begin: int) -> int:
+        """Copy `x` over the part of `rank`, from its byte `begin` on; the bytes copied."""
+        return copy(self._region.address(rank * self._stride + begin), x.data_ptr(), x.nbytes)
+
+
+class SymmetricTensors:
+    """Those that this rank has, by the address at which its part begins."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._by_address: dict[int, Symmetric] = {}
+
+    def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """This rank's part of a new one; None, on all ranks, where one of them has no room, or
+        asks for another size."""
+        self._made += 1
+        path = path.with_name(f"{path.name}-symmetric-{self._made}")
+        shared, nbytes = None, numel * dtype.itemsize
+        with suppress(RuntimeError):
+            shared = Symmetric(self._made, path, slots.rank, slots.size, nbytes)
+        told = slots.told_by_all(nbytes if shared is not None else -1)
+        if told != [nbytes] * slots.size:
+            path.unlink(missing_ok=True)
+            return None
+        assert shared is not None
+        mine = shared.part(slots.rank, 0, numel, dtype)
+        self._by_address[mine.data_ptr()] = shared
+        gone = weakref.finalize(mine.untyped_storage(), self._by_address.pop, mine.data_ptr(), None)
+        gone.atexit = False
+        return mine
+
+    def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
+        """Whose part `x` lies in, and from which byte on; None for any other tensor."""
+        if not self._by_address:
+            return None
+        start = x.untyped_storage().data_ptr()
+        found = self._by_address.get(start)
+        return None if found is None else (found, x.data_ptr() - start)
+
+
+def place_of(shared: Symmetric, begin: int) -> int:
+    """A number that is the same on all ranks when they mean the same bytes, and never 0."""
+    return (shared.number << PLACE_BITS) | begin
+
+
+def grains(x: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """(begin, end), in elements, of pieces of `x`."""
+    step = min(GRAIN_BYTES, most_bytes) // x.element_size()
+    for begin in range(0, x.numel(), step):
+        yield begin, min(begin + step, x.numel())

@@ -1,0 +1,271 @@
+"""`World`: real ranks that live beside the notebook and run what you give them.
+
+    driver (the notebook)                     ranks (processes)
+    World(4)  ── fork ──> warm server ──────> 0  1  2  3     one process group
+    world.run(fn) ── cloudpickle ───────────> fn() on each   what they print comes back at once
+              <── one value per rank ────────
+    an exception ───────────────────────────> ranks live on if all have answered and nothing is
+                                              in flight; else all are killed, and the next run
+                                              starts new ones
+
+Nothing is ever repaired: a rank that failed may have left its peers in the middle of a
+collective. The world is then stopped and started anew, which takes a tenth of a second.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from labkit.comm import Link, TwoLevel
+from labkit.comm.chooser import table_note
+from labkit.comm.words import ranks_in_words
+from labkit.recording import Recording
+from labkit.runtime import cells, pickling
+from labkit.runtime.attach import current
+from labkit.runtime.errors import RankError, RankInterrupt
+from labkit.runtime.failures import Failures
+from labkit.runtime.interrupts import Interrupts, look
+from labkit.runtime.launch import warm_up_early
+from labkit.runtime.output import RankOutput, in_notebook, interactive
+from labkit.runtime.pick import check_size, pick
+from labkit.runtime.pick_transport import pick_transport
+from labkit.runtime.ranks import TICK_S, Ranks
+
+
+class World:
+    """`size` ranks, alive until `close` or the end of the `with` block.
+
+    Args:
+        size: number of ranks.
+        backend, device: "gloo" or "nccl", "cpu" or "cuda". Not given: NCCL when there is a GPU
+            for each rank, gloo ranks that share the GPUs when there are fewer, else gloo on the
+            CPU. `world.picked` says what and why.
+        threads: torch's threads on each rank.
+        timeout_s: how long a rank waits for another before the run fails.
+        link: a modelled wire, to see a slow network on one machine; or `TwoLevel`, to see a
+            cluster of several nodes.
+        seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
+        check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
+        start: "fork" or "spawn"; not given: what the platform has.
+        transport: "shm" (CPU tensors travel through memory that the ranks share) or "gloo"
+            (messages). Not given: what LABKIT_TRANSPORT says; else gloo where `backend` names it
+            or there is a link, and shm where it serves.
+
+    >>> with World(4) as world:
+    ...     world.run(lambda: Comm().rank ** 2)
+    [0, 1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        backend: str | None = None,
+        device: str | None = None,
+        threads: int = 1,
+        timeout_s: float = 30,
+        link: Link | TwoLevel | None = None,
+        seed: int = 0,
+        check: bool = True,
+        start: str | None = None,
+        transport: str | None = None,
+    ):
+        me = current()
+        if me is not None and (me.control is not None or me.size > 1):
+            raise RuntimeError(
+                f"World({size}) inside a rank: this process is itself a rank of a world. Start "
+                "worlds from the notebook or script, or use Comm().subgroup(...) for fewer ranks."
+            )
+        check_size(size)
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s}: the time that a rank waits is above 0 s")
+        if threads < 1:
+            raise ValueError(f"threads={threads}: a rank computes with at least 1 thread")
+        self.size, self.threads, self.timeout_s = size, threads, timeout_s
+        self.link, self.seed, self.check = link, seed, check
+        self._pick = pick(size, backend, device)
+        self.backend, self.device = self._pick.backend, self._pick.device
+        self._transport = pick_transport(size, self._pick, transport, backend, link)
+        self.transport = self._transport.name
+        self._start_with = start
+        self._alive: Ranks | None = None
+        self._closed = False
+        self._busy = threading.RLock()
+        self._asked_to_stop = ""  # "closed" or "restarted", by another thread
+        with Interrupts():
+            try:
+                self._ranks()
+                look()
+            except BaseException:  # an interrupt: nobody will ever have this world
+                self._stop(kill=True)
+                raise
+        if interactive():
+            print(self.picked)
+
+    @property
+    def picked(self) -> str:
+        """What the ranks run on, and why."""
+        where = "on the CPU" if self.device == "cpu" else "on the GPU"
+        through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
+        why_not = self._transport.why_not and f"; no shared memory: {self._transport.why_not}"
+        size = ranks_in_words(self.size)
+        return f"{size}, {self.backend} {where}{through}: {self._pick.why}{why_not}"
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"World({self.picked}{state})"
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; returns one value per rank.
+
+        Functions, lambdas and closures of a notebook cell travel. GPU tensors come back as CPU
+        tensors. Raises RankError when a rank fails, and says whether the ranks were stopped;
+        RankInterrupt when the user interrupts, which stops them. The next run starts new ones.
+        """
+        return self.run_on(range(self.size), fn, *args, **kwargs)
+
+    def run_on(
+        self, ranks: Sequence[int], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """As `run`, on some ranks only; returns one value for each of them."""
+        if not callable(fn):
+            raise TypeError(f"World.run needs a function; {fn!r} is a {type(fn).__name__}")
+        try:
+            body = pickling.dumps((fn, args, kwargs), "the call")
+        except pickling.Unpicklable as error:
+            text = str(error).replace("the call[0]", getattr(fn, "__name__", "the function"))
+            text = text.replace("the call[1]", "arguments ").replace("the call[2]", "argument ")
+            raise RankError(text, "unpicklable") from None
+        return self._converse(("call", body), ranks)
+
+    def run_cell(
+        self,
+        source: str,
+        filename: str,
+        ranks: Sequence[int] | None = None,
+        as_text: bool = False,
+    ) -> list[Any]:
+        """Run the statements of `source` on `ranks`, in the names that live there; returns the
+        value of its last expression for each, or with `as_text` its repr: a `cells.Shown`.
+
+        Raises SyntaxError here, before the ranks see it.
+        """
+        cells.remember(source, filename)
+        cells.check(source, filename)
+        message = ("cell", (source, filename, as_text))
+        return self._converse(message, range(self.size) if ranks is None else ranks)
+
+    def restart(self) -> None:
+        """Stop the ranks, with all they keep and do, and start new ones."""
+        self._asked_to_stop = "restarted"
+        with self._busy:
+            self._asked_to_stop = ""
+            self._stop(kill=True)
+            self._ranks()
+
+    def close(self) -> None:
+        """Stop the ranks, and what they do, for good. The `with` block does it."""
+        self._closed, self._asked_to_stop = True, "closed"
+        with self._busy:
+            self._stop(kill=False)
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _ranks(self) -> "Ranks":
+        if self._closed:
+            raise RuntimeError(f"{self!r}: make a new World to run on")
+        if self._alive is None:
+            self._table = table_note()  # the ranks keep the environment that they are born with
+            with Interrupts():
+                self._alive = Ranks(self)
+        if self._alive.owner != os.getpid():
+            raise RuntimeError(
+                f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
+                "make a World here"
+            )
+        return self._alive
+
+    def _stop(self, kill: bool) -> None:
+        if self._alive is not None:
+            ranks, self._alive = self._alive, None
+            ranks.stop(kill)
+
+    def _converse(self, message: tuple[str, Any], targets: Sequence[int]) -> list[Any]:
+        """Send `message` to the ranks `targets`; returns their values, once all have answered."""
+        targets = list(targets)
+        for rank in targets:
+            if rank not in range(self.size):
+                raise ValueError(f"rank {rank!r} is not in this world; choose 0 to {self.size - 1}")
+        if len(targets) > len(set(targets)):
+            raise ValueError(f"ranks {targets}: name each rank once")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this world is running something in another thread; make a second")
+        try:
+            with Interrupts():
+                values = self._listen(message, targets)
+        finally:
+            self._busy.release()
+        return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
+
+    def _about(self) -> dict[str, Any]:
+        """What a recorded run writes down of this world."""
+        about = {"world_size": self.size, "backend": self.backend, "device": self.device}
+        about["transport"] = self.transport
+        link = {"link": asdict(self.link)} if self.link else {}
+        return {**about, "threads": self.threads, "seed": self.seed, "table": self._table, **link}
+
+    def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
+        """Talk with the ranks until all have answered. Whatever ends it sooner kills them."""
+        ranks = self._ranks()
+        output = RankOutput(self.size)
+        failures = Failures(self, ranks, targets)
+        values: dict[int, pickling.Parcel] = {}
+        keep = False
+        recording = Recording.now
+        spec = recording.spec_for(self, self._about()) if recording else None
+        try:
+            for rank in targets:
+                with suppress(EOFError), Interrupts(1):  # it has died: `failures` will see
+                    ranks.controls[rank].send((*message, spec))
+            while len(values) < len(targets) and not failures.settled():
+                for rank, kind, body in ranks.listen(TICK_S, output):
+                    if kind == "value":
+                        values[rank] = body
+                        failures.returned(rank)
+                    else:
+                        failures.add(rank, kind, body)
+                failures.look()
+                look()
+                if self._asked_to_stop:
+                    raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
+            ranks.drain(output)
+            keep = failures.none or (failures.nothing_in_flight() and ranks.in_step(output))
+            if not failures.none:
+                raise failures.error(keep)
+        except KeyboardInterrupt:
+            were = "1 rank was" if self.size == 1 else f"{self.size} ranks were"
+            raise RankInterrupt(
+                f"interrupted; the {were} stopped, and the next run starts new ones"
+            ) from None
+        finally:
+            if not keep:
+                self._stop(kill=True)
+                if recording:
+                    recording.failed()
+            output.close()
+        return values
+
+
+if in_notebook():  # ranks will be wanted: what they import comes in while this process imports, too
+    warm_up_early()

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters", "nccl_log"},
-    2: {"comm"},
+    2: {"comm", "dispatch"},
     3: {"parallel", "precision", "memory", "models", "data"},
     4: {"recording", "world", "checkpoints"},
     5: {
@@ -47,6 +47,7 @@ SIBLINGS: dict[str, set[str]] = {
     "trace": {"events", "foreign"},
     "clusters": {"foreign"},
     "nccl_log": {"foreign"},
+    "comm": {"dispatch"},
     "parallel": {"precision", "memory"},
     "world": {"recording"},
     "checkpoints": {"world"},  # its progress bar, and `attach` for a model without a strategy

@@ -80,9 +80,7 @@ def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_n
 @pytest.mark.slow
 def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> None:
     kernel.run(NEW_SERVER)
-    kernel.run(
-        "import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1  # on any machine"
-    )
+    kernel.run("import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1")
     shown = text_of(kernel.run("with World(2): pass"), "stdout")
     assert "\rstarting ranks" in shown and "importing torch takes seconds" in shown
     last_line = shown.split("\r")[-1].strip()

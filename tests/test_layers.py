@@ -18,9 +18,17 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters", "nccl_log"},
-    2: {"comm", "dispatch"},
+    2: {
+        "comm",
+        "dispatch",
+        "runtime.board",
+        "runtime.clock",
+        "runtime.dispatcher",
+        "runtime.process_context",
+        "runtime.transports",
+    },
     3: {"parallel", "precision", "memory", "models", "data"},
-    4: {"recording", "world", "checkpoints"},
+    4: {"recording", "runtime", "checkpoints"},
     5: {
         "replaying",
         "plot",
@@ -39,6 +47,9 @@ LAYERS: dict[int, set[str]] = {
     },
 }
 
+# What moves bytes: the textbook in `comm`, what carries them out in these parts of `runtime`.
+MESSAGING = LAYERS[2]
+
 # Inside a layer the units stand side by side and do not know each other, with these exceptions.
 # Strategies use mixed precision and recomputation; no strategy knows a model or a data set.
 # A world switches the recording of its ranks on. Faces may use one another, but the command
@@ -47,15 +58,15 @@ SIBLINGS: dict[str, set[str]] = {
     "trace": {"events", "foreign"},
     "clusters": {"foreign"},
     "nccl_log": {"foreign"},
-    "comm": {"dispatch"},
+    **{unit: MESSAGING - {unit} for unit in MESSAGING},
     "parallel": {"precision", "memory"},
-    "world": {"recording"},
-    "checkpoints": {"world"},  # its progress bar, and `attach` for a model without a strategy
+    "runtime": {"recording"},
+    "checkpoints": {"runtime"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
 }
 
 NO_TORCH = LAYERS[1]  # run where torch is not installed, and import in no time
-DISTRIBUTED = {"comm", "world"}  # the door, and what starts ranks
+DISTRIBUTED = {*MESSAGING, "runtime"}  # the door, and what starts ranks
 PEERS = "labkit/bench/peers.py"  # torch's own strategies, to be timed beside ours
 FILE_FORMAT = "torch.distributed.checkpoint"  # moves no byte between ranks if one does not let it
 
@@ -75,9 +86,13 @@ def module_name(path: Path, package: Path) -> str:
 
 
 def unit_of(module: str) -> str:
-    """The top-level part of labkit that a module belongs to: `comm` for `labkit.comm.communicator`."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    """The part of labkit that a module belongs to: `comm` for `labkit.comm.mesh`, and
+    `runtime.board` for `labkit.runtime.board`, as the table has it."""
+    parts = module.split(".")[1:]
+    return next(
+        (".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in LAYER_OF),
+        parts[0] if parts else "__init__",
+    )
 
 
 def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
@@ -187,7 +202,7 @@ def problems(package: Path) -> list[str]:
 
 
 def tree(folder: Path, **files: str) -> Path:
-    """A package named labkit, with `comm__door="..."` as labkit/comm/communicator.py."""
+    """A package named labkit, with `comm__mesh="..."` as labkit/comm/mesh.py."""
     package = folder / "labkit"
     for name, text in files.items():
         path = package / (name.replace("__", "/") + ".py" if name != "init" else "__init__.py")
@@ -197,13 +212,13 @@ def tree(folder: Path, **files: str) -> Path:
 
 
 GOOD = {
-    "init": "def __getattr__(name):\n    importlib.import_module('labkit.runtime')",
+    "init": "def __getattr__(name):\n    importlib.import_module('labkit.runtime.world')",
     "events": "import json\nfrom labkit import __version__",
-    "comm__door": "import torch.distributed\nfrom labkit.events import Event\nfrom . import ring",
+    "comm__mesh": "import torch.distributed\nfrom labkit.events import Event\nfrom . import ring",
     "comm__ring": "from ..events import Event",
     "parallel__ddp": "import torch\nfrom labkit.comm import Comm\nfrom labkit.precision import x",
     "precision": "import torch",
-    "world__ranks": "import torch.distributed\nfrom labkit import recording\nimport labkit.comm",
+    "runtime__ranks": "import torch.distributed\nfrom labkit import recording\nimport labkit.comm",
     "recording": "from labkit.events import Event",
     "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
     "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
@@ -221,16 +236,20 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
     ("file", "text", "expected"),
     [
         # upward
-        ("comm__door", "from labkit.runtime import World", "downward only"),
-        ("comm__door", "import labkit.parallel.ddp", "downward only"),
+        ("comm__mesh", "from labkit.runtime.world import World", "downward only"),
+        ("comm__mesh", "import labkit.parallel.ddp", "downward only"),
         ("parallel__ddp", "from labkit import recording", "downward only"),
         ("parallel__zero", "from ..plot import timeline", "downward only"),
         ("parallel__zero", "from .. import plot", "downward only"),
-        ("world__ranks", "from labkit.cli import main", "downward only"),
+        ("runtime__ranks", "from labkit.cli import main", "downward only"),
         ("events", "import labkit.comm", "downward only"),
         # upward, out of sight
         ("parallel__ddp", "def f():\n    from labkit.recording import Trace", "downward only"),
-        ("comm__door", "if TYPE_CHECKING:\n    from labkit.runtime import World", "downward only"),
+        (
+            "comm__mesh",
+            "if TYPE_CHECKING:\n    from labkit.runtime.world import World",
+            "downward only",
+        ),
         ("recording", "importlib.import_module('labkit.plot')", "downward only"),
         ("recording", "__import__('labkit.plot')", "downward only"),
         (
@@ -240,7 +259,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ),
         # through the lazy names of labkit itself
         ("parallel__ddp", "from labkit import World", "hides which layer"),
-        ("comm__door", "import labkit", "hides which layer"),
+        ("comm__mesh", "import labkit", "hides which layer"),
         ("recording", "from .  import World", "hides which layer"),
         # sideways
         ("parallel__ddp", "from labkit.models import GPT", "side by side"),
@@ -248,7 +267,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("models__gpt", "from labkit.parallel import DDP", "side by side"),
         ("data", "from labkit.models import GPT", "side by side"),
         ("precision", "from labkit.parallel import DDP", "side by side"),
-        ("recording", "from labkit.runtime import World", "side by side"),
+        ("recording", "from labkit.runtime.world import World", "side by side"),
         ("schedules", "from labkit.events import Event", "side by side"),
         ("doctor", "from labkit.cli import main", "side by side"),
         # torch in layer 1
@@ -279,9 +298,9 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, expected: 
 
 
 def test_a_problem_names_the_file_and_the_line(tmp_path: Path):
-    package = tree(tmp_path, **{**GOOD, "comm__door": "import os\n\nimport labkit.cli"})
+    package = tree(tmp_path, **{**GOOD, "comm__mesh": "import os\n\nimport labkit.cli"})
     (found,) = problems(package)
-    assert found.startswith("labkit/comm/communicator.py:3 imports labkit.cli: ")
+    assert found.startswith("labkit/comm/mesh.py:3 imports labkit.cli: ")
 
 
 def test_every_unit_stands_in_one_layer():

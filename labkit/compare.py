@@ -15,13 +15,13 @@ from rich.table import Table
 
 from labkit.foreign import check_output
 from labkit.models import GPT
-from labkit.parallel.footprint import Footprint
+from labkit.parallel.common.footprint import Footprint
 from labkit.recipes import RECIPES, Recipe, recipe
-from labkit.recording import record
 from labkit.runtime.pick import check_size
 from labkit.runtime.world import World
 from labkit.trace import Trace
 from labkit.trace.folder import add_about
+from labkit.trace.recording import record
 from labkit.training import Report, Task, train
 
 WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64

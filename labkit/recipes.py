@@ -17,13 +17,13 @@ from labkit.comm.mesh import coordinates
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
-from labkit.parallel.context import context_parallel
-from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.parts import tensor_footprint
-from labkit.parallel.parts.zigzag import sequence_shard
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import split
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.context.context_parallel import context_parallel
+from labkit.parallel.context.zigzag import sequence_shard
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
+from labkit.parallel.tensor import footprint as tensor_footprint
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 

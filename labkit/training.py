@@ -16,13 +16,13 @@ from labkit.comm import listen
 from labkit.data import Text
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
-from labkit.parallel.footprint import Footprint, held
-from labkit.parallel.parts.pipeline_mail import TAGS
-from labkit.parallel.parts.whole import full_state_dict
+from labkit.parallel.common.footprint import Footprint, held
+from labkit.parallel.common.whole import full_state_dict
+from labkit.parallel.pipeline.mail import TAGS
 from labkit.recipes import recipe
-from labkit.recording import metric
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
+from labkit.trace.recording import metric
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def recorded_runs_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test records in this process, whole, is held to the laws of a trace."""
-    session = sys.modules.get("labkit.recording.session")
+    session = sys.modules.get("labkit.trace.recording.session")
     if session is None:
         return
     fill: Callable[..., None] = session._fill

@@ -19,9 +19,9 @@ from labkit.memory.peak import PeakMemory
 from labkit.memory.saved import saved_by
 from labkit.models import GPT
 from labkit.models.attention import CausalAttention
-from labkit.parallel import context
-from labkit.parallel.parts import ring_attention as ring
-from labkit.parallel.parts import ulysses, zigzag
+from labkit.parallel.context import context_parallel as context
+from labkit.parallel.context import ring_attention as ring
+from labkit.parallel.context import ulysses, zigzag
 from labkit.predict.context import ring_attention_bytes, ring_step_scores, ulysses_bytes
 
 AGREE = 1e-10

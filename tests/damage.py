@@ -275,8 +275,8 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
     from labkit.bench.sweep import read_sweep
     from labkit.clusters import read_clusters
     from labkit.comm.chooser import Chooser, read_table
-    from labkit.nccl_log import EXAMPLES, read_nccl_log
-    from labkit.nccl_log.summary import table
+    from labkit.trace.nccl_log import EXAMPLES, read_nccl_log
+    from labkit.trace.nccl_log.summary import table
 
     root = Path(labkit.__file__).parent
     outcomes = Outcomes()

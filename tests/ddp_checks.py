@@ -12,7 +12,7 @@ from torch import nn
 
 from labkit import DDP, Comm, listen
 from labkit.events import CommEvent
-from labkit.parallel.parts.comm_hooks import Hook
+from labkit.parallel.ddp.comm_hooks import Hook
 
 Strategy = Callable[..., DDP]
 SMALL = 0.02  # MiB: one layer of `Layers`

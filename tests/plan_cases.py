@@ -7,10 +7,10 @@ is for what a plan does with reports. What a replay says is tested where a repla
 from typing import Any
 
 from labkit.clusters import Cluster
-from labkit.planning.fits import least_bytes
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.report import StepReport
 from labkit.predict import step_flops
+from labkit.replaying.planning.fits import least_bytes
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.report import StepReport
 
 PEAK_FLOPS = 312e12
 SMALL = Sizes(width=960, depth=12, heads=12, context=512, vocab=1000)

@@ -1,6 +1,6 @@
 """A model that is cut by hand over tensor-parallel ranks, for what must work with any such model.
 
-Every parameter has the name that it has whole; those that are cut have a mark (parts/shards.py):
+Every parameter has the name that it has whole; those that are cut have a mark (common/shards.py):
 
     rows.weight    [5, 6]     rows, with padding, and tied to the head: `cuts.weight`
     up.weight      [12, 6]    rows (column-parallel: the output's columns)       up.bias [12] too
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import DDP, Comm, MasterWeights, Mesh, ZeRO3, ZeroOptimizer
-from labkit.parallel.parts.shards import Shard, mark_shard, shard_of
+from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 
 VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from labkit import DDP, GPT, MasterWeights, Mesh, ZeRO3, ZeroOptimizer, split
 from labkit import tensor_parallel as cut_over
 from labkit.models.gpt import Block
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline.pipeline import Pipeline
 
 ROWS, LENGTH, BLOCKS = 8, 6, 4
 

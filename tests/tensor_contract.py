@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import GPT, Comm, Recompute, Text, World, listen, loss
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.tensor_linear import ColumnParallelLinear
-from labkit.parallel.vocab_parallel import padded_vocab
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor.linear import ColumnParallelLinear
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import padded_vocab
 
 AGREE = 1e-10
 STEPS, ROWS, LENGTH, WIDTH, DEPTH, VOCAB = 3, 2, 12, 24, 2, 256

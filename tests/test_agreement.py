@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from labkit import Comm, World, dry_run
-from labkit.parallel.parts.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
 
 
 def _compare(kind: str) -> str:

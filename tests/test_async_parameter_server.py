@@ -12,7 +12,7 @@ from data_parallel_contract import Awkward
 from torch import nn
 
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
-from labkit.parallel.async_parameter_server import Update
+from labkit.parallel.parameter_server.asynchronous import Update
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),

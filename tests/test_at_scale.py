@@ -10,20 +10,20 @@ import pytest
 
 from labkit import plot
 from labkit.clusters import cluster
-from labkit.planning.clock import pipeline_timing, schedule_of
-from labkit.planning.layers import Layer, record_layers, recorded, shape_of
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.places import boundary, data_groups, tensor_groups
-from labkit.planning.published import GPT3, MEGATRON
-from labkit.planning.report import StepReport
-from labkit.planning.stages import virtual_stages
-from labkit.planning.steps import step_report
-from labkit.planning.traces import step_trace
 from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Compute, run
 from labkit.replaying.microbatches import timed_actions
 from labkit.replaying.pipeline import pipeline_programs
+from labkit.replaying.planning.clock import pipeline_timing, schedule_of
+from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.places import boundary, data_groups, tensor_groups
+from labkit.replaying.planning.published import GPT3, MEGATRON
+from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.stages import virtual_stages
+from labkit.replaying.planning.steps import step_report
+from labkit.replaying.planning.traces import step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
 

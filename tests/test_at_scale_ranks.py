@@ -18,11 +18,11 @@ from labkit import (
     split,
 )
 from labkit.clusters import cluster
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.sends import message_bytes
-from labkit.planning.steps import step_report
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.sends import message_bytes
+from labkit.replaying.planning.steps import step_report
 from labkit.trace import CATEGORIES
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 
 from labkit import plot
 from labkit.clusters import cluster
-from labkit.planning.calibrate import (
+from labkit.replaying.costs import Costs
+from labkit.replaying.planning.calibrate import (
     BOUNDS,
     CLUSTER,
     NAMES,
@@ -22,12 +23,18 @@ from labkit.planning.calibrate import (
     with_constants,
     without_each_layout,
 )
-from labkit.planning.calibrated import STORED, Calibration, calibration, save_calibration
-from labkit.planning.fitting import Bounds, fit, fit_again
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.measured import FILES, PUBLISHED, Reduced, Row, all_reduces, step_rows
-from labkit.planning.steps import step_report
-from labkit.replaying.costs import Costs
+from labkit.replaying.planning.calibrated import STORED, Calibration, calibration, save_calibration
+from labkit.replaying.planning.fitting import Bounds, fit, fit_again
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.measured import (
+    FILES,
+    PUBLISHED,
+    Reduced,
+    Row,
+    all_reduces,
+    step_rows,
+)
+from labkit.replaying.planning.steps import step_report
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "published"
 TRUE = np.array([0.6, 0.8, 5e-5, 4e-3])

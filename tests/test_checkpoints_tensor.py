@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
-from labkit.parallel.parts.shards import Shard, mark_shard
+from labkit.parallel.common.shards import Shard, mark_shard
 
 AGREE = 1e-10
 LAYOUTS = [  # every strategy, tensor sizes 1, 2 and 4

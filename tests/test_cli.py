@@ -18,7 +18,7 @@ from labkit.bench import data_parallel, door, machine, recording
 from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
-from labkit.parallel.footprint import parameter_bytes
+from labkit.parallel.common.footprint import parameter_bytes
 from labkit.trace import Trace
 from labkit.trace.laws import broken_laws
 from labkit.training import Task, train

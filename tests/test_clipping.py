@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, MasterWeights, World
-from labkit.parallel.parts.clipping import clip_grad_norm, norm_of_pieces
+from labkit.parallel.common.clipping import clip_grad_norm, norm_of_pieces
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
 

@@ -20,7 +20,7 @@ from labkit import (
     clip_grad_norm,
     listen,
 )
-from labkit.parallel.parts.shards import Shard, mark_shard, shard_of
+from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 
 AGREE = 1e-10
 NORMS = (2.0, 1.0, float("inf"))

@@ -264,7 +264,7 @@ def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
 
 
 def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
-    from labkit.parallel.parts.replicas import copy_from_rank_0
+    from labkit.parallel.common.replicas import copy_from_rank_0
 
     def call() -> tuple[str, int]:
         with listen() as events:

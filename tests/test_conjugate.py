@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labkit import Comm, RankError, World, listen
-from labkit.parallel.parts.conjugate import (
+from labkit.parallel.common.conjugate import (
     all_gather_sequence,
     copies_to_ranks,
     copy_to_ranks,

@@ -17,7 +17,7 @@ from labkit import RankError, World
 
 pytestmark = pytest.mark.slow
 
-PARTS = "labkit.parallel.parts."
+PARTS = "labkit.parallel.common."
 
 
 @pytest.fixture(scope="module")

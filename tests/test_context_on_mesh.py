@@ -23,7 +23,7 @@ from labkit import (
     sequence_shard,
     tensor_parallel,
 )
-from labkit.parallel.parts.shards import sequence_comm_of, shard_of
+from labkit.parallel.common.shards import sequence_comm_of, shard_of
 
 AGREE = 1e-10
 VOCAB, LENGTH = 31, 16

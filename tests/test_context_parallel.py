@@ -15,10 +15,10 @@ from labkit.memory.edits import Recompute
 from labkit.memory.flash_attention import FlashAttention
 from labkit.models import GPT, PlainAttention
 from labkit.models.attention import CausalAttention
-from labkit.parallel.context import context_parallel
-from labkit.parallel.parts import ring_attention as ring
-from labkit.parallel.parts import ulysses
-from labkit.parallel.parts.zigzag import gather_sequence, positions_of, sequence_shard
+from labkit.parallel.context import ring_attention as ring
+from labkit.parallel.context import ulysses
+from labkit.parallel.context.context_parallel import context_parallel
+from labkit.parallel.context.zigzag import gather_sequence, positions_of, sequence_shard
 from labkit.precision import autocast
 
 

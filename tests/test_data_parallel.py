@@ -23,8 +23,8 @@ from torch import nn
 
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
-from labkit.parallel.footprint import held
-from labkit.parallel.parts.buckets import cut
+from labkit.parallel.common.footprint import held
+from labkit.parallel.ddp.buckets import cut
 
 
 def small_buckets(module: nn.Module) -> DDP:

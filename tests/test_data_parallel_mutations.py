@@ -8,7 +8,7 @@ from data_parallel_contract import check_equal_to_single
 from torch import nn
 
 from labkit import DDP, Comm, NaiveDDP, World
-from labkit.parallel.parts.buckets import Bucket
+from labkit.parallel.ddp.buckets import Bucket
 
 pytestmark = pytest.mark.slow
 

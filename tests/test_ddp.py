@@ -11,7 +11,7 @@ from ddp_checks import Branching
 from torch import nn
 
 from labkit import DDP, Comm, Link, NaiveDDP, World
-from labkit.parallel.parts.comm_hooks import (
+from labkit.parallel.ddp.comm_hooks import (
     Hook,
     UnderWay,
     bf16_compress_hook,

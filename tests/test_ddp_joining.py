@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, RankError, World, listen
-from labkit.parallel.parts.comm_hooks import compressed
+from labkit.parallel.ddp.comm_hooks import compressed
 
 
 @pytest.fixture(scope="module")

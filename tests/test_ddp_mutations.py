@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from labkit import DDP, Comm, RankError, World
-from labkit.parallel.parts import arrivals
-from labkit.parallel.parts.comm_hooks import UnderWay, bf16_compress_hook
-from labkit.parallel.parts.joining import RollCall
+from labkit.parallel.ddp import bucket_order as arrivals
+from labkit.parallel.ddp.comm_hooks import UnderWay, bf16_compress_hook
+from labkit.parallel.ddp.joining import RollCall
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from labkit.bench import machine, precision, transfers
 from labkit.cli import app
 from labkit.cli.terminal import _sentence
 from labkit.foreign import literal, markup, plain
-from labkit.planning import ranking
+from labkit.replaying.planning import ranking
 from labkit.runtime.errors import RankError
 from labkit.runtime.ranks import Ranks
 

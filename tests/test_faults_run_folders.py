@@ -363,7 +363,7 @@ def test_many_damaged_clusters_logs_tables_and_sweeps(tmp_path: Path) -> None:
 
 
 def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Path) -> None:
-    text = (ROOT / "labkit/nccl_log/examples/one_node.log").read_text()
+    text = (ROOT / "labkit/trace/nccl_log/examples/one_node.log").read_text()
     (tmp_path / "nccl.log").write_text(text.replace("nranks 4", f"nranks {10**12}").replace(
         "nRanks 4", f"nRanks {10**12}").replace("nranks 8", f"nranks {10**12}"))  # fmt: skip
     done = labkit("nccl-log", "nccl.log", cwd=tmp_path)
@@ -373,7 +373,7 @@ def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Pat
 @pytest.mark.parametrize("trees", ["1/-1/-1->0->1", "0/-1/-1->0->-1", "0/0/1->0->-1"])
 def test_a_tree_that_leads_back_to_itself_is_drawn(trees: str) -> None:
     from labkit import plot
-    from labkit.nccl_log import parse_nccl_log
+    from labkit.trace.nccl_log import parse_nccl_log
 
     log = parse_nccl_log(
         "n:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1 commId 0x2 - Init START\n"

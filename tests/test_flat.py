@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 SHAPES = [torch.Size(s) for s in ([3, 5], [0], [7], [], [2, 2, 2])]  # 31 elements
 

@@ -17,9 +17,9 @@ from labkit.check.lab_18_cases import (
     replayed_step_s,
     right_bytes,
 )
-from labkit.planning.fits import least_bytes
-from labkit.planning.layouts import layouts
 from labkit.predict import interleaved
+from labkit.replaying.planning.fits import least_bytes
+from labkit.replaying.planning.layouts import layouts
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

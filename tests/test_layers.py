@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
-    1: {"schedules", "events", "foreign", "trace", "clusters", "nccl_log"},
+    1: {"schedules", "events", "foreign", "trace", "clusters"},
     2: {
         "comm",
         "dispatch",
@@ -28,7 +28,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime.transports",
     },
     3: {"parallel", "precision", "memory", "models", "data"},
-    4: {"recording", "runtime", "checkpoints"},
+    4: {"trace.recording", "runtime", "checkpoints"},
     5: {
         "replaying",
         "plot",
@@ -38,7 +38,6 @@ LAYERS: dict[int, set[str]] = {
         "compare",
         "doctor",
         "lazy",
-        "planning",
         "cli",
         "predict",
         "recipes",
@@ -57,10 +56,9 @@ MESSAGING = LAYERS[2]
 SIBLINGS: dict[str, set[str]] = {
     "trace": {"events", "foreign"},
     "clusters": {"foreign"},
-    "nccl_log": {"foreign"},
     **{unit: MESSAGING - {unit} for unit in MESSAGING},
     "parallel": {"precision", "memory"},
-    "runtime": {"recording"},
+    "runtime": {"trace.recording"},
     "checkpoints": {"runtime"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
 }
@@ -218,8 +216,8 @@ GOOD = {
     "comm__ring": "from ..events import Event",
     "parallel__ddp": "import torch\nfrom labkit.comm import Comm\nfrom labkit.precision import x",
     "precision": "import torch",
-    "runtime__ranks": "import torch.distributed\nfrom labkit import recording\nimport labkit.comm",
-    "recording": "from labkit.events import Event",
+    "runtime__ranks": "import torch.distributed\nfrom labkit.trace import recording\nimport labkit.comm",
+    "trace__recording__spans": "from labkit.events import Event",
     "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
     "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
     "check": "import torch",
@@ -237,37 +235,41 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
     [
         # upward
         ("comm__mesh", "from labkit.runtime.world import World", "downward only"),
-        ("comm__mesh", "import labkit.parallel.ddp", "downward only"),
-        ("parallel__ddp", "from labkit import recording", "downward only"),
+        ("comm__mesh", "import labkit.parallel.ddp.ddp", "downward only"),
+        ("parallel__ddp", "import labkit.trace.recording", "downward only"),
         ("parallel__zero", "from ..plot import timeline", "downward only"),
         ("parallel__zero", "from .. import plot", "downward only"),
         ("runtime__ranks", "from labkit.cli import main", "downward only"),
         ("events", "import labkit.comm", "downward only"),
         # upward, out of sight
-        ("parallel__ddp", "def f():\n    from labkit.recording import Trace", "downward only"),
+        (
+            "parallel__ddp",
+            "def f():\n    from labkit.trace.recording import Span",
+            "downward only",
+        ),
         (
             "comm__mesh",
             "if TYPE_CHECKING:\n    from labkit.runtime.world import World",
             "downward only",
         ),
-        ("recording", "importlib.import_module('labkit.plot')", "downward only"),
-        ("recording", "__import__('labkit.plot')", "downward only"),
+        ("trace__recording__spans", "importlib.import_module('labkit.plot')", "downward only"),
+        ("trace__recording__spans", "__import__('labkit.plot')", "downward only"),
         (
-            "recording",
+            "trace__recording__spans",
             "try:\n    import labkit.bench\nexcept ImportError:\n    pass",
             "downward only",
         ),
         # through the lazy names of labkit itself
         ("parallel__ddp", "from labkit import World", "hides which layer"),
         ("comm__mesh", "import labkit", "hides which layer"),
-        ("recording", "from .  import World", "hides which layer"),
+        ("trace__recording__spans", "from ... import World", "hides which layer"),
         # sideways
         ("parallel__ddp", "from labkit.models import GPT", "side by side"),
         ("parallel__ddp", "from labkit.data import text", "side by side"),
         ("models__gpt", "from labkit.parallel import DDP", "side by side"),
         ("data", "from labkit.models import GPT", "side by side"),
         ("precision", "from labkit.parallel import DDP", "side by side"),
-        ("recording", "from labkit.runtime.world import World", "side by side"),
+        ("trace__recording__spans", "from labkit.runtime.world import World", "side by side"),
         ("schedules", "from labkit.events import Event", "side by side"),
         ("doctor", "from labkit.cli import main", "side by side"),
         # torch in layer 1
@@ -283,9 +285,17 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("bench", "def f():\n    import torch.distributed", "only labkit.comm"),
         ("bench__ddp", "import torch.distributed", "only labkit.comm"),
         ("parallel__peers", "import torch.distributed", "only labkit.comm"),
-        ("recording", "from torch._C._distributed_c10d import Store", "only labkit.comm"),
+        (
+            "trace__recording__spans",
+            "from torch._C._distributed_c10d import Store",
+            "only labkit.comm",
+        ),
         ("checkpoints", "from torch.distributed import all_reduce", "only labkit.comm"),
-        ("recording", "from torch.distributed.checkpoint import Metadata", "only labkit.comm"),
+        (
+            "trace__recording__spans",
+            "from torch.distributed.checkpoint import Metadata",
+            "only labkit.comm",
+        ),
         # nowhere
         ("helpers", "", "labkit.helpers is in no layer: add 'helpers' to LAYERS"),
         ("utils__tools", "", "labkit.utils is in no layer: add 'utils' to LAYERS"),

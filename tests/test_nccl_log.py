@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from labkit import plot, read_nccl_log
 from labkit.cli import app
-from labkit.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
-from labkit.nccl_log.summary import kinds, remarks, table
 from labkit.plot.nccl_logs import COLOURS
+from labkit.trace.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
+from labkit.trace.nccl_log.summary import kinds, remarks, table
 
 INIT = "comm 0x5{rank} rank {rank} nranks {size} cudaDev {rank} busId {rank}000{id} - Init {state}"
 

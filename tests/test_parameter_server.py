@@ -16,7 +16,7 @@ from torch import nn
 
 from labkit import Comm, ParameterServer, RankError, Single, Text, World, dry_run, listen, loss
 from labkit.clusters import cluster
-from labkit.parallel.footprint import Footprint, held
+from labkit.parallel.common.footprint import Footprint, held
 from labkit.recipes import RECIPES
 from labkit.replaying import replay
 from labkit.trace import split_of

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import Comm, Link, World
-from labkit.parallel.parts.deferred_weights import deferring, run_later
-from labkit.parallel.parts.paced_stage import PacedStage
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import layers_of, measure_costs, split
+from labkit.parallel.pipeline.deferred_weights import deferring, run_later
+from labkit.parallel.pipeline.paced_stage import PacedStage
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import layers_of, measure_costs, split
 from labkit.schedules import parse_schedule
 
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from labkit import DDP, Comm, CommError, RankError, World
-from labkit.parallel.parts.paced_stage import PacedStage
-from labkit.parallel.parts.virtual_stage import StageError
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import split
+from labkit.parallel.pipeline.paced_stage import PacedStage
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
+from labkit.parallel.pipeline.virtual_stage import StageError
 from labkit.schedules import Action, ScheduleError, schedule
 
 
@@ -341,7 +341,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
 
 
 def test_the_error_of_a_stage_keeps_its_cause() -> None:
-    from labkit.parallel.parts.virtual_stage import VirtualStage
+    from labkit.parallel.pipeline.virtual_stage import VirtualStage
 
     stage = VirtualStage(nn.Linear(3, 3), 2, 1, [Action("forward", 4)], False, None, None)
     with pytest.raises(StageError) as caught:

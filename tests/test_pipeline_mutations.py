@@ -12,12 +12,12 @@ from pipeline_cases import Fault
 from torch import Tensor
 
 from labkit import RankError, World
-from labkit.parallel.parts import deferred_weights, virtual_stage
-from labkit.parallel.parts.pipeline_mail import Mail
-from labkit.parallel.parts.tied import Tied
-from labkit.parallel.parts.virtual_stage import VirtualStage
-from labkit.parallel.parts.weight_versions import WeightVersions
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline import deferred_weights, virtual_stage
+from labkit.parallel.pipeline.mail import Mail
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.tied import Tied
+from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.pipeline.weight_versions import WeightVersions
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from labkit import (
     save_checkpoint,
     tensor_parallel,
 )
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import split
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
 
 SGD = torch.optim.SGD
 

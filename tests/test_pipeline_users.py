@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.recompute import recompute
-from labkit.parallel.parts import virtual_stage
-from labkit.parallel.parts.virtual_stage import VirtualStage
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import Layers, layers_of, measure_costs, split
+from labkit.parallel.pipeline import virtual_stage
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import Layers, layers_of, measure_costs, split
+from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
 

@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from labkit import fits, largest_that_fits, plan, plot
 from labkit.cli import app
 from labkit.clusters import cluster, write_clusters
-from labkit.planning import ranking
-from labkit.planning.fits import Report, deepest, least
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.layouts import layouts
-from labkit.planning.models import MODELS, model
-from labkit.planning.ranking import Plan
-from labkit.planning.reasons import seconds
 from labkit.plot.plans import chosen
+from labkit.replaying.planning import ranking
+from labkit.replaying.planning.fits import Report, deepest, least
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.layouts import layouts
+from labkit.replaying.planning.models import MODELS, model
+from labkit.replaying.planning.ranking import Plan
+from labkit.replaying.planning.reasons import seconds
 
 SELENE = cluster("selene")
 GPT = Sizes(width=6144, depth=40, heads=48)

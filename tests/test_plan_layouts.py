@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 from plan_cases import SMALL
 
-from labkit.planning.fits import least_bytes
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.layouts import layouts
+from labkit.replaying.planning.fits import least_bytes
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.layouts import layouts
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)
 

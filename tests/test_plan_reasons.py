@@ -6,8 +6,8 @@ import pytest
 from plan_cases import step_of
 
 from labkit.clusters import cluster
-from labkit.planning.layout import Layout
-from labkit.planning.reasons import PARTS, cause, reached, seconds, why, why_not
+from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.reasons import PARTS, cause, reached, seconds, why, why_not
 
 SELENE = cluster("selene")
 BEST = step_of(

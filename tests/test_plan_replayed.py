@@ -13,15 +13,15 @@ from plan_cases import SMALL
 
 from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
-from labkit.planning.fits import Report, described, least_bytes
-from labkit.planning.layers import recorded
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.layouts import layouts
-from labkit.planning.models import MODELS
-from labkit.planning.ranking import Plan, reporter
-from labkit.planning.reasons import cause, reached, why
-from labkit.planning.report import StepReport
-from labkit.planning.steps import step_report
+from labkit.replaying.planning.fits import Report, described, least_bytes
+from labkit.replaying.planning.layers import recorded
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.layouts import layouts
+from labkit.replaying.planning.models import MODELS
+from labkit.replaying.planning.ranking import Plan, reporter
+from labkit.replaying.planning.reasons import cause, reached, why
+from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.steps import step_report
 
 SELENE = cluster("selene")
 GPT, GPUS, ROWS = MODELS["megatron-39.1b"], 512, 1536

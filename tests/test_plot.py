@@ -27,7 +27,7 @@ from labkit import plot
 from labkit.bench.plot import bench_plot
 from labkit.bench.plot import table as bench_table
 from labkit.events import CommEvent
-from labkit.parallel.footprint import Footprint
+from labkit.parallel.common.footprint import Footprint
 from labkit.plot import style
 from labkit.plot.comparison import draw_comparison
 from labkit.plot.lettering import Lettering

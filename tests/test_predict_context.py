@@ -11,7 +11,7 @@ import torch
 
 from labkit import Comm, dry_run, replay
 from labkit.clusters import Cluster, Device, Level
-from labkit.parallel.parts.ring_attention import ring_attention
+from labkit.parallel.context.ring_attention import ring_attention
 from labkit.predict.context import (
     ring_attention_bytes,
     ring_exposed_s,

@@ -12,8 +12,8 @@ from labkit import GPT, Comm, World, listen, predict
 from labkit.memory.choices import Choices
 from labkit.memory.saved import SavedTensor, saved_by
 from labkit.models import PlainAttention
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
 
 PAPER = {"s": 2048, "b": 4, "h": 6144, "a": 64}  # the 22B model of arXiv 2205.05198

@@ -26,13 +26,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import labkit
 from labkit import DDP, GPT, MLP, Batch, Comm, Link, NaiveDDP, RankError, World, loss, record
 from labkit.comm import here
-from labkit.parallel.footprint import held
+from labkit.parallel.common.footprint import held
 from labkit.plot.choice import choose_step
-from labkit.recording.recorder import Recorder
 from labkit.runtime.clock import StreamClock
 from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.laws import broken_laws
+from labkit.trace.recording.recorder import Recorder
 
 pytestmark = pytest.mark.slow
 

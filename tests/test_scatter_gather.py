@@ -28,9 +28,10 @@ from labkit import (
 )
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
-from labkit.parallel.parts import pipeline_mail, scatter_gather
-from labkit.parallel.parts.scatter_gather import ScatterGather
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline import mail as pipeline_mail
+from labkit.parallel.pipeline import scatter_gather
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.scatter_gather import ScatterGather
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
 SENT = [("send", tag) for tag in DATA.values()]

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
-from labkit.parallel.parts.sharded_init import sharded_init
-from labkit.parallel.parts.sharded_parameter import Construction, Elements, ShardedParameter
+from labkit.parallel.zero3.sharded_init import sharded_init
+from labkit.parallel.zero3.sharded_parameter import Construction, Elements, ShardedParameter
 from labkit.trace.measures import peak_memory
 
 
@@ -139,7 +139,7 @@ class _Held(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in labkit/recording/detail.py
+        return False  # as in labkit/trace/recording/detail.py
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -25,8 +25,8 @@ from labkit import (
     ZeroOptimizer,
     full_state_dict,
 )
-from labkit.parallel.parts.agreement import claim
-from labkit.parallel.parts.shards import (
+from labkit.parallel.common.agreement import claim
+from labkit.parallel.common.shards import (
     Shard,
     check_replicas,
     check_whole_sequences,

@@ -24,7 +24,7 @@ from labkit import (
     save_checkpoint,
 )
 from labkit import loss as loss_of
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 
 AGREE = 1e-10
 MAX_NORM = 0.5

@@ -13,8 +13,9 @@ from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled
 from labkit import Comm, GradScaler, Mesh, RankError, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
-from labkit.parallel import zero
-from labkit.parallel.parts import clipping, zero3_flat
+from labkit.parallel.common import clipping
+from labkit.parallel.zero import zero
+from labkit.parallel.zero3 import flat as zero3_flat
 from labkit.precision import scaler as scaling
 
 pytestmark = pytest.mark.slow

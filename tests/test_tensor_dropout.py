@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from labkit import GPT, Comm, World
 from labkit.models.attention import PlainAttention
 from labkit.models.dropout import Dropout
-from labkit.parallel.parts.random_state import own_numbers
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.tensor.random_state import own_numbers
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)

@@ -12,16 +12,16 @@ from test_tensor_dropout import check_masks
 from torch import Tensor, nn
 
 from labkit import Comm, World
-from labkit.parallel import tensor
-from labkit.parallel.parts import random_state
-from labkit.parallel.parts.conjugate import (
+from labkit.parallel.common.conjugate import (
     all_gather_sequence,
     copy_to_ranks,
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor import random_state
+from labkit.parallel.tensor import tensor_parallel as tensor
+from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 
 pytestmark = pytest.mark.slow
 

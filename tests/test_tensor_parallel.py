@@ -22,11 +22,11 @@ from labkit import (
     listen,
     loss,
 )
-from labkit.parallel.ddp import DDP
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.ddp.ddp import DDP
+from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)

@@ -22,10 +22,10 @@ from labkit import (
     sequence_shard,
     tensor_parallel,
 )
-from labkit.parallel.parts import tensor_checks
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.parts.tensor_footprint import footprint
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor import validation as tensor_checks
+from labkit.parallel.tensor.footprint import footprint
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 
 
 @pytest.fixture(scope="module")

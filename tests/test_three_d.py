@@ -10,8 +10,8 @@ from three_d_cases import Case
 from torch import Tensor, nn
 
 from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import split
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import three_d_cases as cases
 from three_d_cases import Case
 
 from labkit import DDP, Comm, GradScaler, RankError, World
-from labkit.parallel import pipeline
-from labkit.parallel.parts import agreement, clipping
-from labkit.parallel.parts.tied import Tied
-from labkit.parallel.parts.virtual_stage import VirtualStage
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.zero import ZeroOptimizer
+from labkit.parallel.common import agreement, clipping
+from labkit.parallel.pipeline import pipeline
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.tied import Tied
+from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.zero.zero import ZeroOptimizer
 
 pytestmark = pytest.mark.slow
 DEEP = Case(2, 2, 1)
@@ -110,7 +110,7 @@ def scales_the_loss_of_one_micro_batch() -> Any:
 
 def cuts_ties_where_they_fall() -> Any:
     """A tied embedding in a bucket with others: its owners have other elements of it."""
-    from labkit.parallel import zero
+    from labkit.parallel.zero import zero
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(zero, "tied_with", lambda p: ()))

@@ -12,9 +12,9 @@ from torch import nn
 from vocab_checks import Tiny, own_logits
 
 from labkit import Comm, World, dry_run, listen, recompute
-from labkit.parallel import vocab_parallel
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.vocab_parallel import (
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor import vocab as vocab_parallel
+from labkit.parallel.tensor.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
     padded_vocab,

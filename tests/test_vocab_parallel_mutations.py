@@ -1,6 +1,6 @@
 """Deliberate faults in the vocabulary cut over ranks; each must turn its check red.
 
-A fault is a line of labkit/parallel/vocab_parallel.py, and what it becomes.
+A fault is a line of labkit/parallel/tensor/vocab.py, and what it becomes.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ import pytest
 import vocab_checks
 
 from labkit import RankError, World
-from labkit.parallel import vocab_parallel
-from labkit.parallel.parts.conjugate import copy_to_ranks
+from labkit.parallel.common.conjugate import copy_to_ranks
+from labkit.parallel.tensor import vocab as vocab_parallel
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
-from labkit.parallel.footprint import Footprint
+from labkit.parallel.common.footprint import Footprint
 
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 

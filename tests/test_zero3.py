@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zero3_contract import OPTIMIZERS, check_zero3
 
 from labkit import GPT, Comm, RankError, Text, World, ZeRO3, listen, loss
-from labkit.parallel.footprint import held
+from labkit.parallel.common.footprint import held
 
 SIZES = [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4)]
 HOW = [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)

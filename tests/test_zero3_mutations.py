@@ -12,9 +12,10 @@ from torch import nn
 from zero3_contract import check_zero3
 
 from labkit import RankError, World, ZeRO3
-from labkit.parallel import zero3
-from labkit.parallel.parts import zero3_flat, zero3_units
-from labkit.parallel.parts.zero3_flat import ComesAndGoes, Flat
+from labkit.parallel.zero3 import flat as zero3_flat
+from labkit.parallel.zero3 import units as zero3_units
+from labkit.parallel.zero3 import zero3
+from labkit.parallel.zero3.flat import ComesAndGoes, Flat
 
 pytestmark = pytest.mark.slow
 

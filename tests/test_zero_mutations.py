@@ -10,7 +10,7 @@ from data_parallel_contract import Strategy, check_equal_to_single, torchs_own
 from test_zero import zero
 
 from labkit import DDP, World, ZeroOptimizer
-from labkit.parallel.parts.zero_buckets import FreeingBucket, ZeroBucket
+from labkit.parallel.zero.buckets import FreeingBucket, ZeroBucket
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def test_stage_1_that_leaves_the_other_shares_dirty_adds_them_twice(pair: World)
             pass
 
     def patch(on: bool) -> None:
-        from labkit.parallel.parts import zero_buckets
+        from labkit.parallel.zero import buckets as zero_buckets
 
         kind = zero_buckets.ZeroBucket
         if on:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit import Comm, World
-from labkit.parallel.parts.zigzag import (
+from labkit.parallel.context.zigzag import (
     gather_sequence,
     join_zigzag,
     positions_of,

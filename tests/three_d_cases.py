@@ -36,8 +36,8 @@ from labkit import (
     tensor_parallel,
 )
 from labkit.events import CommEvent
-from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.stages import split
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
 from labkit.predict.three_d import AXES, bytes_by_axis
 
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -1,7 +1,7 @@
 """What a vocabulary cut over ranks must do, as functions that run on a rank and raise
 AssertionError: values and gradients are torch's, to 1e-10 in float64, and bytes the formula's.
 
-`made` has the three parts, as labkit.parallel.vocab_parallel does; or faulty ones.
+`made` has the three parts, as labkit.parallel.tensor.vocab does; or faulty ones.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from labkit import Comm, listen
 from labkit.events import all_gather_bus_bytes, all_reduce_bus_bytes, chunk_sizes
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.vocab_parallel import IGNORED, padded_vocab
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor.vocab import IGNORED, padded_vocab
 
 WIDTH, ROWS, LENGTH = 3, 2, 12  # 12 positions divide over 1, 2, 3 and 4 ranks
 AGREE = 1e-10

@@ -10,7 +10,7 @@ from data_parallel_contract import AGREE, LENGTH, MODELS, ROWS, STEPS
 from torch import nn
 
 from labkit import Comm, Single, Text, World, ZeRO3, listen, loss
-from labkit.parallel.footprint import Footprint, held
+from labkit.parallel.common.footprint import Footprint, held
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),

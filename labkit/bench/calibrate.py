@@ -7,9 +7,9 @@ from rich.console import Group
 from rich.table import Table
 
 from labkit.clusters import cluster
-from labkit.planning.calibrate import CLUSTER, calibrate, toml_lines, wires_inside
-from labkit.planning.calibrated import Calibration, calibration, save_calibration
-from labkit.planning.measured import PUBLISHED, all_reduces, step_rows
+from labkit.replaying.planning.calibrate import CLUSTER, calibrate, toml_lines, wires_inside
+from labkit.replaying.planning.calibrated import Calibration, calibration, save_calibration
+from labkit.replaying.planning.measured import PUBLISHED, all_reduces, step_rows
 
 
 def bench_calibrate(folder: Path = PUBLISHED) -> Calibration:

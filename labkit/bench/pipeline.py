@@ -37,7 +37,7 @@ from labkit.bench.pipeline_floor import (
 from labkit.comm import Comm
 from labkit.foreign import write_json
 from labkit.models.gpt import PRESETS
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
 from labkit.runtime.world import World

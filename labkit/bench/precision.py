@@ -33,9 +33,9 @@ from labkit.models import GPT
 from labkit.precision.fp8 import check_has_fp8, use_fp8
 from labkit.precision.master import MasterWeights
 from labkit.precision.scaler import GradScaler
-from labkit.recording import record
 from labkit.runtime.progress import progress
 from labkit.trace.measures import peak_memory
+from labkit.trace.recording import record
 
 LR = 1e-4
 STEPS = 3  # in a turn

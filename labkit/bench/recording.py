@@ -21,10 +21,10 @@ from rich.table import Table
 
 from labkit.bench.data_parallel import LENGTH, ROWS, stepper
 from labkit.parallel import DDP
-from labkit.recording import record
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
 from labkit.runtime.world import World
+from labkit.trace.recording import record
 from labkit.training import DTYPES, Task
 
 SETTLING = 40  # turns, at most

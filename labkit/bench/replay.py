@@ -18,13 +18,13 @@ from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Link
 from labkit.events import CommEvent
 from labkit.parallel import DDP
-from labkit.recording import record
 from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.replays import replay
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 from labkit.trace import Trace
+from labkit.trace.recording import record
 
 STEPS = 4  # in a turn
 BUCKET_MB = 1.0

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from labkit.clusters import cluster
-from labkit.planning.layers import recorded
-from labkit.planning.layout import Layout
-from labkit.planning.published import GPT3, MEGATRON
-from labkit.planning.report import StepReport
-from labkit.planning.stages import virtual_stages
-from labkit.planning.steps import step_report
-from labkit.planning.traces import step_trace
+from labkit.replaying.planning.layers import recorded
+from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.published import GPT3, MEGATRON
+from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.stages import virtual_stages
+from labkit.replaying.planning.steps import step_report
+from labkit.replaying.planning.traces import step_trace
 
 LAYOUT = Layout(tp=8, pp=8, dp=16, microbatch=1, recompute="full")
 BATCH, CLUSTER = 1536, "selene"

@@ -30,8 +30,8 @@ from labkit.comm import Comm
 from labkit.foreign import write_json
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
 from labkit.runtime.world import World

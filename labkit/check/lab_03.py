@@ -11,7 +11,7 @@ from labkit.check.findings import brief, equal, fail
 from labkit.check.lab_03_rings import DGX1, best_us, bytes_by_pair, ring_in_order, rings_us
 from labkit.check.ranks import alone, run
 from labkit.comm import Comm, Mesh
-from labkit.nccl_log import EXAMPLES, NcclLog, parse_nccl_log
+from labkit.trace.nccl_log import EXAMPLES, NcclLog, parse_nccl_log
 
 Student = Callable[..., Any]
 

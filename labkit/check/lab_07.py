@@ -40,7 +40,7 @@ from labkit.check.lab_07_told import (
     under_way,
 )
 from labkit.check.ranks import alone, run, warm
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 # ---- pieces(numels, ranks, rank)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from labkit.check.lab_05_ranks import Passing, right_gradients, small_model, some_rows
 from labkit.check.peak import PeakMemory
 from labkit.comm import listen
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 Student = Callable[..., Any]
 CUTS = (2, 3, 3)  # parameters in each bucket, the last parameter first

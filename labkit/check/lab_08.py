@@ -26,7 +26,7 @@ from labkit.check.lab_08_units import (
     weights,
 )
 from labkit.check.ranks import alone, run
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 BEST_US = 169_739  # of choose_units, the best known
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from labkit.check.peak import PeakMemory
 from labkit.comm import Comm, listen
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 Student = Callable[..., Any]
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.parallel.parts.conjugate import (
+from labkit.parallel.common.conjugate import (
     all_gather_sequence,
     copy_to_ranks,
     gather_from_ranks,

@@ -14,8 +14,8 @@ from labkit.comm.mesh import coordinates, lines
 from labkit.models import GPT
 from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 
 Student = Callable[..., Any]
 Axes = dict[str, int]

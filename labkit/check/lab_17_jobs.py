@@ -26,7 +26,7 @@ from labkit.comm import Mesh, listen
 from labkit.comm.mesh import factorisations, lines
 from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 
 AXES = ("pp", "dp", "tp")
 

@@ -25,11 +25,11 @@ from labkit.check.lab_18_cases import (
     right_mfu_and_days,
 )
 from labkit.check.ranks import alone
-from labkit.planning.fits import described
-from labkit.planning.layout import Layout
-from labkit.planning.reasons import seconds
-from labkit.planning.report import StepReport
 from labkit.predict import step_flops
+from labkit.replaying.planning.fits import described
+from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.reasons import seconds
+from labkit.replaying.planning.report import StepReport
 
 Student = Callable[..., Any]
 GB = 1e9

@@ -9,10 +9,6 @@ from functools import cache
 from typing import NamedTuple
 
 from labkit.clusters import Cluster, cluster
-from labkit.planning.fits import described
-from labkit.planning.layout import Layout, Sizes
-from labkit.planning.report import StepReport
-from labkit.planning.steps import step_report
 from labkit.predict import (
     MIXED_ADAM,
     activation_bytes,
@@ -22,6 +18,10 @@ from labkit.predict import (
     step_flops,
 )
 from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
+from labkit.replaying.planning.fits import described
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.steps import step_report
 from labkit.schedules import schedule
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)

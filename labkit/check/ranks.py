@@ -18,10 +18,10 @@ from labkit.check.findings import CheckFailed, honest
 from labkit.check.peak import PeakMemory
 from labkit.comm import Comm, listen
 from labkit.events import CommEvent
-from labkit.recording import watch_collective
 from labkit.runtime.errors import RankError, RankInterrupt
 from labkit.runtime.world import World
 from labkit.trace.movement import Movement
+from labkit.trace.recording import watch_collective
 
 WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
 LIMIT_S = 10.0  # how long one call may take in all

@@ -21,7 +21,7 @@ from math import prod
 
 import torch
 
-from labkit.parallel.parts.shards import Shard
+from labkit.parallel.common.shards import Shard
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import nn
 
 from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
-from labkit.parallel.parts.agreement import check_same_on_all_ranks
-from labkit.parallel.parts.in_stages import InStages
-from labkit.parallel.parts.shards import comms_of, shard_of
-from labkit.parallel.parts.whole import plain_module
+from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.in_stages import InStages
+from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.whole import plain_module
 from labkit.precision.pieces import OwnedPiece
 from labkit.runtime.attach import attach
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from labkit.parallel.parts.in_stages import InStages
-from labkit.parallel.parts.whole import plain_module
+from labkit.parallel.common.in_stages import InStages
+from labkit.parallel.common.whole import plain_module
 from labkit.precision.pieces import OwnedPiece
 
 

@@ -24,7 +24,7 @@ from labkit.checkpoints.contents import Path
 from labkit.checkpoints.folders import METADATA, inside, sealed
 from labkit.checkpoints.progress import slow_progress
 from labkit.checkpoints.unpickling import MetadataUnpickler, check_weights_only
-from labkit.parallel.parts.shards import Shard
+from labkit.parallel.common.shards import Shard
 
 
 @dataclass(frozen=True)

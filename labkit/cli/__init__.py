@@ -11,7 +11,7 @@ from labkit import __version__
 from labkit.bench.command import bench
 from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
 from labkit.cli.terminal import ToldGroup, console
-from labkit.planning import command as planning
+from labkit.replaying.planning import command as planning
 
 app = typer.Typer(
     cls=ToldGroup,

@@ -33,10 +33,10 @@ def nccl_log(
 ) -> None:
     """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
     from labkit import plot
-    from labkit.nccl_log import EXAMPLES as composed
-    from labkit.nccl_log import parse_nccl_log
-    from labkit.nccl_log.summary import table
     from labkit.plot.nccl_logs import MOST_RANKS
+    from labkit.trace.nccl_log import EXAMPLES as composed
+    from labkit.trace.nccl_log import parse_nccl_log
+    from labkit.trace.nccl_log.summary import table
 
     if bool(files) == bool(example):
         raise ValueError("give a file with a log, or --example two_nodes")

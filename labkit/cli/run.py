@@ -38,11 +38,11 @@ def run(
     ] = None,
 ) -> None:
     """Train with one strategy, on ranks of its own or on those that torchrun has started."""
-    from labkit import recording
     from labkit.compare import fitting
     from labkit.recipes import recipe
     from labkit.runtime.attach import attach
     from labkit.runtime.world import World
+    from labkit.trace import recording
     from labkit.training import Task, train
 
     chosen = recipe(strategy)

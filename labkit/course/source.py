@@ -16,7 +16,7 @@ class Code:
     """Lines of a file, highlighted where that is possible."""
 
     text: str
-    caption: str  # "labkit/parallel/ddp.py, lines 40 to 62"
+    caption: str  # "labkit/parallel/ddp/ddp.py, lines 40 to 62"
 
     def __repr__(self) -> str:
         return f"# {self.caption}\n{self.text}"
@@ -40,7 +40,7 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
     """The source of a function, method, class or module.
 
     Args:
-        thing: the object itself, or its place as a text: "parallel/ddp.py:DDP.forward".
+        thing: the object itself, or its place as a text: "parallel/ddp/ddp.py:DDP.forward".
         since, until: words of the first line to show, and of the line after the last.
 
     Raises ValueError when there is no such place, or no line with these words: a lab that shows

@@ -1,16 +1,16 @@
-"""The strategies. One concept, one file; what several of them need is in `parts`."""
+"""The strategies. One concept, one file; what several of them need is in `common`."""
 
-from labkit.parallel.async_parameter_server import AsyncParameterServer
-from labkit.parallel.context import context_parallel
-from labkit.parallel.ddp import DDP
+from labkit.parallel.context.context_parallel import context_parallel
+from labkit.parallel.ddp.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
-from labkit.parallel.parameter_server import ParameterServer
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.parameter_server.asynchronous import AsyncParameterServer
+from labkit.parallel.parameter_server.synchronous import ParameterServer
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
 from labkit.parallel.single import Single
-from labkit.parallel.stages import split
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.zero import ZeroOptimizer
-from labkit.parallel.zero3 import ZeRO3
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.zero.zero import ZeroOptimizer
+from labkit.parallel.zero3.zero3 import ZeRO3
 
 __all__ = [
     "DDP",

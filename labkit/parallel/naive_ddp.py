@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.parallel.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.parts.replicas import (
+from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.replicas import (
     UNUSED,
     Replica,
     at_end_of_backward,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from labkit.parallel.footprint import Footprint
+from labkit.parallel.common.footprint import Footprint
 from labkit.plot.picture import Picture, styled
 from labkit.plot.stacks import Part, legend_below, name_bars, stack
 from labkit.plot.style import CATEGORIES, COLOURS, DASHES, MEASURED, PREDICTED

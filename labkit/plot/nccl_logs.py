@@ -9,9 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
 from labkit.foreign import literal
-from labkit.nccl_log import Communicator, Connection, NcclLog, TreeNode
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
+from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 
 TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # of hosts, in turn
 COLOURS = {

@@ -4,10 +4,10 @@ import html
 from base64 import b64encode
 from typing import Any
 
-from labkit.planning.layout import Layout
-from labkit.planning.ranking import Plan
 from labkit.plot.picture import png
 from labkit.plot.plans import chosen
+from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.ranking import Plan
 
 try:
     import ipywidgets

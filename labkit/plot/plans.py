@@ -12,10 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from labkit.planning.fits import described
-from labkit.planning.ranking import Plan
-from labkit.planning.reasons import PARTS, seconds
-from labkit.planning.report import StepReport
 from labkit.plot.picture import Picture, styled
 from labkit.plot.stacks import LEGEND_IN, Part, name_bars, stack
 from labkit.plot.style import (
@@ -36,6 +32,10 @@ from labkit.plot.style import (
     text_on,
     tint,
 )
+from labkit.replaying.planning.fits import described
+from labkit.replaying.planning.ranking import Plan
+from labkit.replaying.planning.reasons import PARTS, seconds
+from labkit.replaying.planning.report import StepReport
 
 COLOURS = {
     "compute": COMPUTING, "optimizer": GREEN, "tensor": PURPLE, "pipeline": BROWN, "data": YELLOW,

@@ -24,7 +24,7 @@ class OwnedPiece:
     tensor      what the optimizer steps on: the piece, [numel] flat, or the whole parameter; the
                 fp32 master copy where there is one
     optimizer   the torch optimizer whose `state[tensor]` is the piece's state; None if frozen
-    shard       where the parameter is cut, the Shard that it is (labkit/parallel/parts/shards.py);
+    shard       where the parameter is cut, the Shard that it is (labkit/parallel/common/shards.py);
                 checkpoints enter it
     """
 

@@ -4,7 +4,8 @@
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
 A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
-(labkit/parallel/zero.py). Groups, their options and the state of each stand-in are torch's own.
+(labkit/parallel/zero/zero.py). Groups, their options and the state of each stand-in are
+torch's own.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence

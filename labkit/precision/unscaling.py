@@ -97,7 +97,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
         raise ValueError(
             f"GradScaler.unscale_: a {name} has the gradients of this model; give the optimizer"
         )
-    marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/parts/shards.py
+    marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]
     spans += [("parameters are cut over", mark.comm) for mark in marks if mark is not None]
     for what, needed in spans:

@@ -7,7 +7,8 @@
     message       bytes / bandwidth on the wire, there one latency later
 
 Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a tensor in very
-small pieces, which follow each other closely: the latency of a step is paid once, and not by each piece.
+small pieces, which follow each other closely: the latency of a step is paid once, and not by
+each piece.
 Where a collective has several algorithms, the fastest is taken, as NCCL does.
 
 Ranks of a group stand on some nodes. A ring passes through all ranks of a node before it leaves it,

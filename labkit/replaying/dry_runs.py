@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from labkit.recording import record
-from labkit.recording.detail import ASKS_DEVICE
 from labkit.runtime.attach import on_paper
 from labkit.trace import RankTrace, Trace
+from labkit.trace.recording import record
+from labkit.trace.recording.detail import ASKS_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
 LONG_IN_A_NOTEBOOK_S = 10.0  # where what is shown stays in the output of its cell

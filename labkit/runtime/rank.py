@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
-from labkit.recording import OnRank
 from labkit.runtime.attach import Rank, become, current, leave, use_loopback
 from labkit.runtime.channel import Channel, connect
 from labkit.runtime.dispatcher import Carrier
@@ -33,6 +32,7 @@ from labkit.runtime.errors import RemoteError
 from labkit.runtime.folders import remove
 from labkit.runtime.in_step import begun, count_messages
 from labkit.runtime.pickling import Unpicklable, dumps, unpack
+from labkit.trace.recording import OnRank
 
 HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
 CONTROL, OUTPUT = range(2)

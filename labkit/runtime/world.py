@@ -23,7 +23,6 @@ from typing import Any
 from labkit.comm import Link, TwoLevel
 from labkit.comm.chooser import table_note
 from labkit.comm.words import ranks_in_words
-from labkit.recording import Recording
 from labkit.runtime import cells, pickling
 from labkit.runtime.attach import current
 from labkit.runtime.errors import RankError, RankInterrupt
@@ -34,6 +33,7 @@ from labkit.runtime.output import RankOutput, in_notebook, interactive
 from labkit.runtime.pick import check_size, pick
 from labkit.runtime.pick_transport import pick_transport
 from labkit.runtime.ranks import TICK_S, Ranks
+from labkit.trace.recording import Recording
 
 
 class World:

@@ -1,5 +1,5 @@
 """How a collective moves data, step by step: who sends which chunk to whom, and what every rank
-holds after it. Plain data; `labkit/recording/movement.py` records it, `plot.movement` draws it.
+holds after it. Plain data; `trace/recording/movement.py` records it, `plot.movement` draws it.
 
 Contents are read from real data. Every rank puts its own number into every chunk, and the numbers
 are chosen so that any sum of them can be taken apart again:

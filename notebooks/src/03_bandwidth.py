@@ -22,8 +22,8 @@ from labkit.comm import paced_bytes
 from labkit.comm.collectives import cost, hierarchical_cost
 from labkit.course import show
 from labkit.events import all_reduce_bus_bytes
-from labkit.nccl_log import EXAMPLES
-from labkit.nccl_log.summary import table
+from labkit.trace.nccl_log import EXAMPLES
+from labkit.trace.nccl_log.summary import table
 
 guess = predict()  # nothing yet: that is for you, in step 3
 

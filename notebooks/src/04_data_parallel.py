@@ -184,35 +184,38 @@ guess_stale
 # The synchronous server. First every gradient is divided, as autograd makes it:
 
 # %%
-show("parallel/parameter_server.py:ParameterServer._share")
+show("parallel/parameter_server/synchronous.py:ParameterServer._share")
 
 # %% [markdown]
 # When backward is over, all ranks call this for each parameter. (`UNUSED` and `mark_used`: a rank
 # whose rows did not need a parameter says so with -0.0, which changes no sum.)
 
 # %%
-show("parallel/parameter_server.py:ParameterServer._gathered", since="if not self.is_server")
+show(
+    "parallel/parameter_server/synchronous.py:ParameterServer._gathered",
+    since="if not self.is_server",
+)
 
 # %% [markdown]
 # The others' `.grad` is then None, so that their `optimizer.step()` finds nothing to do. After the
 # step, the weights:
 
 # %%
-show("parallel/parameter_server.py:ParameterServer._pull")
+show("parallel/parameter_server/synchronous.py:ParameterServer._pull")
 
 # %% [markdown]
 # Now the asynchronous one. A worker's `step()` sends its gradients, with the version that they were
 # made with, and waits for newer weights. This is what the server does meanwhile:
 
 # %%
-show("parallel/async_parameter_server.py:AsyncParameterServer._serve", since="while steps")
+show("parallel/parameter_server/asynchronous.py:AsyncParameterServer._serve", since="while steps")
 
 # %% [markdown]
 # `pushes.next` takes the next push as they come, or in an order that you give, so that a run can be
 # repeated. `_may_go_on` is where a bound on staleness would make a worker wait:
 
 # %%
-show("parallel/async_parameter_server.py:AsyncParameterServer._may_go_on")
+show("parallel/parameter_server/asynchronous.py:AsyncParameterServer._may_go_on")
 
 # %% [markdown]
 # ## 5. Run it

@@ -190,17 +190,17 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 # gradients:
 
 # %%
-show("parallel/parts/buckets.py:cut")
+show("parallel/ddp/buckets.py:cut")
 
 # %% [markdown]
 # A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` moves them
 # there, divided, and starts one all-reduce: that is the `hook`, unless you give another.
 
 # %%
-show("parallel/parts/buckets.py:Bucket.send", since="for parameter, view")
+show("parallel/ddp/buckets.py:Bucket.send", since="for parameter, view")
 
 # %%
-show("parallel/parts/comm_hooks.py:all_reduced")
+show("parallel/ddp/comm_hooks.py:all_reduced")
 
 # %% [markdown]
 # With `async_op=True` an all-reduce returns a **handle** at once; the tensor belongs to the wire
@@ -212,10 +212,10 @@ show("parallel/parts/comm_hooks.py:all_reduced")
 # step, in which order gradients really come; from then on the buckets are filled in that order.)
 
 # %%
-show("parallel/ddp.py:DDP._gradient_is_there")
+show("parallel/ddp/ddp.py:DDP._gradient_is_there")
 
 # %%
-show("parallel/ddp.py:DDP._finish")
+show("parallel/ddp/ddp.py:DDP._finish")
 
 # %% [markdown]
 # `_finish` runs when backward is over, before `loss.backward()` returns. So the training loop does

@@ -23,10 +23,10 @@ from labkit import predict as formulas
 from labkit.check import lab_07 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.parts.flat import FlatPartition
-from labkit.recording import record
+from labkit.parallel.common.flat import FlatPartition
 from labkit.replaying import dry_run
 from labkit.trace import CATEGORIES
+from labkit.trace.recording import record
 
 # %% [markdown]
 # ## 1. The question
@@ -199,27 +199,27 @@ for dp in (1, 4, 16, 64, 256, 1024):
 # of both ends:
 
 # %%
-show("parallel/parts/flat.py:FlatPartition.pieces")
+show("parallel/common/flat.py:FlatPartition.pieces")
 
 # %% [markdown]
 # A bucket has one flat buffer for its weights, and the parameters become views of it. So nothing is
 # copied to be gathered. `stepped` is what the optimizer gets: this rank's share in fp32.
 
 # %%
-show("parallel/parts/zero_buckets.py:ZeroBucket.__init__", since="self.layout", until="starts = [")
+show("parallel/zero/buckets.py:ZeroBucket.__init__", since="self.layout", until="starts = [")
 
 # %% [markdown]
 # Autograd calls a hook at each finished gradient, as in lab 05. It is divided on its way to its
 # place. Look at the first lines: **a gradient that comes twice is an error**. Section 6 shows why.
 
 # %%
-show("parallel/parts/zero_buckets.py:ZeroBucket.take")
+show("parallel/zero/buckets.py:ZeroBucket.take")
 
 # %% [markdown]
 # A full bucket leaves. In stage 1 its share is a view of all the gradients, which stay:
 
 # %%
-show("parallel/parts/zero_buckets.py:ZeroBucket._reduce_scatter")
+show("parallel/zero/buckets.py:ZeroBucket._reduce_scatter")
 
 # %% [markdown]
 # In stage 2 the share has memory of its own, and all the others lose their last reference: `p.grad`
@@ -227,22 +227,22 @@ show("parallel/parts/zero_buckets.py:ZeroBucket._reduce_scatter")
 
 # %%
 show(
-    "parallel/parts/zero_buckets.py:FreeingBucket._reduce_scatter",
+    "parallel/zero/buckets.py:FreeingBucket._reduce_scatter",
     since="for p in self.parameters:",
 )
 
 # %%
-show("parallel/parts/zero_buckets.py:FreeingBucket._averages_are_there")
+show("parallel/zero/buckets.py:FreeingBucket._averages_are_there")
 
 # %% [markdown]
 # No more than two buckets (`_in_flight`) are under way in stage 2, or a slow wire would make them
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/parts/zero_reduce.py:SendInBackward._send_next")
+show("parallel/zero/grad_reduce.py:SendInBackward._send_next")
 
 # %%
-show("parallel/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")
+show("parallel/zero/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")
 
 # %% [markdown]
 # ## 5. Run it

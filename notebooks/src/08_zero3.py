@@ -19,7 +19,7 @@ from labkit import predict as formulas
 from labkit.check import lab_08 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.footprint import held
+from labkit.parallel.common.footprint import held
 
 # %% [markdown]
 # ## 1. The question
@@ -188,36 +188,36 @@ guess
 # parameters are views of it, and stay the same objects for autograd:
 
 # %%
-show("parallel/parts/zero3_flat.py:ComesAndGoes", since="def allocate")
+show("parallel/zero3/flat.py:ComesAndGoes", since="def allocate")
 
 # %% [markdown]
 # Gathering is one all-gather, of this rank's share into all of it:
 
 # %%
-show("parallel/parts/zero3_flat.py:Flat.gather")
+show("parallel/zero3/flat.py:Flat.gather")
 
 # %% [markdown]
 # A hook before each unit's forward, and one on the gradient of its output, call `_use`: have this
 # unit here, and the next ones on their way. (`coming` knows the order of the pass before.)
 
 # %%
-show("parallel/zero3.py:ZeRO3._use")
+show("parallel/zero3/zero3.py:ZeRO3._use")
 
 # %%
-show("parallel/parts/zero3_passes.py:Order.coming")
+show("parallel/zero3/passes.py:Order.coming")
 
 # %% [markdown]
 # After forward: free. The first two lines look odd; section 6 shows what happens without them.
 
 # %%
-show("parallel/zero3.py:ZeRO3._after_forward")
+show("parallel/zero3/zero3.py:ZeRO3._after_forward")
 
 # %% [markdown]
 # In backward autograd says when a gradient is there. With the last of a unit, its gradients leave in
 # a reduce-scatter, and the unit is freed:
 
 # %%
-show("parallel/zero3.py:ZeRO3._gradient_is_there")
+show("parallel/zero3/zero3.py:ZeRO3._gradient_is_there")
 
 # %% [markdown]
 # ## 5. Run it
@@ -395,7 +395,7 @@ print(f"{held_bytes:,} of {4 * P:,} bytes on each of 2 ranks, and one parameter 
 
 
 # %%
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 
 def unit_by_hand(comm, module):

@@ -29,8 +29,8 @@ from labkit.memory.flash_attention import FlashAttention
 from labkit.memory.recompute import recompute
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
-from labkit.recording import record
 from labkit.trace.measures import peak_memory
+from labkit.trace.recording import record
 
 # %% [markdown]
 # ## 1. The question

@@ -23,11 +23,11 @@ from labkit.check import lab_13 as check
 from labkit.check import predict, report
 from labkit.course import show
 from labkit.models import PlainAttention
-from labkit.parallel.parts import random_state
-from labkit.parallel.parts.conjugate import copy_to_ranks, reduce_from_ranks
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.tensor_linear import RowParallelLinear
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.common.conjugate import copy_to_ranks, reduce_from_ranks
+from labkit.parallel.tensor import random_state
+from labkit.parallel.tensor.linear import RowParallelLinear
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.replaying import dry_run, peak_of, replay
 from labkit.trace import split_of
 from labkit.trace.measures import peak_memory
@@ -249,28 +249,28 @@ print(f"{50257 / (2 * 3):,.0f} times as much")
 # `once_differentiable` says that there is no derivative of the derivative.)
 
 # %%
-show("parallel/parts/conjugate.py:_Copy.backward")
+show("parallel/common/conjugate.py:_Copy.backward")
 
 # %% [markdown]
 # And g is nothing in backward: the gradient of a sum is that of each summand. (`Exchange.apply` is
 # given both ways: what forward sends, and what backward does with the gradient.)
 
 # %%
-show("parallel/parts/conjugate.py:reduce_from_ranks")
+show("parallel/common/conjugate.py:reduce_from_ranks")
 
 # %% [markdown]
 # A GPT of `labkit` knows nothing of ranks. `tensor_parallel` finds attention and MLPs by the names of
 # their layers, and puts cut ones in their place:
 
 # %%
-show("parallel/tensor.py:_cut_layer", since="first, last")
+show("parallel/tensor/tensor_parallel.py:_cut_layer", since="first, last")
 
 # %% [markdown]
 # A rank's piece is a part of what all ranks have drawn with the same seed: so any number of ranks
 # trains the same model. The mark `Shard` says which part it is; clipping and checkpoints ask for it.
 
 # %%
-show("parallel/tensor_linear.py:piece_of", since="length = ")
+show("parallel/tensor/linear.py:piece_of", since="length = ")
 
 # %% [markdown]
 # q, k and v have one input. Without `OneInput` there would be three f, and three all-reduces in
@@ -286,9 +286,7 @@ show("models/gpt.py:Attention.heads")
 # The embedding. `_own_of` says which tokens are mine, and which of my rows they are:
 
 # %%
-show(
-    "parallel/vocab_parallel.py:VocabParallelEmbedding.forward", since="own, mine", until="if self"
-)
+show("parallel/tensor/vocab.py:VocabParallelEmbedding.forward", since="own, mine", until="if self")
 
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
@@ -296,7 +294,7 @@ show(
 # f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
 
 # %%
-show("parallel/parts/random_state.py:own_numbers", since="with no_modes")
+show("parallel/tensor/random_state.py:own_numbers", since="with no_modes")
 
 # %% [markdown]
 # ## 5. Run it

@@ -23,10 +23,10 @@ from labkit.clusters import cluster
 from labkit.course import show
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
-from labkit.parallel.parts.ring_attention import RingAttention
-from labkit.parallel.parts.ulysses import Ulysses
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.context.ring_attention import RingAttention
+from labkit.parallel.context.ulysses import Ulysses
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.context import (
     ring_attention_bytes,
     ring_exposed_s,
@@ -209,53 +209,53 @@ sends
 # so in backward the ranks' gradients are added up, and each gets its part (`own_sum`):
 
 # %%
-show("parallel/parts/conjugate.py:all_gather_sequence")
+show("parallel/common/conjugate.py:all_gather_sequence")
 
 # %%
-show("parallel/parts/conjugate.py:Exchange")
+show("parallel/common/conjugate.py:Exchange")
 
 # %% [markdown]
 # A norm's parameters go through f where they are used, all in one message. So their gradients are
 # summed in backward, and the norm knows nothing of it:
 
 # %%
-show("parallel/tensor.py:SummedGradients.__call__")
+show("parallel/tensor/tensor_parallel.py:SummedGradients.__call__")
 
 # %% [markdown]
 # Context parallelism. The shards of all ranks:
 
 # %%
-show("parallel/parts/zigzag.py:split_zigzag")
+show("parallel/context/zigzag.py:split_zigzag")
 
 # %% [markdown]
 # The ring. `ring_exchange` sends a block to the next rank, and takes one from the rank before. `yield`
 # hands a block to the loop that computes with it; meanwhile it travels on.
 
 # %%
-show("parallel/parts/ring_attention.py:_around")
+show("parallel/context/ring_attention.py:_around")
 
 # %% [markdown]
 # Only with its own block does a rank need a mask. Of all others, either all its queries see the early
 # half, or its late queries see the whole. In the order queries, keys, causal or not:
 
 # %%
-show("parallel/parts/ring_attention.py:_seen")
+show("parallel/context/ring_attention.py:_seen")
 
 # %% [markdown]
 # Two parts become one. Each out was divided by its own Σ exp(score), which is exp L; so exp(L - L')
 # is its share of the whole sum:
 
 # %%
-show("parallel/parts/ring_attention.py:_merge")
+show("parallel/context/ring_attention.py:_merge")
 
 # %% [markdown]
 # Ulysses is shorter:
 
 # %%
-show("parallel/parts/ulysses.py:to_heads")
+show("parallel/context/ulysses.py:to_heads")
 
 # %%
-show("parallel/parts/ulysses.py:Ulysses.forward", since="q, k, v = ")
+show("parallel/context/ulysses.py:Ulysses.forward", since="q, k, v = ")
 
 # %% [markdown]
 # ## 5. Run it

@@ -21,8 +21,8 @@ from labkit.check import predict, report
 from labkit.check.lab_15_jobs import Plan, divisors, held_mb, step_ms
 from labkit.course import show
 from labkit.parallel import Pipeline
-from labkit.parallel.stages import layers_of, measure_costs
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.pipeline.stages import layers_of, measure_costs
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.replaying import bubble, pipeline_step_s, pipeline_trace
 from labkit.replaying.microbatches import by_microbatch
 from labkit.schedules import balance, gpipe, naive, parse, received, sent
@@ -239,7 +239,7 @@ show("schedules/messages.py:received", since="virtual =")
 # loop runs any schedule: wait for what the action needs, compute, let the result leave.
 
 # %%
-show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y, scaler)")
+show("parallel/pipeline/pipeline.py:Pipeline.step", since="self._begin(x, y, scaler)")
 
 # %% [markdown]
 # Backward begins at the loss, or at the stage's output with the gradient that came. The gradient of the
@@ -249,21 +249,21 @@ show("parallel/pipeline.py:Pipeline.step", since="self._begin(x, y, scaler)")
 # lab 17.)
 
 # %%
-show("parallel/parts/virtual_stage.py:VirtualStage._backward")
+show("parallel/pipeline/virtual_stage.py:VirtualStage._backward")
 
 # %% [markdown]
 # The loss of a micro-batch counts by its rows. (`_optimizer` is for lab 16's PipeDream, which updates
 # after each micro-batch: there its loss counts whole.)
 
 # %%
-show("parallel/pipeline.py:Pipeline._loss_of", since="self._loss +=")
+show("parallel/pipeline/pipeline.py:Pipeline._loss_of", since="self._loss +=")
 
 # %% [markdown]
 # And the tied embedding, after the last backward, on each of its owners (the gradients of earlier
 # steps, summed already, were put aside before the step):
 
 # %%
-show("parallel/parts/tied.py:WholeGradient.sum_copies")
+show("parallel/pipeline/tied.py:WholeGradient.sum_copies")
 
 # %% [markdown]
 # ## 5. Run it

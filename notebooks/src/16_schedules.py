@@ -212,19 +212,19 @@ show("schedules/rules.py:_as_far_as_it_goes", since="while ready")
 # One runner for all of them, lab 15's. It does its list; it knows no schedule by name:
 
 # %%
-show("parallel/pipeline.py:Pipeline.step", since="self._begin")
+show("parallel/pipeline/pipeline.py:Pipeline.step", since="self._begin")
 
 # %% [markdown]
 # The halves. A linear layer's backward computes dx, and puts the rest on a list, with its x and dy:
 
 # %%
-show("parallel/parts/deferred_weights.py:_InputHalf.backward")
+show("parallel/pipeline/deferred_weights.py:_InputHalf.backward")
 
 # %% [markdown]
 # And PipeDream's versions. A forward takes the newest weights and notes them for its micro-batch:
 
 # %%
-show("parallel/parts/weight_versions.py:WeightVersions.forward")
+show("parallel/pipeline/weight_versions.py:WeightVersions.forward")
 
 # %% [markdown]
 # ### A score

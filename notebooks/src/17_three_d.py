@@ -23,10 +23,10 @@ from labkit.check.lab_17_jobs import JOBS, TINY, by_rule, idle, leaving_bytes, w
 from labkit.comm.mesh import coordinates, lines, rank_at
 from labkit.course import show
 from labkit.parallel import split
-from labkit.parallel.parts.clipping import clip_grad_norm
-from labkit.parallel.parts.shards import shard_of
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.common.clipping import clip_grad_norm
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.plot.style import BLUE, GREY, ORANGE, PURPLE, VERMILION
 from labkit.replaying.costs import Costs
 
@@ -259,13 +259,13 @@ def on_mesh(*, scatter_gather=False, **axes):
 # Which parameters are on several stages? These ranks become a group, on every line along pp at once:
 
 # %%
-show("parallel/parts/tied.py:owners_of", since="found:")
+show("parallel/pipeline/tied.py:owners_of", since="found:")
 
 # %% [markdown]
 # And after the last backward they add up. (What earlier steps have summed is with the first owner.)
 
 # %%
-show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")
+show("parallel/pipeline/tied.py:WholeGradient.sum_copies", since="parameter =")
 
 # %% [markdown]
 # The norm. First the sums of squares, for each group over which something is cut, and for what is
@@ -273,23 +273,23 @@ show("parallel/parts/tied.py:WholeGradient.sum_copies", since="parameter =")
 # None; and p may be infinite, then it is the largest.)
 
 # %%
-show("parallel/parts/clipping.py:norm_of_pieces", since="sums = ", until="return")
+show("parallel/common/clipping.py:norm_of_pieces", since="sums = ", until="return")
 
 # %% [markdown]
 # `pieces` are those that count on this rank. Of a tied parameter the first owner's does:
 
 # %%
-show("parallel/pipeline.py:Pipeline.counts_here")
+show("parallel/pipeline/pipeline.py:Pipeline.counts_here")
 
 # %% [markdown]
 # And scatter/gather: a part is a range of x lying flat. A message arrives in its place in the whole,
 # and the others fill the rest:
 
 # %%
-show("parallel/parts/scatter_gather.py:ScatterGather.own_part", since="return")
+show("parallel/pipeline/scatter_gather.py:ScatterGather.own_part", since="return")
 
 # %%
-show("parallel/parts/scatter_gather.py:ScatterGather.gather")
+show("parallel/pipeline/scatter_gather.py:ScatterGather.gather")
 
 # %% [markdown]
 # ## 5. Run it

@@ -21,8 +21,8 @@ from labkit import predict as formulas
 from labkit.check import lab_18 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.vocab_parallel import vocab_parallel_cross_entropy
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.plot.style import CATEGORIES, MEASURED, PREDICTED
 
 # %% [markdown]
@@ -217,7 +217,7 @@ of_layout
 # in labs 13 and 16:
 
 # %%
-show("planning/layers.py:_micro_batch", since="stage = _Stage")
+show("replaying/planning/layers.py:_micro_batch", since="stage = _Stage")
 
 # %% [markdown]
 # Gradients are there from the start, as in DDP's buckets. A hook notes when each is complete: from then on it
@@ -227,7 +227,7 @@ show("planning/layers.py:_micro_batch", since="stage = _Stage")
 # What a stage computes and waits for is a sum over its layers:
 
 # %%
-show("planning/stages.py:_chunk_seconds", since="for shape in")
+show("replaying/planning/stages.py:_chunk_seconds", since="for shape in")
 
 # %% [markdown]
 # The schedule tiles that with all micro-batches. What a stage holds is the same for all: its states, and
@@ -235,20 +235,20 @@ show("planning/stages.py:_chunk_seconds", since="for shape in")
 # many are in flight besides the one that it works on):
 
 # %%
-show("planning/holding.py:_in_flight", since="if chunks == 1", until="found = []")
+show("replaying/planning/holding.py:_in_flight", since="if chunks == 1", until="found = []")
 
 # %% [markdown]
 # Which layouts are there? Whatever divides:
 
 # %%
-show("planning/layouts.py:_of_ranks", since="for tp, pp in product")
+show("replaying/planning/layouts.py:_of_ranks", since="for tp, pp in product")
 
 # %% [markdown]
 # And why does one lose? The seconds of a report add up to its step, so the slower one has more of
 # something:
 
 # %%
-show("planning/reasons.py:cause")
+show("replaying/planning/reasons.py:cause")
 
 # %% [markdown]
 # ## 5. Run it
@@ -337,8 +337,8 @@ plot.timeline(step_trace(GPT3, RECOMPUTED, 1536 // 8, selene))
 
 
 # %%
-from labkit.planning.reasons import seconds
 from labkit.plot.plans import COLOURS
+from labkit.replaying.planning.reasons import seconds
 
 
 def bars(reports):
@@ -399,7 +399,7 @@ for name, one in found.items():
 # | `microbatch_s` | what their program does around each micro-batch |
 
 # %%
-from labkit.planning.calibrated import calibration
+from labkit.replaying.planning.calibrated import calibration
 
 fitted = calibration()
 for name, (value, low, high) in fitted.constants.items():
@@ -444,7 +444,7 @@ for i in sorted(range(len(errors)), key=lambda i: -abs(errors[i]))[:5]:
 # were fitted elsewhere:
 
 # %%
-from labkit.planning.published import MEGATRON
+from labkit.replaying.planning.published import MEGATRON
 
 small, large = (one for one in MEGATRON if one.billions in (39.1, 1008))
 gpt3_row = replace(large, depth=96, width=12288, heads=96, pp=8, ranks=1024, batch=1536, tflops=140)
@@ -518,7 +518,7 @@ planned = plan(
 plot.plan(planned, top=8)
 
 # %% tags=["nbval-check-output"]
-from labkit.planning.fits import described
+from labkit.replaying.planning.fits import described
 
 print(len(planned.reports), "layouts fit,", len(planned.too_large), "do not")
 for one in planned.reports[:5]:
@@ -749,7 +749,7 @@ check.can_run(can_run)
 
 # %%
 from labkit.check.lab_18_cases import JOBS, layer_bytes
-from labkit.planning.layouts import layouts
+from labkit.replaying.planning.layouts import layouts
 
 for name, job in JOBS.items():
     print(f"{name}: {job}\n")
@@ -821,7 +821,7 @@ check.choose(choose)
 
 
 # %%
-from labkit.planning.reasons import why
+from labkit.replaying.planning.reasons import why
 
 
 def defend(job, mine):

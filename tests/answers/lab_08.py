@@ -1,7 +1,7 @@
 import torch
 
 from answers import right, wrong
-from labkit.parallel.parts.flat import FlatPartition
+from labkit.parallel.common.flat import FlatPartition
 
 # ---- gather_unit(comm, share, shapes)
 

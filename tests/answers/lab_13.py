@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from answers import right, wrong
 from labkit.check.lab_13_chain import TRAVELS, WAYS, held, in_turns, travels
-from labkit.parallel.parts.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from labkit.parallel.common.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 
 # ---- Column: forward(ctx, comm, x, weight), backward(ctx, dy)
 

@@ -1,0 +1,12 @@
+"""What several strategies are made of.
+
+replicas.py           a module on all ranks: equal at the beginning, its hooks, its copies
+agreement.py          do the ranks train the same? is a parameter another strategy's?
+flat.py               parameters in one flat tensor, cut into equal shares
+conjugate.py          exchanges whose backward is another exchange: f, g, gather, scatter
+shards.py             marks of parameters of which a rank has a part
+in_stages.py          models of which each rank has some layers
+clipping.py           the norm of all gradients, wherever they are
+whole.py              whole parameters of a sharded model
+footprint.py          bytes that a rank holds
+"""

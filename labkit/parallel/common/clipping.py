@@ -1,0 +1,202 @@
+"""Gradient clipping by global norm: the length of all gradients together is at most max_norm.
+
+    ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
+    g <- g * min(1, max_norm / ||g||)
+
+Under data parallelism every rank has all (averaged) gradients, and clips as a single process does.
+Under ZeRO each rank has a part: sums of p-th powers add up, so one number travels.
+
+        rank 0   |g g g g|        sum |g|^2 = 3 \\
+        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
+
+A rank that clipped its own part by that part's norm would take other steps than the rest.
+
+Under tensor parallelism a rank has shards of some parameters and others whole (common/shards.py).
+What is whole on all ranks must count once, so only the sums of shards travel:
+
+        tp rank 0   shards 3    norms, biases 2 \\
+        tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
+
+The stages of a pipeline are parts, too (common/in_stages.py): the ranks add what each has, of an
+embedding tied over stages the first one alone.
+
+    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
+                 whole; then over tensor-parallel ranks that of shards; then over the ranks of a
+                 pipeline their sum (8 bytes each, all-reduce)
+
+Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
+from labkit.parallel.common.shards import comms_of, marked_as, shard_of
+from labkit.precision.stand_ins import LOW, StandIns
+from labkit.precision.unscaling import mark_clipped
+
+Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
+
+
+@runtime_checkable
+class OwnsGradientPieces(Protocol):
+    """A strategy whose ranks own parts of the gradients.
+
+    `gradient_pieces()` gives this rank's, of any shape, to be scaled in place, and the ranks over
+    which each element is in exactly one piece.
+    """
+
+    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]: ...
+
+
+def clip_grad_norm(
+    trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
+    all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
+    torch's, its parameters. Under a Pipeline the norm is that of all stages.
+
+    Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
+    keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
+    model, where it is MasterWeights.
+
+    Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
+    power sum, and for other parameters than those of the strategy that has the pieces.
+    """
+    parameters = _parameters_of(trained)
+    groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
+    comm, stages = None, pipeline.comm if pipeline else None
+    owners = _owners_of_pieces(trained, parameters)
+    optimizer = next((one for one in (trained, *owners) if isinstance(one, StandIns)), None)
+    factor = optimizer.gradient_factor if optimizer else None
+    if owners:
+        found = [owner.gradient_pieces() for owner in owners]
+        pieces, comm = [x for some, _ in found for x in some], found[0][1]
+        once = [x for x in pieces if piece_counts_here(x)]
+    elif groups or stages or optimizer:
+        have = [(p, marked_as(p, p.grad)) for p in parameters if p.grad is not None]
+        pieces = [g for _, g in have]
+        once = [g for p, g in have if pipeline is None or pipeline.counts_here(p)]
+    else:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        mark_clipped(p.grad for p in parameters if p.grad is not None)
+        return norm
+    if not once:  # a stage of tied or frozen ones: the dtype of the norm is that of the others
+        once = [x.new_empty(0) for x in [*pieces, *parameters][:1]]
+    norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
+    if optimizer and factor is not None:
+        optimizer.gradient_factor = factor * _share_of(max_norm, norm)
+        pieces = [x for x in pieces if x.dtype not in LOW]
+    scale_to(max_norm, norm, pieces)
+    return norm
+
+
+def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
+    """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
+    pipeline, the ZeRO3 around each of this rank's stages.
+
+    Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
+    if isinstance(trained, OwnsGradientPieces):
+        return [trained]
+    every = {id(one): one for one in map(owner_of, parameters)}.values()
+    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
+    others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
+    kinds = {one if isinstance(one, StandIns) else one.comm.ranks for one in owners}
+    if len(kinds) > 1 or (owners and others):
+        name = type(owners[0]).__name__
+        raise ValueError(
+            f"clip_grad_norm: a {name} has these gradients in pieces, and the parameters given are "
+            f"not exactly its own; call it with the {name}"
+        )
+    return owners
+
+
+def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Scale, in place, what has this norm so that it has at most `max_norm`."""
+    if gradients:
+        torch._foreach_mul_(gradients, _share_of(max_norm, norm))
+        mark_clipped(gradients)
+
+
+def _share_of(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+
+
+def norm_of_pieces(
+    pieces: list[torch.Tensor],
+    comm: Comm | None,
+    norm_type: float = 2.0,
+    factor: float | torch.Tensor | None = None,
+    groups: Sequence[Comm] = (),
+    stages: Comm | None = None,
+) -> torch.Tensor:
+    """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
+    there are none.
+
+    `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
+    those over which pieces with a mark (common/shards.py) are shards, `stages` those of a pipeline,
+    each with pieces of its own. A rank without pieces may give an empty one: its dtype and device
+    are those of the result.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
+    op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
+    some = comm or next(iter(groups), stages)
+    like = pieces[0] if pieces else torch.empty(0, device=some.own_device() if some else "cpu")
+    # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
+    sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
+    for k, group in enumerate([*groups, None]):
+        if norms := _norms([x for x in pieces if _is_cut_over(group, x)], p, factor):
+            norm = torch.linalg.vector_norm(torch.stack(norms), p)
+            sums[k] = norm if op == "max" else norm**p
+    if comm is not None:
+        comm.all_reduce(sums, op)
+    for k, group in enumerate(groups):
+        group.all_reduce(sums[k], op)
+    total = sums.amax() if op == "max" else sums.sum()
+    if stages is not None:
+        stages.all_reduce(total, op)
+    if op == "sum":
+        total = total ** (1 / p)
+    return total.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _norms(
+    pieces: list[torch.Tensor], p: float, factor: float | torch.Tensor | None
+) -> list[torch.Tensor]:
+    """In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows."""
+    return [
+        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
+        * (1.0 if factor is None or x.dtype not in LOW else factor)
+        for x in pieces
+        if x.numel()
+    ]
+
+
+def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
+    shard = shard_of(x)
+    return (shard and shard.comm.ranks) == (group and group.ranks)
+
+
+def _parameters_of(trained: Any) -> list[torch.Tensor]:
+    """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
+    if isinstance(trained, nn.Module):
+        inside: Any = trained.module if hasattr(trained, "gradient_pieces") else trained
+        return list(inside.parameters())
+    if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
+        return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
+    given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
+    if not given or not all(isinstance(p, torch.Tensor) for p in given):
+        raise ValueError(
+            f"clip_grad_norm: no parameters, or other things, in this {type(trained).__name__}; "
+            "give parameters (a generator has them only once), the wrapped model or its optimizer"
+        )
+    return given

@@ -1,0 +1,120 @@
+"""What naive and bucketed data parallelism share: equal replicas to begin with, one moment at the
+end of each backward, and the news that nobody used a parameter.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_is_there
+
+# A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
+# sum, and a sum is -0.0 only where all its terms are: where the result is -0.0, no rank used the
+# parameter, and its gradient stays None, as in a single process. The news travels for free.
+# Gradients are divided before they are summed: a quotient may underflow to -0.0, `mark_used`
+# mends that, and fp16 sums do not overflow.
+UNUSED = -0.0
+
+
+class Replica(nn.Module):
+    """`module` on each rank of `comm`, equal to rank 0's: what the wrappers have in common.
+
+    A copy (`copy.deepcopy`, pickle) has parameters of its own. It leaves out what belongs to the
+    original's (hooks, buckets, weak references) and creates its own in `_attach`, where nothing
+    travels: rank 0 may copy or load alone. What was over all ranks is loaded over all ranks.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm | None = None):
+        super().__init__()
+        self.module, self.comm = module, Comm.of(comm)
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        trainable(module)
+        self._set_up()
+        copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
+
+    def _set_up(self) -> None:
+        before = {*vars(self)}
+        self._attach()
+        self._attached = {*vars(self)} - before
+
+    def _attach(self) -> None:
+        claim(self.module.named_parameters(), self)
+        self._unchanged = Unchanged(self.module)
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
+        self._synchronise = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in self._attached}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.comm = Comm.of(self.comm)
+        self._set_up()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters to be kept equal. Raises ValueError when there are none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
+            "synchronise; use the module as it is"
+        )
+    return parameters
+
+
+def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Comm) -> None:
+    """Make all ranks' tensors equal to those of rank 0."""
+    copy_from(0, tensors, comm)
+
+
+def copy_from(src: int, tensors: Iterable[torch.Tensor], comm: Comm) -> None:
+    """Make all ranks' tensors equal to rank `src`'s: a broadcast for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x.detach())
+    for group in kinds.values():
+        flat = torch.cat([x.reshape(-1) for x in group])
+        comm.broadcast(flat, src)
+        for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
+            x.copy_(part.view_as(x))
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that now runs is over, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def mark_used(flat: torch.Tensor) -> None:
+    """A gradient's first element may be -0.0 by itself; + 0.0 makes that 0.0 and leaves others."""
+    flat[:1].add_(0.0)
+
+
+def nobody_used(flat: torch.Tensor) -> bool:
+    """Whether the reduced gradient says that no rank used its parameter."""
+    first = flat[:1].real if flat.is_complex() else flat[:1]
+    return bool(((first == 0) & torch.signbit(first)).all())
+
+
+def check_dense(gradients: Iterable[torch.Tensor]) -> None:
+    """Raises TypeError when a gradient is sparse."""
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise TypeError(
+                f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer "
+                "with sparse=False"
+            )

@@ -1,0 +1,53 @@
+"""A model whose parameters are cut, put together again: for a look, or to compare.
+
+Checkpoints do without: there each rank writes its part (labkit/checkpoints).
+"""
+
+from torch import Tensor, nn
+
+from labkit.parallel.common.conjugate import gathered
+from labkit.parallel.common.in_stages import InStages
+from labkit.parallel.common.shards import Shard, shard_of
+from labkit.parallel.zero3.state import WholeState
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
+    ranks, which call it together. One with two names is put together once.
+
+    Args:
+        model: edited by `tensor_parallel`, or a strategy around one, as DDP and ZeRO3; names are
+            those of the module inside. Of a Pipeline, the model of all stages, on the CPU. After
+            steps of a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
+    """
+    if isinstance(model, InStages):
+        return model.full_state_dict()
+    parts = plain_module(model).state_dict(keep_vars=True)
+    # ZeRO3's are whole over its own ranks, and may be cut over others.
+    found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)
+    whole: dict[int, Tensor] = {}
+    for name, x in found.items():
+        if isinstance(x, Tensor) and id(x) not in whole:
+            shard = shard_of(parts[name])
+            whole[id(x)] = x.detach() if shard is None else _joined(x.detach(), shard)
+    return {name: whole.get(id(x), x) for name, x in found.items()}
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose names count: without the strategy around it, which has nothing but it. Of a
+    Pipeline, what it has on this rank."""
+    if isinstance(model, InStages):
+        return model.module
+    inside = getattr(model, "module", None)
+    if isinstance(inside, nn.Module) and (
+        hasattr(model, "owned")
+        or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
+    ):
+        return plain_module(inside)
+    return model
+
+
+def _joined(x: Tensor, shard: Shard) -> Tensor:
+    """All ranks' parts beside each other, without the padding at the end."""
+    there = gathered(x.to(shard.comm.own_device()), shard.comm, shard.dim)
+    return there.narrow(shard.dim, 0, shard.whole).to(x.device)

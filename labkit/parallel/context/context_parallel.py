@@ -1,0 +1,152 @@
+"""Context parallelism: every rank has the whole model and a part of each sequence.
+
+    tokens     the quick brown │ fox jumps over      one sequence of s tokens, on 2 ranks
+    rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
+    rank 1         quick brown │ fox jumps           chunks 1 and 2
+
+Embedding, norms, MLP and loss look at one token at a time: with s/n of them a rank does 1/n of the
+work, and holds 1/n of the activations, and nothing travels. Attention alone looks across, so
+attention alone is replaced:
+
+    way="ring"      blocks of k and v travel past the queries       ring_attention.py
+    way="ulysses"   ranks swap tokens for heads, and back           ulysses.py
+
+    model = context_parallel(GPT(...), comm)        # edit first,
+    model = DDP(model, comm)                        # then wrap: each rank's loss is the mean over
+    x, y = (sequence_shard(t, comm) for t in (x, y))        # its own tokens, as many as on others,
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
+
+That is what data parallelism does with rows; so DDP, ZeroOptimizer and ZeRO3 do it with tokens. On
+a mesh, give them the data-parallel and the context-parallel ranks together, `mesh["dp", "cp"]`:
+every parameter is marked with `comm` (common/shards.py), and strategies over fewer ranks refuse it.
+
+    each rank holds   the model, and 1/n of all activations
+    travels           per layer, what the two files say; per step, the gradients, as for rows
+
+Dropout inside attention: not with "ring", whose tiles draw no masks (ValueError); with "ulysses" as
+the model's own core does it. That, and all other dropout, draws from the random numbers of each
+rank: seed the ranks differently after the model is built, as for rows.
+
+Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
+Llama Team, arXiv 2407.21783, section 3.3.2.
+"""
+
+import inspect
+from typing import Any, Literal
+
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.memory.recompute import Recomputed
+from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.common.shards import mark_sequence
+from labkit.parallel.context.ring_attention import RingAttention
+from labkit.parallel.context.ulysses import Ulysses, check_heads
+from labkit.parallel.context.zigzag import positions_of
+
+Way = Literal["ring", "ulysses"]
+
+
+def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.Module:
+    """Have `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
+
+    Args:
+        model: a plain GPT, edited in place: each `attn.core` becomes another. It must be causal,
+            as that of labkit.GPT is.
+        comm: the ranks that share each sequence.
+        way: "ring": any heads, s must split into 2n chunks; "ulysses": n must also divide the heads
+            and the key-value heads.
+
+    Returns the model. Weights and their names stay what they are. Where `model(tokens)` is called
+    without `positions`, they are filled in: those of this rank's shard.
+
+    Raises ValueError where there is no `attn.core`, or what is there cannot be replaced; where a
+    strategy that has the parameters already is over fewer ranks; in forward where a sequence does
+    not split, or is longer than the model's context.
+    """
+    comm = Comm.of(comm)
+    if way not in ("ring", "ulysses"):
+        raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
+    if not (attentions := [m for name, m in model.named_modules() if _is_attention(name, m)]):
+        raise ValueError(
+            f"{type(model).__name__} has no module attn.core, which context parallelism replaces; "
+            "give a model whose blocks have one, as labkit.GPT"
+        )
+    if "positions" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
+            "tokens stand; edit the plain model first, then wrap it"
+        )
+    _check_owners(model, comm)
+    cores = [_core_for(attention, comm, way) for attention in attentions]
+    for attention, core in zip(attentions, cores, strict=True):
+        attention.core = core
+    for parameter in model.parameters():
+        mark_sequence(parameter, comm)
+    model.register_forward_pre_hook(_PositionsFilledIn(model, comm), with_kwargs=True)
+    return model
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    return name.split(".")[-1] == "attn" and isinstance(getattr(module, "core", None), nn.Module)
+
+
+def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
+    """What takes the place of attention.core. Raises ValueError where nothing can."""
+    core = attention.core
+    if isinstance(core, (RingAttention, Ulysses)):
+        raise ValueError("this model is context-parallel already; a model is edited once")
+    if isinstance(core.__dict__.get("forward"), Recomputed):
+        raise ValueError(
+            "this model's attn.core is computed again in backward; call context_parallel first, "
+            "then Recompute"
+        )
+    if way == "ulysses":
+        heads, kv_heads = (
+            part.weight.shape[0] // attention.head_width for part in (attention.q, attention.k)
+        )
+        check_heads(heads, kv_heads, comm.size)
+        return Ulysses(core, comm)
+    dropout = getattr(core, "dropout", 0.0)
+    if (p := getattr(dropout, "p", dropout)) > 0:  # a module, or the number itself
+        raise ValueError(
+            f'way="ring" has no dropout inside attention, and this model\'s is {p}; take it out, '
+            'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
+        )
+    return RingAttention(comm)
+
+
+def _check_owners(model: nn.Module, comm: Comm) -> None:
+    """As a strategy that comes later would be checked by the mark."""
+    for name, parameter in model.named_parameters():
+        owner = owner_of(parameter)
+        if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
+            raise ValueError(
+                f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
+                f"which are not all that are to share a sequence, {list(comm.ranks)}; call "
+                'context_parallel first, then make the strategy over mesh["dp", "cp"]'
+            )
+
+
+class _PositionsFilledIn:
+    """Without it a model would take its shard for the beginning of the sequence, unnoticed."""
+
+    def __init__(self, model: nn.Module, comm: Comm):
+        self.takes, self.comm = inspect.signature(model.forward), comm
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound, comm = self.takes.bind_partial(*args, **kwargs), self.comm
+        tokens = next(iter(bound.arguments.values()), None)
+        if tokens is None or bound.arguments.get("positions") is not None:
+            return None
+        length = tokens.shape[1] * comm.size
+        context = getattr(model, "context", length)
+        if length > context:
+            raise ValueError(
+                f"{comm.size} shards of {tokens.shape[1]} tokens are a sequence of {length}, "
+                f"longer than the model's context of {context}; give each rank its "
+                "sequence_shard(tokens, comm), not all tokens, or build the model with a larger "
+                "context"
+            )
+        bound.arguments["positions"] = positions_of(length, comm, tokens.device)  # [s/n]
+        return bound.args, bound.kwargs

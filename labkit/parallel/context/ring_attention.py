@@ -1,0 +1,155 @@
+"""Ring attention: each rank keeps its queries, and blocks of keys and values travel past them.
+
+    n = 4 ranks, each with s/n tokens; k₂ is the block of keys and values of rank 2
+
+              step 0      step 1      step 2      step 3
+    rank 0    q₀ k₀       q₀ k₃       q₀ k₂       q₀ k₁       a block moves on to the next rank
+    rank 1    q₁ k₁       q₁ k₀       q₁ k₃       q₁ k₂       while the rank computes with it
+    rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
+    rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
+
+What a rank finds in one step is attention to some keys, as FlashAttention gives it: out, and for
+each query L, the logarithm of the sum of exp(score). Two such results become one:
+
+    L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
+
+With zig-zag shards (zigzag.py) each half of a block is before all queries of a half, or behind:
+
+    own block          causal, as in one process    both halves stand in order    s²/2n² scores
+    of a rank before   all queries see its early half, none its late half         s²/2n²
+    of a rank after    the late half of the queries sees all of it                s²/2n²
+
+So nothing is masked but on the diagonal, and in every step all ranks do the same work.
+
+Backward lets k and v travel again. The gradient of a block grows where the block is: it follows it
+from rank to rank, and comes home in the end, where the owner's own part has waited.
+
+    kept      q, k, v, out, and L: 4 bytes a row. Linear in s/n; no score is kept
+    forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
+    backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
+    hidden    where computing with a block takes longer than its way: labkit/predict/context.py
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv 2407.21783, section 3.3.2, which cuts
+the sequence so but gathers all k and v at once. Each step: labkit/memory/flash_attention.py.
+
+Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from labkit.comm import Comm
+from labkit.memory.flash_attention import check_fit, flash_backward, flash_forward
+from labkit.parallel.context.zigzag import check_splits
+
+TILE = 128
+
+
+class RingAttention(nn.Module):
+    """A core of attention whose input is sharded over `comm`. No parameters."""
+
+    def __init__(self, comm: Comm, tile: int = TILE) -> None:
+        super().__init__()
+        self.comm, self.tile = comm, tile
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, self.comm, self.tile)
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE) -> Tensor:
+    """Causal attention to a whole sequence, of which each rank gives its `sequence_shard`.
+
+    Args:
+        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are,
+            are computed in float32 and rounded at the end.
+        tile: queries and keys whose scores are there at once; memory at work goes with its square.
+
+    Returns [b, h, s/n, e], in the type of q. All ranks call it. Has a first derivative, no second.
+    Raises ValueError for shapes or types that do not fit together, or a shard without two halves.
+    """
+    check_fit(q, k, v, tile)
+    check_splits(q.shape[2] * comm.size, comm.size)
+    return _RingAttention.apply(q, k, v, comm, tile)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
+        queries = q.to(torch.promote_types(q.dtype, torch.float32))
+        with torch.autocast(q.device.type, enabled=False):  # products in the types given
+            for owner, block in _around(torch.stack([k, v]), comm):
+                rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+                k_seen, v_seen = block[:, :, :, keys]
+                part = flash_forward(queries[:, :, rows], k_seen, v_seen, causal, tile)
+                if owner == comm.rank:  # the first
+                    out, logsum = part
+                else:
+                    _merge(out[:, :, rows], logsum[:, :, rows], *part)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, logsum)
+        ctx.comm, ctx.tile = comm, tile
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logsum = ctx.saved_tensors
+        comm, queries, handle = ctx.comm, q.to(logsum.dtype), None
+        for owner, block in _around(torch.stack([k, v]), comm):
+            rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+            k_seen, v_seen = block[:, :, :, keys].to(logsum.dtype)
+            dq_part, *dkv = flash_backward(
+                dout[:, :, rows], queries[:, :, rows], k_seen, v_seen,
+                out[:, :, rows], logsum[:, :, rows], causal, ctx.tile,
+            )  # fmt: skip
+            if owner == comm.rank:
+                dq, at_home = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
+                arriving = torch.zeros_like(at_home)  # nobody has met the next block before
+                continue
+            dq[:, :, rows] += dq_part
+            if handle is not None:
+                handle.wait()  # for what the ranks before have found of this block's gradient
+            grown, arriving = arriving, torch.empty_like(at_home)
+            grown[:, :, :, keys] += torch.stack(dkv)
+            handle = comm.ring_exchange(arriving, grown, async_op=True)
+        if handle is not None:
+            handle.wait()
+            at_home += arriving
+        dk, dv = at_home
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+    """All ranks' blocks and whose they are, one's own first. While the caller computes with one, it
+    moves on, and the next arrives."""
+    for step in range(comm.size - 1):
+        arriving = torch.empty_like(block)
+        handle = comm.ring_exchange(arriving, block, async_op=True)
+        yield (comm.rank - step) % comm.size, block
+        assert handle is not None
+        handle.wait()
+        block = arriving
+    yield (comm.rank + 1) % comm.size, block
+
+
+def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
+    """Which of the rank's queries see which of the owner's keys, and whether causally among them:
+    where not, all of these see all of those."""
+    half, every = length // 2, slice(0, length)
+    if owner == rank:
+        return every, every, True
+    return (every, slice(0, half), False) if owner < rank else (slice(half, length), every, False)
+
+
+def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:
+    """Attention to some keys, out [b, h, queries, e] and logsum [b, h, queries], takes up
+    that to others."""
+    both = torch.logaddexp(logsum, part_logsum)
+    out *= torch.exp(logsum - both).unsqueeze(-1)
+    out += part * torch.exp(part_logsum - both).unsqueeze(-1)
+    logsum.copy_(both)

@@ -1,0 +1,73 @@
+"""Ulysses: for the time of attention, ranks share the heads instead of the sequence.
+
+                 heads                                     heads
+              a  b  c  d                                a  b  c  d
+    tokens 0  ▪  ▪  ▪  ▪   rank 0    all-to-all     0   ▪  ▪ │ ░  ░
+           1  ▪  ▪  ▪  ▪             ──────────>    1   ▪  ▪ │ ░  ░
+           ──────────────                           2   ▪  ▪ │ ░  ░
+           2  ░  ░  ░  ░   rank 1    <──────────    3   ▪  ▪ │ ░  ░
+           3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
+
+Heads do not know each other: with h/n of them and all tokens, a rank computes attention by any
+kernel, as a single process would, dropout included. q, k and v go there, the result comes back:
+four all-to-alls forward, and the same four, the other way round, backward.
+
+    travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
+              less and less with more ranks, where the ring's blocks sum up to (n-1)/n · 2 g b s e
+    limit     n must divide the heads, the key-value heads too
+
+Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.
+
+Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from labkit.comm import Comm
+from labkit.parallel.common.conjugate import Exchange
+from labkit.parallel.context.zigzag import join_zigzag, split_zigzag
+
+
+class Ulysses(nn.Module):
+    """A core of attention whose input is sharded over `comm`, around one that sees all tokens of
+    some heads. No parameters."""
+
+    def __init__(self, core: nn.Module, comm: Comm) -> None:
+        super().__init__()
+        self.core, self.comm = core, comm
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, h, s/n, e] and k, v [b, g, s/n, e] -> [b, h, s/n, e], of zig-zag shards. Raises
+        ValueError where heads or tokens do not divide."""
+        check_heads(q.shape[1], k.shape[1], self.comm.size)
+        q, k, v = (Exchange.apply(x, to_heads, to_sequence, self.comm) for x in (q, k, v))
+        return Exchange.apply(self.core(q, k, v), to_sequence, to_heads, self.comm)
+
+
+def to_heads(x: Tensor, comm: Comm) -> Tensor:
+    """All heads of some tokens -> all tokens of some heads: [b, h, s/n, e] -> [b, h/n, s, e]."""
+    leaving = x.chunk(comm.size, dim=1)  # the heads of each rank
+    arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
+    comm.all_to_all(arriving, leaving)
+    return join_zigzag(arriving, dim=2)  # the tokens of each rank, put in order
+
+
+def to_sequence(x: Tensor, comm: Comm) -> Tensor:
+    """And back: [b, h/n, s, e] -> [b, h, s/n, e]."""
+    leaving = split_zigzag(x, comm.size, dim=2)
+    arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
+    comm.all_to_all(arriving, leaving)
+    return torch.cat(arriving, dim=1)
+
+
+def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    """Raise ValueError where heads do not divide over the ranks, naming how many ranks would do."""
+    if heads % ranks == 0 and kv_heads % ranks == 0:
+        return
+    would = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == 0]
+    what = f"{heads} heads" if heads % ranks else f"{kv_heads} key-value heads"
+    raise ValueError(
+        f"Ulysses: {what} do not divide over {ranks} context-parallel ranks; "
+        f'{" or ".join(map(str, would))} would do, and way="ring" takes any number of heads'
+    )

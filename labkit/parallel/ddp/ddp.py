@@ -1,0 +1,236 @@
+"""Distributed data parallelism: gradients travel in buckets while backward still runs.
+
+    each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
+    travels           2(n-1)/n P bytes from each rank and step, in P / bucket_mb messages
+
+Backward makes the last layer's gradient first. Parameters are therefore put into buckets in
+reverse order, and a bucket leaves as soon as its last gradient is there:
+
+        rank 0   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
+                                            [ bucket 0 ][ bucket 1 ][ bucket 2 ]
+        rank 1   the same
+
+Few large messages pay the latency once, and only the last bucket is not hidden by computation.
+A bucket is one flat tensor, and after backward the gradients *are* views of it: nothing is copied
+back, and a rank then holds P of gradients, not 2P. (During backward, the gradients of the bucket
+that is filling are there beside it.)
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+arXiv 2006.15704, sections 3.2 and 4.2.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.common.replicas import (
+    Replica,
+    at_end_of_backward,
+    copy_from,
+    when_gradient_is_there,
+)
+from labkit.parallel.ddp.bucket_order import STATIC, agreed_order, agreed_used
+from labkit.parallel.ddp.buckets import MB, Bucket, buckets_of
+from labkit.parallel.ddp.comm_hooks import Hook, all_reduced
+from labkit.parallel.ddp.joining import Doing, RollCall
+from labkit.parallel.naive_ddp import NaiveDDP
+
+Part = TypeVar("Part")
+
+
+class DDP(Replica):
+    """Replicas of `module`, whose gradients are averaged while `backward()` runs.
+
+    Args:
+        module: any module; replicas start as rank 0's.
+        comm: the ranks that hold replicas; all by default.
+        bucket_mb: gradients travel in pieces of about this many MiB.
+        overlap: send a bucket as soon as it is full; False: when backward is over, to compare.
+        static_graph: every step uses the parameters that the first one used, on all ranks. The
+            others are not sent at all; ValueError where it turns out otherwise.
+        hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
+        find_unused_parameters: torch has it, and here it changes nothing: what a rank did not use
+            is found in any case, and costs no search (see `replicas.UNUSED`).
+
+    When `backward()` returns, the gradients are the averages; they stay valid until the next
+    backward. Use `.module` for the wrapped module. After the first backward, buckets are filled
+    anew in the order in which gradients came.
+
+    Raises ValueError, on every rank, where the ranks' modules differ or one is wrapped already; in
+    forward, where parameters were changed since.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Comm | None = None,
+        bucket_mb: float = 25,
+        overlap: bool = True,
+        static_graph: bool = False,
+        hook: Hook = all_reduced,
+        find_unused_parameters: bool = False,
+    ):
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
+        super().__init__(module, comm)
+        self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
+        self._bucket_bytes = bucket_mb * MB
+        self._make_buckets(self.comm)
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        self._came: list[nn.Parameter] | None = None
+        self._fill([])
+        self._roll: RollCall | None = None  # inside join()
+        self._in_backward = False
+        self._sent = 0  # buckets leave in the same order on all ranks
+        for parameter in self._parameters_to_average:
+            when_gradient_is_there(parameter, self._gradient_is_there)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_buckets(None)
+
+    def _make_buckets(self, comm: Comm | None) -> None:
+        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes, comm))
+        self._came = [] if len(self._buckets) > 1 or self.static_graph else None
+
+    def _fill(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.view}
+
+    # --- forward and backward -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._in_backward:  # the last one was cut short by an error
+            self._reset()
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._unchanged.check()
+            self._copy_buffers()
+        return self.module(*args, **kwargs)
+
+    def _copy_buffers(self) -> None:
+        buffers = list(self.module.buffers())
+        if buffers and self._roll and self._roll.i_am_active:
+            self._roll.tell(Doing.FORWARD)
+        copy_from(self._roll.first if self._roll else 0, buffers, self.comm)
+
+    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when it has finished the gradient of `parameter`."""
+        bucket = self._bucket_of.get(parameter)  # type: ignore[call-overload]
+        if bucket is None:
+            self._refuse(parameter, "got a gradient, and had none in the first backward")
+        if not self._synchronise:
+            return
+        if not self._in_backward:
+            self._begin()
+        if self._came is not None:
+            self._came.append(parameter)  # type: ignore[arg-type]
+        bucket.gradient_is_there(parameter)
+        while self.overlap and self._sent < len(self._buckets) - 1 and not self._next.missing:
+            self._send_next()
+
+    def _begin(self) -> None:
+        self._in_backward = True
+        at_end_of_backward(self._end)
+        if self._roll:
+            self._roll.tell(Doing.BACKWARD)
+
+    def _end(self) -> None:
+        """Backward is over. Raises ValueError when a static graph used less than before."""
+        if self.static_graph and self._came is None:
+            for parameter, bucket in self._bucket_of.items():
+                if parameter in bucket.missing:
+                    self._refuse(parameter, "got no gradient, and had one in the first backward")
+        self._finish()
+
+    def _finish(self) -> None:
+        """Send what is left (at least the last bucket, which nothing can hide, and all after one
+        that misses a parameter), and wait."""
+        while self._sent < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            bucket.receive()
+        self._in_backward, self._sent = False, 0
+        if self._came is not None:
+            self._rebuild(self._came)
+
+    @property
+    def _next(self) -> Bucket:
+        return self._buckets[self._sent]
+
+    def _send_next(self) -> None:
+        is_last = self._sent == len(self._buckets) - 1
+        divisor = self._roll.divisor if self._roll else self.comm.size
+        self._next.send(self.comm, self.overlap and not is_last, divisor, self.hook)
+        self._sent += 1
+
+    def _reset(self) -> None:
+        self._in_backward, self._sent = False, 0
+        self._came = None if self._came is None else []
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _refuse(self, parameter: torch.Tensor, what: str) -> None:
+        self._reset()
+        raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
+
+    def _rebuild(self, came: list[nn.Parameter]) -> None:
+        """Once, after the first backward: fill the buckets in the order in which gradients came."""
+        self._came = None
+        order = agreed_order(
+            self._parameters_to_average, came, self.comm, self._roll.first if self._roll else 0
+        )
+        if self.static_graph:
+            unused = {p for bucket in self._buckets for p in bucket.unused}
+            mine = None if self._roll and not self._roll.i_am_active else {*order} - unused
+            used = agreed_used(self._names, mine, self.comm)
+            order = [p for p in order if p in used]
+        buckets = buckets_of(order[::-1], self._bucket_bytes, self.comm)
+        if [set(b.view) for b in buckets] != [set(b.view) for b in self._buckets]:
+            for bucket in buckets:
+                bucket.take_over()
+            self._fill(buckets)
+
+    # --- several backwards in a step, and ranks whose data ends -------------------------------
+
+    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The micro-batches of one step: `for x, y in ddp.accumulate(parts):`, of which only the
+        last one's backward sends. Gradients add up: each loss is its part of the step's loss, a
+        sum over its rows (or tokens) * ranks / rows of all parts on all ranks."""
+        parts = list(parts)
+        with self.no_sync():
+            yield from parts[:-1]
+        yield from parts[-1:]
+
+    @contextmanager
+    def join(self, divide_by_active: bool = False) -> Iterator[None]:
+        """Around a loop whose number of steps may differ between the ranks; see `joining`.
+
+        A rank that leaves the block keeps the others company, with no gradient of its own, until
+        all leave it; then all have the weights of a rank that was active last. Gradients are
+        divided by the number of ranks, or with `divide_by_active` of those still active. The state
+        of an optimizer (momentum, Adam) is each rank's own: make a new one to train on.
+        """
+        device = self._parameters_to_average[0].device
+        self._roll = roll = RollCall(self.comm, device, divide_by_active)
+        try:
+            yield
+            while doing := roll.tell(Doing.ENDED):
+                if doing == Doing.FORWARD:
+                    self._copy_buffers()
+                else:
+                    self.zero_grad()
+                    self._finish()
+            if len(roll.active) < self.comm.size:
+                tensors = [*self.module.parameters(), *self.module.buffers()]
+                copy_from(roll.first, tensors, self.comm)
+        finally:
+            self._roll = None
+
+    predict = NaiveDDP.predict  # the same bytes, in fewer messages

@@ -1,0 +1,242 @@
+"""A parameter server, asynchronous: each worker pushes and pulls when it is ready, and waits for no
+other. Its gradient may be *stale*: made with weights that others have changed meanwhile.
+
+    rank 0, the server  parameters P, the optimizer's state, room for one gradient G
+    rank 1 ... n-1      parameters P and gradients G; each its own data
+    travels             G from a worker to the server and P back, in each of its steps
+
+        rank 1  [ w0: forward backward ]push [ w1 .................... ]push
+        rank 2  [ w0: forward backward ..........  ]push [ w3: forward ...
+        rank 3  [ w0: forward backward ...... ]push [ w2: ...
+        rank 0                         step -> w1    w2  w3
+
+    staleness of an update = version it is applied to - version its gradient was made with:
+    0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2.
+
+Without a bound one worker may run far ahead. With `max_staleness=s` (*stale synchronous parallel*)
+a worker gets its next weights only when it is at most s steps ahead of the slowest; then no update
+is staler than (n-2)(2s + 1) on n ranks, n - 1 of them workers.
+
+Sources: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NIPS 2012, section 4.1;
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3;
+Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS
+2013, section 2.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm, Handle
+from labkit.parallel.common.replicas import Replica, check_dense, copy_from_rank_0
+from labkit.parallel.parameter_server.synchronous import SERVER
+
+DONE = -1  # in place of the version: this worker pushes no more
+POLL_S = 0.0002
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of the server: the gradient of `worker`, made with the weights of `made_with`,
+    applied to those of `applied_to`. Version v is the weights after v updates."""
+
+    worker: int
+    made_with: int
+    applied_to: int
+
+    @property
+    def staleness(self) -> int:
+        return self.applied_to - self.made_with
+
+
+class AsyncParameterServer(Replica):
+    """`module` on every rank; rank 0 serves its weights, the others train them, unsynchronised.
+
+        model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
+
+        def work():  # on each worker: an ordinary loop
+            for x, y in my_batches:
+                model.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                model.step()  # push the gradient, pull newer weights
+
+        updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
+
+    After `run` all ranks have the same weights and the list of all updates. Each gradient is
+    applied as it is, by itself: n workers make n steps where a synchronous server makes one.
+    Buffers (the statistics of BatchNorm) stay each rank's own.
+
+    Args:
+        module: any module; the copies start as rank 0's.
+        optimizer_cls: made on rank 0, with `defaults`; takes one step for each push.
+        comm: rank 0 serves, the others work; all by default. At least 2.
+        max_staleness: how many steps a worker may be ahead of the slowest; None: any number.
+        order: the workers in the order in which their pushes are to be taken, from the beginning,
+            so that a run can be repeated to the bit; after its end, and by default, as they come.
+
+    Raises ValueError, on every rank, when the ranks have different models, or a parameter belongs
+    to another strategy; in `run`, when `order` asks for a worker that waits or is done.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_cls: type[torch.optim.Optimizer],
+        comm: Comm | None = None,
+        max_staleness: int | None = None,
+        order: Iterable[int] = (),
+        **defaults: Any,
+    ):
+        super().__init__(module, comm)
+        self.max_staleness, self.order = max_staleness, list(order)
+        self._check_arguments()
+        self._parameters_to_serve = self._parameters_to_average
+        self._device = self._parameters_to_serve[0].device  # where the headers are, too
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self.is_server:
+            self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)
+        self.updates: list[Update] = []
+        self.version = 0  # of the weights here
+
+    @property
+    def is_server(self) -> bool:
+        return self.comm.rank == SERVER
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def run(self, work: Callable[[], object]) -> list[Update]:
+        """Call `work` on each worker, and serve until all of them have returned from it."""
+        if self.is_server:
+            self._serve()
+        else:
+            work()
+            self._send_header(DONE)
+        copy_from_rank_0(self.module.parameters(), self.comm)
+        self.updates = self.comm.all_gather_object(self.updates)[SERVER]
+        self.version = len(self.updates)
+        return self.updates
+
+    # --- a worker ---
+
+    def step(self) -> None:
+        """Push the gradients, then pull the weights that the server has by then."""
+        self._unchanged.check()
+        self._send_header(self.version)
+        for parameter in self._parameters_to_serve:
+            if parameter.grad is not None:
+                self.comm.send(parameter.grad, SERVER)
+        version = torch.empty((), dtype=torch.int64, device=self._device)
+        self.comm.recv(version, SERVER)
+        for parameter in self._parameters_to_serve:
+            self.comm.recv(parameter.detach(), SERVER)
+        self.version = int(version)
+
+    def _send_header(self, version: int) -> None:
+        """What is coming: the version that it was made with, and which gradients there are."""
+        gradients = [p.grad for p in self._parameters_to_serve]
+        check_dense(g for g in gradients if g is not None)
+        header = [version, *(g is not None for g in gradients)]
+        self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
+
+    # --- the server ---
+
+    def _serve(self) -> None:
+        """Take a push, step, and answer all who may go on, until nobody is left. Nobody waits for
+        ever: the slowest worker is never ahead, so it always has its answer."""
+        length = 1 + len(self._parameters_to_serve)
+        pushes = _Pushes(self.comm, length, self._device, self.order)
+        steps = dict.fromkeys(range(1, self.comm.size), 0)  # of those who still work
+        waiting: list[int] = []  # who have pushed, and are too far ahead for an answer
+        while steps:
+            worker, (made_with, *there) = pushes.next(waiting)
+            if made_with == DONE:
+                del steps[worker]
+            else:
+                self._take(worker, made_with, there)
+                steps[worker] += 1
+                waiting.append(worker)
+            for one in [w for w in waiting if self._may_go_on(steps[w], steps.values())]:
+                waiting.remove(one)
+                self._answer(one)
+                pushes.expect(one)
+
+    def _take(self, worker: int, made_with: int, there: list[int]) -> None:
+        assert self.optimizer is not None
+        for parameter, comes in zip(self._parameters_to_serve, there, strict=True):
+            parameter.grad = torch.empty_like(parameter) if comes else None
+            if parameter.grad is not None:
+                self.comm.recv(parameter.grad, worker)
+        self.optimizer.step()
+        self.updates.append(Update(worker, made_with, applied_to=self.version))
+        self.version += 1
+
+    def _may_go_on(self, steps: int, of_all: Iterable[int]) -> bool:
+        return self.max_staleness is None or steps <= min(of_all) + self.max_staleness
+
+    def _answer(self, worker: int) -> None:
+        self.comm.send(torch.tensor(self.version, device=self._device), worker)
+        for parameter in self._parameters_to_serve:
+            self.comm.send(parameter, worker)
+
+    def _check_arguments(self) -> None:
+        if self.comm.size < 2:
+            raise ValueError(
+                "AsyncParameterServer: rank 0 serves and the others work, so at least 2 ranks are "
+                "needed; this world has 1"
+            )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness}: give 0 steps or more, or None")
+        if others := set(self.order) - set(range(1, self.comm.size)):
+            raise ValueError(
+                f"order has {min(others)}, which is no worker: they are ranks 1 to "
+                f"{self.comm.size - 1}"
+            )
+
+
+class _Pushes:
+    """The headers of pushes: in a given order, and then as they arrive. There is one receive under
+    way for each worker that is expected to push."""
+
+    def __init__(self, comm: Comm, length: int, device: torch.device, order: list[int]):
+        self._comm, self._length, self._device = comm, length, device
+        self._order = iter(order)
+        self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
+        self._turns = cycle(range(1, comm.size))  # so that nobody is passed over
+        for worker in range(1, comm.size):
+            self.expect(worker)
+
+    def expect(self, worker: int) -> None:
+        header = torch.empty(self._length, dtype=torch.int64, device=self._device)
+        self._coming[worker] = self._comm.irecv(header, worker), header
+
+    def next(self, waiting: list[int]) -> tuple[int, list[int]]:
+        """The worker and its header. Raises ValueError where the order cannot be kept."""
+        worker = next(self._order, None)
+        if worker is None:
+            return self._take(self._first_to_come())
+        if worker not in self._coming:
+            why = "it is too far ahead and waits" if worker in waiting else "it is done"
+            raise ValueError(f"order asks for a push of worker {worker}, but {why}")
+        taken, header = self._take(worker)
+        if header[0] == DONE:
+            raise ValueError(f"order asks for a push of worker {worker}, but it is done")
+        return taken, header
+
+    def _first_to_come(self) -> int:
+        for worker in self._turns:
+            if worker in self._coming and self._coming[worker][0].is_completed():
+                return worker
+            if worker == self._comm.size - 1:
+                time.sleep(POLL_S)
+        raise AssertionError("turns have no end")
+
+    def _take(self, worker: int) -> tuple[int, list[int]]:
+        handle, header = self._coming.pop(worker)
+        handle.wait()
+        return worker, header.tolist()

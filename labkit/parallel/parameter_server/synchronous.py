@@ -1,0 +1,157 @@
+"""A parameter server, synchronous: rank 0 gathers all gradients, steps, and scatters the weights.
+
+    rank 0, the server  parameters P, gradients G, Adam 2G; its share of the batch
+    the n-1 others      parameters P, and gradients G until they are sent; their shares
+    travels             G from each of the others to the server and G back, every step: over the
+                        server's link 2(n-1) G, over each other's 2 G
+
+        rank 1  forward | backward | push g --.               .--> new w | forward
+        rank 2  forward | backward | push g --+               +--> new w | forward
+        rank 0  forward | backward |          '-> g+g+g | step '          | forward
+
+In a ring (ddp.py) no link carries more than 4 (n-1)/n G in and out, however many ranks there are;
+here one link carries it all, so that a step takes longer with each rank that comes. What it has
+for it: only the server holds gradients and state after backward, and only there a step is taken.
+
+Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
+section 3; `torch.nn.DataParallel` does the same with threads of one process.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.replicas import (
+    UNUSED,
+    Replica,
+    at_end_of_backward,
+    check_dense,
+    copy_from_rank_0,
+    mark_used,
+    nobody_used,
+    when_gradient_is_there,
+)
+
+SERVER = 0
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+class ParameterServer(Replica):
+    """`module` on every rank; its gradients meet on rank 0, whose weights everybody then takes.
+
+        model = ParameterServer(module)
+        optimizer = model.pull_after(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    The training loop does not change, on any rank. When `backward()` returns, rank 0 has the mean
+    gradients, and the others have none: their `optimizer.step()` finds nothing to do, keeps no
+    state, and ends when the new weights are there. Clip gradients as ever: it acts on rank 0.
+
+    Args:
+        module: any module; the copies start as rank 0's.
+        comm: the ranks that hold copies; all by default.
+
+    Raises ValueError, on every rank, when the ranks have different models, when a parameter
+    belongs to another strategy, or changed after wrapping; and when nobody called `pull_after`.
+    """
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
+        for parameter in self._parameters_to_average:
+            _when_gradient_is_made(parameter, self._share)
+            when_gradient_is_there(parameter, self._schedule)
+
+    @property
+    def is_server(self) -> bool:
+        return self.comm.rank == SERVER
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._scheduled = False
+            copy_from_rank_0(self.module.buffers(), self.comm)
+        return self.module(*args, **kwargs)
+
+    def pull_after(self, optimizer: AnyOptimizer) -> AnyOptimizer:
+        """Bring the server's weights to all ranks after each step of `optimizer`; returns it."""
+        weak = WeakMethod(self._pull)
+        optimizer.register_step_post_hook(lambda *_: pull() if (pull := weak()) else None)
+        self._pulls = True
+        return optimizer
+
+    def _share(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Called by autograd before it adds `gradient` to `.grad`: this rank's share of the mean.
+        Divided here, and once, a second backward before the step is right, too."""
+        return gradient / self.comm.size
+
+    def _schedule(self, parameter: torch.Tensor) -> None:
+        """A gradient is there, so a backward runs: push once it is over."""
+        if self._synchronise and not self._scheduled:
+            self._scheduled = True
+            at_end_of_backward(self._push)
+
+    def _push(self) -> None:
+        """Gradients to the server, which adds them up; nobody else keeps one."""
+        self._scheduled = False
+        self._unchanged.check()
+        if not self._pulls:
+            raise ValueError(
+                "ParameterServer: no optimizer brings the weights back; make it with "
+                "optimizer = model.pull_after(torch.optim.AdamW(model.parameters()))"
+            )
+        for parameter in self._parameters_to_average:
+            used = parameter.grad is not None
+            total = self._gathered(parameter)
+            somebody_used = total is not None and (used or not nobody_used(total.reshape(-1)))
+            parameter.grad = total if somebody_used else None
+
+    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum of all ranks' gradients of `parameter`, on the server; None on the others.
+        What a rank has not used it says (see `replicas.UNUSED`)."""
+        mine = parameter.grad
+        if mine is None:
+            mine = torch.full_like(parameter, UNUSED)
+        else:
+            check_dense([mine])
+            if mine.numel():
+                mark_used(mine.as_strided((1,), (1,)))
+        if not self.is_server:
+            self.comm.gather(mine, dst=SERVER)
+            return None
+        every = [torch.empty_like(mine) for _ in range(self.comm.size)]
+        self.comm.gather(mine, every, dst=SERVER)
+        for theirs in every[1:]:
+            every[0].add_(theirs)
+        return every[0]
+
+    def _pull(self) -> None:
+        """The server's weights to everybody."""
+        for parameter in self._parameters_to_average:
+            weights = parameter.detach()
+            copies = [weights] * self.comm.size if self.is_server else None
+            self.comm.scatter(weights, copies, src=SERVER)
+
+    @staticmethod
+    def predict(module: nn.Module, size: int) -> Footprint:
+        """Held: the mean of the ranks, since rank 0 alone has gradients and state. `bus_bytes`: as
+        ever where one rank is the root, what passes the busiest link, the server's: 2(n-1) G."""
+        grads = parameter_bytes(module, trainable_only=True)
+        bus_bytes = 2 * (size - 1) * grads
+        state = adam_bytes(module)
+        return Footprint(parameter_bytes(module), grads / size, state / size, bus_bytes)
+
+
+def _when_gradient_is_made(
+    parameter: nn.Parameter, method: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Have autograd replace each new gradient of `parameter` by `method(gradient)`, before it adds
+    it to `.grad`, as long as the method's object lives."""
+    weak = WeakMethod(method)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if (alive := weak()) is None else alive(gradient)
+
+    parameter.register_hook(hook)

@@ -1,0 +1,242 @@
+"""The messages of a pipeline: nobody waits in order to send, and receives are posted ahead.
+
+    rank 0     F0 F1 ────────── F2                  every rank knows the lists of all: rank 1
+                 ╲  ╲             ╲                 knows what rank 0 sends, and in which order
+    rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
+                     └ posted before F0 runs        before it computes
+
+A receive that is asked for posts those before it, and one ahead: a message arrives while its
+receiver computes, and no two ranks wait for each other in a wrong order. A send leaves at once; its
+tensor belongs to it until it is over, and is let go then.
+
+What travels is [rows, ...]: the rows of each micro-batch are known to all, the rest (its shape, its
+type, whether a gradient comes back) is told once for each boundary, before its first message.
+
+Where tensor-parallel ranks have the same to send, each can send a part (scatter_gather.py). A part
+arrives in its place in the whole, and the others join it when the message is taken.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from labkit.comm import Comm, CommError, Handle
+from labkit.parallel.pipeline.scatter_gather import ScatterGather
+from labkit.schedules.actions import Schedule, chunks_of
+from labkit.schedules.messages import Message, sent
+
+TAGS = {"activation": 101, "gradient": 102, "look": 103}
+MOST_DIMS = 8
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+class Look(NamedTuple):
+    """What goes over a boundary, but for its rows."""
+
+    dtype: torch.dtype
+    rest: tuple[int, ...]  # the shape behind the rows
+    has_gradient: bool  # one comes back
+
+    def as_numbers(self) -> Tensor:
+        """[11] int64."""
+        room = [0] * (MOST_DIMS - len(self.rest))
+        head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
+        return torch.tensor([*head, *self.rest, *room])
+
+    @staticmethod
+    def of_numbers(numbers: Tensor) -> "Look":
+        """The way back."""
+        dtype, has_gradient, dims, *rest = numbers.tolist()
+        return Look(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
+
+
+class _Leaving(NamedTuple):
+    """A send that is under way. Until it is over, its tensor must stay what it is."""
+
+    handle: Handle
+    x: Tensor
+    version: int
+    what: str
+
+    def wait(self) -> None:
+        """Let go. Raises ValueError where somebody wrote into the tensor meanwhile."""
+        self.handle.wait()
+        if _version(self.x) != self.version:
+            raise ValueError(
+                f"{self.what} was changed in place while it was under way to the next stage, which "
+                "may have got a part of each; hand on a new tensor for every micro-batch"
+            )
+
+
+def _version(x: Tensor) -> int:
+    """Rises with every write. (A tensor of inference mode has none.)"""
+    return 0 if x.is_inference() else x._version
+
+
+class Mail:
+    """What this rank sends and receives in one step after the other of `schedule`: whole tensors,
+    or its `parts` of them."""
+
+    def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
+        self.comm, self._chunks, self._parts = comm, chunks_of(schedule), parts
+        self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
+        self._looks: dict[int, Look] = {}  # by boundary: that behind virtual stage 0, 1, ...
+        self._leaving: deque[_Leaving] = deque()
+        self._in_step = False
+
+    def _from(self, source: int, actions: Sequence[object]) -> list[Message]:
+        """The messages from that rank to this one, in the order in which it sends them."""
+        size, rank = self.comm.size, self.comm.rank
+        messages = (sent(one, source, size, self._chunks) for one in actions)  # type: ignore[arg-type]
+        return [one for one in messages if one and one.target % size == rank != source]
+
+    def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
+        """A step, with so many rows in each micro-batch; `afresh`: what travels looks different.
+        Raises RuntimeError where the step before was cut short."""
+        if self._in_step:
+            raise RuntimeError(
+                "the last step of this pipeline ended in an error, and its messages are still "
+                "under way; make a new Pipeline (on a new World or group)"
+            )
+        self._in_step, self._rows, self._device = True, rows, device
+        self._coming = {source: deque(order) for source, order in self._orders.items()}
+        self._posted: dict[Message, tuple[Handle, Tensor]] = {}
+        self._here: dict[Message, Tensor] = {}  # from this rank to itself
+        if afresh:
+            self._looks.clear()
+
+    def end(self) -> None:
+        """All that was sent has arrived."""
+        while self._leaving:
+            self._leaving.popleft().wait()
+        self._in_step = False
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def send(self, message: Message, x: Tensor | None) -> None:
+        """Let `x` leave, and go on. (None: there is no gradient.)"""
+        self._let_go()
+        if message.what == "activation":
+            assert x is not None
+            self._tell_look(message, x)
+        if x is None:
+            return
+        x = x.detach()
+        if message.target % self.comm.size == self.comm.rank:
+            self._here[message] = x
+        else:
+            self._post_send(x, message)
+
+    def _post_send(self, x: Tensor, message: Message) -> None:
+        target = message.target % self.comm.size
+        what = "output" if message.what == "activation" else "gradient"
+        what = f"{what} of stage {message.source} (rank {self.comm.rank}), micro-batch "
+        what += f"{message.microbatch},"
+        if self._parts:
+            x = self._parts.own_part(x, what)
+        self._leave(x, target, message.what, f"the {what}")
+
+    def _leave(self, x: Tensor, target: int, kind: str, what: str) -> None:
+        before = _version(x)
+        self._leaving.append(_Leaving(self.comm.isend(x, target, TAGS[kind]), x, before, what))
+
+    def _let_go(self) -> None:
+        """Of tensors that have arrived."""
+        while self._leaving and self._leaving[0].handle.is_completed():
+            self._leaving.popleft().wait()
+
+    def _tell_look(self, message: Message, x: Tensor) -> None:
+        boundary, k = message.source, message.microbatch
+        rows, *rest = x.shape if x.ndim else (0,)
+        at = f"stage {boundary} (rank {self.comm.rank}), micro-batch {k}"
+        if rows != self._rows[k] or x.ndim > MOST_DIMS + 1:
+            raise ValueError(
+                f"{at}: its output is {list(x.shape)}, and the micro-batch has {self._rows[k]} "
+                f"rows; a stage keeps the rows in dim 0, and has at most {MOST_DIMS} dims behind it"
+            )
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{at}: a pipeline sends no {x.dtype}")
+        look = Look(x.dtype, tuple(rest), x.requires_grad)
+        known = self._looks.setdefault(boundary, look)
+        if known is look and message.target % self.comm.size != self.comm.rank:
+            target = message.target % self.comm.size
+            self._leave(look.as_numbers(), target, "look", f"{at}: what its output looks like")
+        if known != look:
+            raise ValueError(
+                f"{at}: its output is {_told(look)}, and was {_told(known)} before; what a stage "
+                "hands on has the same shape and type for every micro-batch, but for its rows"
+            )
+
+    # --- receiving ----------------------------------------------------------------------------
+
+    def has_gradient(self, boundary: int) -> bool:
+        """Whether one goes back over it: known after its first message."""
+        return boundary in self._looks and self._looks[boundary].has_gradient
+
+    def receive(self, message: Message) -> Tensor | None:
+        """What this message brings: [rows, ...], an activation with `requires_grad` where the
+        stage before wants a gradient; None for a gradient that nobody wants.
+
+        Raises CommError where it does not come: its sender died, or did not come in time.
+        """
+        if message.what == "gradient" and not self._looks[message.target].has_gradient:
+            return None
+        if message.source % self.comm.size == self.comm.rank:
+            x = self._here.pop(message)
+        else:
+            x = self._received(message)
+        if message.what == "activation" and self._looks[message.source].has_gradient:
+            x.requires_grad_()
+        return x
+
+    def _received(self, message: Message) -> Tensor:
+        source = message.source % self.comm.size
+        try:
+            while message not in self._posted:
+                self._post_next(source, wanted=True)
+            self._post_next(source, wanted=False)
+            handle, x = self._posted.pop(message)
+            handle.wait()
+            if self._parts:
+                self._parts.gather(x)
+        except CommError as error:
+            raise CommError(
+                f"stage {message.target} (rank {self.comm.rank}) waited for the {message.what} of "
+                f"micro-batch {message.microbatch} from stage {message.source} (rank {source}), "
+                f"and it did not come: {error}"
+            ) from error
+        return x
+
+    def _post_next(self, source: int, wanted: bool) -> None:
+        """Be ready for the next message from that rank. If it is not `wanted` yet, only where it
+        is known what it looks like."""
+        if not self._coming[source]:
+            return
+        message = self._coming[source][0]
+        boundary = min(message.source, message.target)
+        if boundary not in self._looks:
+            if not wanted:
+                return
+            numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
+            self.comm.recv(numbers, source, TAGS["look"])
+            self._looks[boundary] = Look.of_numbers(numbers)
+        self._coming[source].popleft()
+        look = self._looks[boundary]
+        if message.what == "activation" or look.has_gradient:
+            shape = self._rows[message.microbatch], *look.rest
+            x = torch.empty(shape, dtype=look.dtype, device=self._device)
+            room = self._parts.room(x) if self._parts else x
+            self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
+
+
+def _told(look: Look) -> str:
+    kind = str(look.dtype).removeprefix("torch.")
+    return f"{kind} [rows{''.join(f', {n}' for n in look.rest)}]" + (
+        "" if look.has_gradient else " without a gradient"
+    )

@@ -1,0 +1,115 @@
+"""A stage that takes the time it is told: it sleeps where a real one computes (paced).
+
+Four ranks on two cores compute against each other, so a bubble that is measured there shows the
+machine, not the schedule. Ranks that sleep do not disturb each other. What they hand on is computed
+all the same, y = x * weight, with true gradients: a schedule that loses one is found out.
+
+    forward   sleeps forward_s
+    backward  sleeps input_s, then weight_s: 2 forward_s together unless told
+    input     sleeps input_s; weight, wherever the schedule puts it, weight_s
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from labkit.parallel.pipeline.deferred_weights import Later
+
+
+class PacedStage(nn.Module):
+    """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds.
+
+    forward_s            of one micro-batch, whatever its rows
+    backward_s           None: twice forward_s
+    input_s, weight_s    the halves of backward; None: half of it, or what the other leaves
+
+    Raises ValueError for a negative time, and for halves that are not together the whole.
+    """
+
+    def __init__(
+        self,
+        forward_s: float,
+        backward_s: float | None = None,
+        input_s: float | None = None,
+        weight_s: float | None = None,
+        *,
+        width: int = 8,
+    ):
+        super().__init__()
+        if backward_s is None:
+            halves = None if input_s is None or weight_s is None else input_s + weight_s
+            backward_s = 2 * forward_s if halves is None else halves
+        if input_s is None:
+            input_s = backward_s / 2 if weight_s is None else backward_s - weight_s
+        if weight_s is None:
+            weight_s = backward_s - input_s
+        times = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
+        for name, seconds in times.items():
+            if not seconds >= 0:
+                raise ValueError(f"{name}={seconds}: a stage takes 0 seconds or more")
+        if abs(input_s + weight_s - backward_s) > 1e-9 * (1 + backward_s):
+            raise ValueError(
+                f"input_s={input_s} and weight_s={weight_s} are not backward_s={backward_s} "
+                "together; leave one of the three out"
+            )
+        self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
+        self.weight = nn.Parameter(torch.ones(width))
+        self._labkit_later: Later | None = None  # see deferred_weights.py
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_s + self.weight_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Paced.apply(x, self.weight, self, self._labkit_later)
+
+    def extra_repr(self) -> str:
+        return f"paced: {self.forward_s=}, {self.input_s=}, {self.weight_s=}".replace("self.", "")
+
+
+class _Paced(torch.autograd.Function):
+    """y = x * weight; backward at once or, with `later`, in halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: PacedStage, later: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stage, ctx.weight, ctx.later = stage, weight, later
+        time.sleep(stage.forward_s)
+        return x * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        time.sleep(ctx.stage.input_s)
+        dx = dy * weight if ctx.needs_input_grad[0] else None
+        if ctx.later is None:
+            return dx, _weight_gradient(x, dy, ctx.stage), None, None
+        ctx.later.append(partial(_WeightHalf.apply, ctx.weight, x.detach(), dy, ctx.stage))
+        return dx, None, None, None
+
+
+class _WeightHalf(torch.autograd.Function):
+    """Computes nothing; its backward makes the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, dy: Tensor, stage: PacedStage) -> Tensor:
+        ctx.save_for_backward(x, dy)
+        ctx.stage = stage
+        return dy.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        x, dy = ctx.saved_tensors
+        return _weight_gradient(x, dy, ctx.stage), None, None, None
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, stage: PacedStage) -> Tensor:
+    time.sleep(stage.weight_s)
+    return (dy * x).reshape(-1, x.shape[-1]).sum(0)

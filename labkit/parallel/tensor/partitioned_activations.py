@@ -1,0 +1,94 @@
+"""Partitioned activations, ZeRO-R's P_a: of what tensor ranks would all keep, each keeps a part.
+
+    forward     x, the same on all ranks ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
+                                                                  rank 1 keeps  ▫ ▪
+    backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
+
+Under tensor parallelism with full recompute, what is kept of a block is its input, 2sbh bytes in
+2-byte types, and every rank has the same. Cut over the t ranks it is 2sbh/t.
+
+    each rank holds   1/t of every kept input
+    travels           an all-gather of x for each block in backward, (t-1)/t b s w elements, beside
+                      what tensor parallelism with full recompute sends anyway (tensor.py)
+
+Sequence parallelism comes to the same without these bytes: there x is in parts all the time.
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from labkit.comm import Comm
+from labkit.memory.recompute import Recomputed
+from labkit.parallel.tensor.linear import RowParallelLinear
+
+
+class Part(NamedTuple):
+    """What a rank keeps of a tensor: some of its elements, in a row."""
+
+    mine: Tensor
+    shape: torch.Size
+
+
+class Partitioned:
+    """In place of the `forward` of a module that is computed again: keeps parts of its inputs."""
+
+    def __init__(self, forward: Recomputed, comm: Comm):
+        self.forward, self.comm = forward, comm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves its inputs, and no more
+            return self.forward(*args, **kwargs)
+
+    def keep(self, x: Tensor) -> Part | Tensor:
+        """This rank's elements of `x`. Integers, as tokens and positions, stay whole."""
+        if not x.is_floating_point():
+            return x.detach()
+        mine = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
+        return Part(mine.clone(), x.shape)
+
+    def whole(self, kept: Part | Tensor) -> Tensor:
+        """All ranks' elements, in their shape."""
+        if isinstance(kept, Tensor):
+            return kept
+        flat = kept.mine.new_empty(kept.shape.numel())
+        self.comm.all_gather(list(flat.tensor_split(self.comm.size)), kept.mine)
+        return flat.view(kept.shape)
+
+
+def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
+    """Have the blocks of `model` that `Recompute` edited keep 1/t of their inputs on each of the t
+    ranks of `comm`, which all have the same: edit with `tensor_parallel(model, comm)`, then
+    `Recompute(model)`, then this. Returns the model, edited in place.
+
+    Raises ValueError where no block is computed again, where one is that is no whole layer cut over
+    these ranks, so that its inputs may differ, and where x is cut along the sequence.
+    """
+    comm = Comm.of(comm)
+    blocks: list[Any] = [
+        one for one in model.modules() if isinstance(one.__dict__.get("forward"), Recomputed)
+    ]
+    if not blocks:
+        raise ValueError(
+            f"no block of this {type(model).__name__} is computed again in backward, so none keeps "
+            "its input alone; call Recompute(model) first"
+        )
+    if any(getattr(one, "sequence", False) for one in model.modules()):
+        raise ValueError(
+            "this model is cut along the sequence: each rank keeps its own part of x already; "
+            "leave partition_activations out, or edit with tensor_parallel(..., sequence=False)"
+        )
+    for block in blocks:
+        ends = [one for one in block.modules() if isinstance(one, RowParallelLinear)]
+        if not ends or any(one.comm.ranks != comm.ranks for one in ends):
+            raise ValueError(
+                f"a {type(block).__name__} that is computed again is no layer cut over ranks "
+                f"{comm.ranks}, so its inputs may differ between them; edit with "
+                "tensor_parallel(model, comm) of the same comm, then Recompute(model), what='full'"
+            )
+    for block in blocks if comm.size > 1 else []:
+        block.forward = Partitioned(block.forward, comm)
+    return model

@@ -1,0 +1,186 @@
+"""Tensor parallelism: every layer of a model is cut, and all ranks compute on the same tokens.
+
+    x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
+                     columns                rows                        columns       rows
+    whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
+
+    each rank holds   1/t of the matrices and of what is computed between them; whole norms,
+                      biases of `out` and `down`, and all of x
+    travels           f all-reduces in backward, g in forward: four all-reduces of b s w elements
+                      a layer, 8(t-1)/t b s w from each rank (bus bytes)
+    kept              s b w (10 + 24/t + 5 h s / (w t)) bytes a layer in 2-byte types
+
+Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t times:
+
+    x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
+
+    travels           f becomes all-gather forward and reduce-scatter backward, g the other way
+                      round: the same bytes. As the part of x is kept, not the whole, backward
+                      gathers it again before q k v and up: 10(t-1)/t b s w in all.
+                      Norms and biases see a part of the sequence: their gradients are summed,
+                      6 w elements a layer in four small all-reduces.
+    kept              s b w (34 + 5 h s / w) / t bytes a layer
+
+Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
+last tensor that backward needs: a layer's last one only where dropout stands behind it.
+
+Legend: b rows, s positions, w width, h heads, t ranks.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4. Ranks of one group belong inside a node: Narayanan et al., arXiv 2104.04473.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from labkit.comm import Comm
+from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.conjugate import copies_to_ranks, own_part
+from labkit.parallel.common.replicas import copy_from_rank_0
+from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
+from labkit.parallel.tensor.random_state import DrawsItsOwn, DrawsItsOwnBetween
+from labkit.parallel.tensor.validation import (
+    SameInput,
+    check_fits,
+    columns_and_rows,
+    is_attention,
+    is_mlp,
+)
+from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead
+
+
+def tensor_parallel(
+    model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
+) -> nn.Module:
+    """Cut `model` over the ranks of `comm`, in place, and return it.
+
+    Args:
+        model: it starts as rank 0's. Found by name: attention, which is a module with `q`, `k`,
+            `v`, `out` and `head_width`; an MLP, one with `up` and `down`, and `gate` where it is
+            gated; the embedding, one with `tokens`, and `positions` if it has any; the `head`. All
+            else stays whole.
+        comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
+            seed: then replicas drop the same elements, and parts do not.
+        sequence: cut what is between these layers along the sequence, dim 1.
+        gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
+
+    Edit a model first, then make its optimizer and wrap it in DDP or ZeRO: its parameters are new.
+    With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
+
+    Raises ValueError where heads or widths do not divide over the ranks, naming the sizes that
+    would; where nothing is found to cut, a layer was cut before, has parameters that are not known
+    here, or computes something else on a slice of its features (as with a fused gate), or tied
+    parameters would not stay so; in forward where a sequence does not divide or inputs differ.
+    """
+    comm = Comm.of(comm)
+    trials = check_fits(model, comm)
+    check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
+    copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
+    tied = _names_of_one(model)
+    layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
+    for trial in trials:
+        if trial.pending:
+            trial.layer.forward = trial
+    for layer in layers:
+        _cut_layer(layer, comm, sequence)
+    layers += _cut_vocabulary(model, comm, sequence, gather_logits)
+    if untied := tied - _names_of_one(model):
+        raise ValueError(
+            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
+            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
+        )
+    if sequence:
+        _cut_sequence(model, comm, {one for layer in layers for one in layer.modules()})
+    model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
+    return model
+
+
+def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
+    """Columns, then rows. What is drawn between the two is drawn for this rank's part."""
+    first, last = columns_and_rows(layer)
+    columns = [
+        ColumnParallelLinear.from_linear(getattr(layer, name), comm, sequence=sequence)
+        for name in first
+    ]
+    for name, column in zip(first, columns, strict=True):
+        setattr(layer, name, column)
+    if len(columns) > 1:
+        OneInput(columns)
+    row = RowParallelLinear.from_linear(getattr(layer, last), comm, sequence=sequence)
+    setattr(layer, last, row)
+    # With a cut sequence all that is drawn here is for a part.
+    inside = DrawsItsOwn(layer, comm) if sequence else DrawsItsOwnBetween(layer, comm, columns, row)
+    layer.forward = inside
+
+
+def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
+    """The embedding and the head by rows, one for each token; tied, they stay one parameter."""
+    made: list[nn.Module] = []
+    rows: dict[Tensor, nn.Parameter] = {}
+    for module in list(model.modules()):
+        if isinstance(tokens := getattr(module, "tokens", None), nn.Embedding):
+            module.tokens = VocabParallelEmbedding.from_embedding(tokens, comm, sequence=sequence)
+            rows[tokens.weight] = module.tokens.weight
+            made.append(module.tokens)
+    for module in list(model.modules()):
+        if isinstance(head := getattr(module, "head", None), nn.Linear):
+            if module is not model and head.weight not in rows:
+                continue  # of something else
+            module.head = VocabParallelHead.from_linear(
+                head, comm, gather_output=gather_logits, sequence=sequence
+            )
+            module.head.weight = rows.get(head.weight, module.head.weight)
+            made.append(module.head)
+    return made
+
+
+def _names_of_one(model: nn.Module) -> set[frozenset[str]]:
+    """The names under which parameters are found, of each that has several."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    return {frozenset(several) for several in names.values() if len(several) > 1}
+
+
+# ---- sequence parallelism: the rest of the model, on a part of the sequence
+
+
+def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
+    """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
+    for module in model.modules():
+        edit: Any = None
+        if isinstance(module, _DropoutNd):
+            edit = DrawsItsOwn
+        elif isinstance(module, nn.Embedding):
+            edit = _OwnPositions
+        elif module._parameters:
+            edit = SummedGradients
+        if edit and module not in cut:
+            module.forward = edit(module, comm)
+
+
+class SummedGradients:
+    """Takes the place of `forward` of a module that sees a part of the sequence, as a norm does:
+    the gradients of its own parameters are parts as well, and backward sums them over the ranks, in
+    one all-reduce."""
+
+    def __init__(self, module: nn.Module, comm: Comm):
+        self.module, self.forward, self.comm = module, module.forward, comm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole: Any = self.module._parameters
+        there = {name: p for name, p in whole.items() if p is not None}
+        shared: Any = copies_to_ranks([*there.values()], self.comm)
+        self.module._parameters = {**whole, **dict(zip(there, shared, strict=True))}
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.module._parameters = whole
+
+
+class _OwnPositions(SummedGradients):
+    """The table of positions: [s] -> the vectors of the own part, [s/t, w]."""
+
+    def __call__(self, positions: Tensor) -> Any:
+        return super().__call__(own_part(positions, self.comm, dim=-1))

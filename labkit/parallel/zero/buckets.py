@@ -1,0 +1,311 @@
+"""What ZeRO-1 and 2 keep of some parameters on a rank: the flat buffers, and this rank's share.
+
+Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
+
+    flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
+    whose        0 0 0 0 1 1 1 1 2 2 2 2
+    share                a a b b            rank 1's, a view of flat
+    stepped              a a b b            what rank 1 steps on: the share itself; of a bf16 share
+                                            an fp32 master copy, which `gather` rounds
+    stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
+                                            optimizer has them for parameters
+
+    gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
+    averaged             a a b b            rank 1's share, summed over the ranks
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm, Handle
+from labkit.parallel.common.flat import FlatPartition
+from labkit.parallel.common.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.zero.gradient_in_pieces import gradient_in_pieces
+from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
+
+
+class ZeroBucket:
+    """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
+
+    gradient_factor: float | torch.Tensor | None = None  # see StandIns
+
+    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+        self.parameters, self.comm = list(parameters), comm
+        self.layout = FlatPartition([p.shape for p in parameters], comm.size)
+        first = parameters[0]
+        self.flat = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        for p, view in zip(parameters, self.layout.views(self.flat), strict=True):
+            view.copy_(p.detach())
+            p.data = view
+        comm.broadcast(self.flat)
+        self.share = self.layout.share_of(self.flat, comm.rank)
+        self.pieces = list(self.layout.pieces(comm.rank))
+        self.low = first.dtype in LOW
+        self.stepped = fp32_of(self.share)  # the share itself, or its master copy
+        self.stand_ins = [
+            nn.Parameter(self.stepped[one.at : one.at + one.numel]) for one in self.pieces
+        ]
+        starts = [
+            rank * self.layout.share + one.at
+            for rank in range(comm.size)
+            for one in self.layout.pieces(rank)
+        ]
+        self._starts = torch.tensor(starts, device=first.device)
+        self._zeros = self.flat.new_zeros(len(starts))
+        self._versions = [p._version for p in self.parameters]
+        self.gradients: torch.Tensor | None = None
+        self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
+        self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
+        self.averaged = self.share[:0]  # until gradients have come
+        self.missing = set(self.parameters)  # whose gradient has not come in this backward
+        self._unused: list[int] = []
+        self._sending: Handle | None = None
+        self._gathering: Handle | None = None
+        self._aside: torch.Tensor | None = None
+
+    def has(self, p: torch.Tensor) -> bool:
+        """Whether `p` still lies where it was put."""
+        return (
+            p.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+            and p.dtype == self.flat.dtype
+        )
+
+    # --- gradients come ---
+
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Have in `.grad` what autograd may add to; returns whether that is divided already."""
+        if p.grad is not None and p.grad is self.in_pieces.get(p):
+            p.grad = self.view[p]
+        return p.grad is not None and p.grad is self.view.get(p)
+
+    def take(self, p: torch.Tensor, divided: bool) -> None:
+        """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
+        second time in one backward."""
+        if p not in self.missing:
+            raise RuntimeError(
+                "the gradient of a parameter came twice in one backward, which reentrant "
+                "checkpointing does (use torch.utils.checkpoint(..., use_reentrant=False)); or the "
+                "last backward was cut short by an error, then call optimizer.zero_grad()"
+            )
+        self._put_in_place(p, divided)
+        self.missing.remove(p)
+
+    def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
+        if self.gradients is None:
+            self.gradients = torch.empty_like(self.flat)
+            self.gradients[self.layout.numel :].zero_()
+            self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
+        if self.uncover(p) or p.grad is None:
+            return
+        check_dense([p.grad])
+        torch.div(p.grad.detach(), 1 if divided else self.comm.size, out=self.view[p])
+        p.grad = self.view[p]
+
+    # --- gradients leave ---
+
+    def send(self, meanwhile: bool) -> None:
+        """Sum all ranks' gradients, each rank its share, `meanwhile` or at once. What this rank
+        has not used it says (see `replicas.UNUSED`), in each piece of it."""
+        for p in self.parameters:
+            self._put_in_place(p, divided=False)
+        assert self.gradients is not None
+        self.gradients.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
+        self._unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for i in self._unused:
+            self.view[self.parameters[i]].fill_(UNUSED)
+        self._sending = self._reduce_scatter(self.gradients, meanwhile)
+
+    def receive(self) -> None:
+        """Wait for the averages, and be ready for the next backward."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._averages_are_there()
+        self._cover([p for p in self.parameters if self.has_gradient(p)])
+        self.reset()
+
+    def reset(self) -> None:
+        self.missing, self._sending = set(self.parameters), None
+
+    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+        self.averaged = self.layout.share_of(gradients, self.comm.rank)
+        return self.comm.reduce_scatter_tensor(self.averaged, gradients, async_op=meanwhile)
+
+    def _averages_are_there(self) -> None:
+        """The other shares are other ranks': here they are zero, and a second backward adds to
+        each only what is new."""
+        assert self.gradients is not None
+        begin = self.comm.rank * self.layout.share
+        self.gradients[:begin].zero_()
+        self.gradients[begin + self.layout.share :].zero_()
+        for p in self._used_elsewhere(self.averaged):
+            p.grad = self.view[p]
+
+    def _used_elsewhere(self, arrived: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters with a piece here that another rank used, and this one did not."""
+        unused = [one for one in self.pieces if one.index in self._unused]
+        return [
+            self.parameters[one.index]
+            for one in unused
+            if not nobody_used(arrived[one.at : one.at + 1])
+        ]
+
+    def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
+        for p, in_pieces in self.in_pieces.items():
+            p.grad = in_pieces
+
+    def has_gradient(self, p: torch.Tensor) -> bool:
+        return p.grad is not None
+
+    def own_gradients(self) -> list[torch.Tensor | None]:
+        """The averaged gradient of each stand-in, in the parameters' dtype."""
+        return self._own(self.averaged)
+
+    def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
+        return [
+            averaged[one.at : one.at + one.numel]
+            if self.has_gradient(self.parameters[one.index])
+            else None
+            for one in self.pieces
+        ]
+
+    def forget_gradients(self) -> None:
+        """For `zero_grad`, which has done so with the parameters' own."""
+        self.in_pieces = {}
+
+    def zero_gradients(self) -> None:
+        """For `zero_grad(set_to_none=False)`: in place, without new memory."""
+        by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
+        for x in (self.averaged, self.gradients, *by_hand):
+            if x is not None:
+                x.zero_()
+
+    # --- parameters that other ranks of a pipeline have, too: tied.py ---
+
+    def put_aside(self) -> None:
+        """Before a step: what earlier ones have left is summed over the copies already."""
+        gradients = [g for g in self.own_gradients() if g is not None]
+        self._aside = self.averaged.clone() if gradients else None
+        for p in self.parameters:
+            p.grad = None
+
+    def sum_copies(self, copies: Any) -> None:
+        """Of this rank's share, over the ranks that have copies of these parameters, alone in
+        their bucket and therefore cut alike."""
+        copies.all_reduce(self.averaged)
+        if self._aside is not None:
+            self.averaged.add_(self._aside)
+        self._cover(self.parameters)
+
+    # --- parameters are stepped on, and gathered ---
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step on this rank's share, by an optimizer that steps where there are gradients."""
+        gradients = self.own_gradients()
+        if any(g is not None for g in gradients) and self.low:
+            gradients = self._own(fp32_gradient(self.averaged, self.gradient_factor))
+        for x, gradient in zip(self.stand_ins, gradients, strict=True):
+            x.grad = gradient
+        optimizer.step()
+        for x in self.stand_ins:
+            x.grad = None
+
+    def skip(self) -> None:
+        """No step: the gradients are of no use."""
+
+    def gather(self, meanwhile: bool) -> None:
+        """Give all ranks' shares to all, `meanwhile` or at once."""
+        if self.low:
+            self.share.copy_(self.stepped)
+        handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=meanwhile)
+        self._gathering = handle
+        # A backward through the forward of before must be an error, as after any torch optimizer.
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [p._version for p in self.parameters]
+
+    def wait_for_parameters(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def take_what_was_written(self) -> None:
+        """What was written to a parameter since the last gather, its master takes."""
+        if self.low and self._versions != [p._version for p in self.parameters]:
+            take_what_was_written(self.stepped, self.share)
+
+
+class FreeingBucket(ZeroBucket):
+    """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
+
+    `averaged_for` says which parameters have averages. They arrive in `averaged` itself where it is
+    free: at first, after `zero_grad`, and after a step. Otherwise (accumulation) they arrive beside
+    it, and are added.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+        super().__init__(parameters, comm)
+        self.averaged = torch.zeros_like(self.share)
+        self.averaged_for: set[torch.Tensor] = set()
+        self._stepped_on = False  # the next backward may overwrite what is there
+        self._beside: torch.Tensor | None = None
+
+    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+        if self._stepped_on:
+            self.forget_gradients()
+        self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
+        self.averaged_for.update(p for p in self.parameters if p.grad is not None)
+        for p in self.parameters:
+            p.grad = None
+        arriving = self.averaged if self._beside is None else self._beside
+        return self.comm.reduce_scatter_tensor(arriving, gradients, async_op=meanwhile)
+
+    def _averages_are_there(self) -> None:
+        arrived = self.averaged if self._beside is None else self._beside
+        self.averaged_for.update(self._used_elsewhere(arrived))
+        if self._beside is not None:
+            self.averaged.add_(self._beside)
+        self.gradients, self.view, self._beside = None, {}, None
+
+    def has_gradient(self, p: torch.Tensor) -> bool:
+        return p in self.averaged_for
+
+    def uncover(self, p: torch.Tensor) -> bool:
+        """Averages stay where they are; what was set by hand replaces them."""
+        in_pieces = self.in_pieces.pop(p, None)
+        if in_pieces is not None and p.grad is in_pieces:
+            p.grad = None
+        elif in_pieces is not None:
+            self.averaged_for.discard(p)
+            for one in self.pieces:
+                if self.parameters[one.index] is p:
+                    self.averaged[one.at : one.at + one.numel].zero_()
+        return super().uncover(p)
+
+    def skip(self) -> None:
+        self._stepped_on = True
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().step(optimizer)
+        self._stepped_on = True
+
+    def put_aside(self) -> None:
+        if self._stepped_on:
+            self.forget_gradients()
+        super().put_aside()
+        self.averaged_for.clear()
+
+    def sum_copies(self, copies: Any) -> None:
+        super().sum_copies(copies)
+        self.averaged_for.update(self.parameters)
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self._stepped_on = False
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        self._stepped_on = False
+        self.averaged_for.clear()

@@ -1,0 +1,66 @@
+"""The optimizer that steps on ZeRO-3's shards: does it treat each element by itself?
+
+Nobody tells ZeRO-3 which optimizer that is. But torch calls a hook before each step of any, and a
+shard knows whose it is.
+"""
+
+from functools import cache, partial, update_wrapper
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.zero.elementwise import check_elementwise
+from labkit.parallel.zero3.state import WholeState
+
+_owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDictionary()
+
+
+@cache
+def check_optimizers() -> None:
+    """From now on, before an optimizer's first step on shards."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _owners_of.get(optimizer):
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = WeakSet(x for x in map(owner_of, every) if isinstance(x, WholeState))
+        if not owners:
+            return
+        shards = {shard for owner in owners for _, shard in owner._named}
+        if any(isinstance(owner_of(p), WholeState) and p not in shards for p in every):
+            raise ValueError(
+                "ZeRO3: this optimizer has parameters from before ZeRO3(module), which sharded "
+                "them, so its steps would change nothing; make it of model.parameters() afterwards"
+            )
+        for group in optimizer.param_groups:
+            options = {key: x for key, x in group.items() if "param" not in key}
+            check_elementwise(_constructor(optimizer), options, every[0].device)
+        # torch's scaler then gives `found_inf` to the optimizer, and calls a step it would skip.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        _owners_of[optimizer] = owners
+    if hasattr(optimizer, "found_inf"):
+        raise ValueError(
+            "ZeRO3: torch.amp.GradScaler looks for infs in this rank's shards only, so one rank "
+            "would skip a step that the others take; use labkit.GradScaler, whose ranks decide "
+            "together, or train in bfloat16, which needs no loss scaling"
+        )
+    has_closure = any(map(callable, (*args, *kwargs.values())))
+    for owner in () if has_closure else _owners_of[optimizer]:
+        if owner.awaits_gradients and all(shard.grad is None for _, shard in owner._named):
+            raise ValueError(
+                "ZeRO3: no gradient has arrived since the last forward, so this step would change "
+                "nothing; call loss.backward() before it, without inputs=, which cannot name shards"
+            )
+
+
+def _constructor(optimizer: torch.optim.Optimizer) -> Any:
+    """Of one more of its kind, with the arguments that it keeps as defaults."""
+    kind = type(optimizer)
+    known = signature(kind).parameters
+    given = {key: x for key, x in optimizer.defaults.items() if key in known}
+    return update_wrapper(partial(kind, **given), kind)

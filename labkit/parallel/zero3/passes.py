@@ -1,0 +1,129 @@
+"""The passes of ZeRO-3 over a model: in which order units are used, which backward runs, what
+tensors go in and come out, and which of them autograd keeps from forward to backward.
+
+    forward     x --view--> [  unit  ] --> y
+    backward        ^  after it          ^  before it: hooks on the gradients of the view and of y
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from labkit.parallel.zero3.flat import Unit
+
+
+class Order:
+    """In which order the units were used in the last pass, and how far this one has followed it."""
+
+    def __init__(self) -> None:
+        self._before: list[Unit] = []
+        self._now: list[Unit] = []
+        self._follows = True
+
+    def begin_pass(self) -> None:
+        self._before, self._now = self._now, []
+        self._follows = True
+
+    def note(self, unit: Unit) -> None:
+        at = len(self._now)
+        self._follows = self._follows and at < len(self._before) and self._before[at] is unit
+        self._now.append(unit)
+
+    def coming(self, number: int) -> list[Unit]:
+        at = len(self._now)
+        return self._before[at : at + number] if self._follows else []
+
+
+def running_backward() -> int | None:
+    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (tuple, list)):
+        for one in thing:
+            yield from tensors_in(one)
+    elif isinstance(thing, Mapping):
+        yield from tensors_in(list(thing.values()))
+    elif is_dataclass(thing):
+        yield from tensors_in([getattr(thing, field.name) for field in fields(thing)])
+
+
+def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have `hook` called before the backward of what a unit has put out."""
+    found = list(tensors_in(output))
+    if not found and output is not None:
+        raise ValueError(
+            f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
+            "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
+        )
+    for x in found:
+        if x.requires_grad:
+            x.register_hook(hook)
+
+
+def watch_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[torch.Tensor], None]
+) -> tuple[int, Any]:
+    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
+    and what to give to the unit: a view of each. The gradient of a view is there before that of the
+    tensor itself, for which the unit before is called. (Containers stay: the unit may write there.)
+    """
+    every = [*args, *kwargs.values()]
+    nested = {
+        id(x) for x in tensors_in([one for one in every if not isinstance(one, torch.Tensor)])
+    }
+    views = {
+        id(x): x.view_as(x) for x in every
+        if isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
+        and id(x) not in nested
+    }  # fmt: skip
+    for view in views.values():
+        view.register_hook(hook)
+    given = [views.get(id(x), x) for x in every]
+    return len(views), (tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :])))
+
+
+class SavedParameters:
+    """What autograd saves for backward is often a parameter, whose memory is gone by then. Of which
+    unit it was is noted, for what reaches it by another way than the unit's output (a loss that a
+    layer keeps aside)."""
+
+    def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
+        self._use = use
+        self.unit_of_memory = {
+            flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
+        }
+
+    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """`with` this: forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
+
+    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
+        unit = self.unit_of_memory.get(x.untyped_storage()._cdata)
+        return x if unit is None else (unit, x)
+
+    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        unit, x = saved
+        if not unit.is_gathered:
+            self._use(unit)
+        return x
+
+
+def cast(things: Any, dtype: torch.dtype) -> Any:
+    """The same arguments, with tensors of real numbers in `dtype`, each once (`q is k`)."""
+    made: dict[int, torch.Tensor] = {}
+
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, converted, things)

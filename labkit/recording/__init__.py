@@ -1,6 +1,0 @@
-"""What a run did, recorded while it runs: spans by module, communication, memory by category."""
-
-from labkit.recording.movement import watch_collective
-from labkit.recording.session import OnRank, Recording, Spec, metric, record, span
-
-__all__ = ["OnRank", "Recording", "Spec", "metric", "record", "span", "watch_collective"]

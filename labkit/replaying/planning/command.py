@@ -1,0 +1,219 @@
+"""`labkit plan`: choose a layout for a model on a cluster, or ask whether there is one."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from labkit.foreign import check_picture, markup
+
+if TYPE_CHECKING:
+    from labkit.clusters import Cluster
+    from labkit.replaying.planning.fits import Fit
+    from labkit.replaying.planning.layout import Sizes
+    from labkit.replaying.planning.ranking import Plan
+
+EXAMPLES = (
+    "Examples:  labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536  ·  "
+    "labkit plan --width 8192 --depth 48 --heads 64 --cluster selene --gpus 512 --batch 1536 "
+    "--tp 4,8,16 --chunks 1 --plot plan.png  ·  "
+    "labkit plan --model megatron-1008b --cluster dgx-h100 --gpus 256 --batch 512 --fits  ·  "
+    "labkit plan --model gpt3-175b --cluster selene --gpus 64 --batch 64 --largest"
+)
+WIDTH = 168  # columns of the table
+console = Console()
+
+Numbers = Annotated[str | None, typer.Option(help="Only these, with commas; all if absent.")]
+
+
+def plan(
+    cluster: Annotated[str, typer.Option(help="As `selene` or `dgx-h100`.")],
+    batch: Annotated[
+        int, typer.Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Of the model.", min=1, max=1 << 17)] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1, max=2048)] = None,
+    heads: Annotated[int | None, typer.Option(help="Of attention.", min=1)] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Of the model; 51200.", min=1, max=1 << 22)
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Use so many; all if absent.", min=1)] = None,
+    clusters: Annotated[
+        Path | None, typer.Option(help="A file of clusters of your own, where --cluster is.")
+    ] = None,
+    tp: Numbers = None,
+    pp: Numbers = None,
+    dp: Numbers = None,
+    microbatch: Annotated[
+        str | None, typer.Option(help="Rows of one; powers of two if absent.")
+    ] = None,
+    chunks: Annotated[
+        str | None, typer.Option(help="Of each stage; powers of two if absent.")
+    ] = None,
+    zero: Annotated[str | None, typer.Option(help="0, 1 or both, with commas.")] = None,
+    sequence: Annotated[
+        bool | None, typer.Option(help="Sequence parallelism; both if absent.")
+    ] = None,
+    recompute: Annotated[
+        bool | None, typer.Option(help="Blocks compute forward twice; both if absent.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="GB (1e9 bytes) that a device may hold; all if absent.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)
+    ] = None,
+    fits: Annotated[
+        bool, typer.Option("--fits", help="Instead: does it fit, and what holds how much.")
+    ] = False,
+    largest: Annotated[
+        bool,
+        typer.Option(
+            "--largest",
+            help="Instead: the largest that fits, by depth at this width; without a model, of the "
+            "published ones.",
+        ),
+    ] = False,
+) -> None:
+    """All layouts of a GPT on a cluster that fit, the fastest first, and why the others lose.
+
+    A step of each is replayed from what its stages compute, send and hold.
+    """
+    from labkit.clusters import cluster as find_cluster
+
+    if sum((fits, largest, plot is not None)) > 1:
+        raise ValueError("--fits, --largest and --plot: give one of them")
+    where = find_cluster(cluster, clusters)
+    sizes = _sizes(model, width, depth, heads, context, vocab)
+    if sizes is None and not largest:
+        raise ValueError("which model? give --model gpt3-175b, or --width, --depth and --heads")
+    asked: dict[str, Any] = {
+        "gpus": gpus,
+        "max_memory_bytes": None if max_memory is None else max_memory * 1e9,
+        "sequence": sequence,
+        "recompute": {None: None, True: "full", False: "none"}[recompute],
+    }
+    several = {"tp": tp, "pp": pp, "dp": dp, "microbatch": microbatch, "chunks": chunks,
+               "zero": zero}  # fmt: skip
+    asked |= {name: _numbers(name, text) for name, text in several.items() if text is not None}
+    if fits or largest:
+        found = _fit(sizes, where, batch, largest, asked)
+        if as_json:
+            typer.echo(json.dumps(_told(found), indent=1))
+        else:
+            console.print(
+                f"{'the largest: ' * largest}{markup(found)}", highlight=False, soft_wrap=True
+            )
+            console.print(f"{found.table()}", highlight=False)
+        if not found.fits:
+            raise typer.Exit(1)
+        return
+    from labkit.replaying.planning import ranking
+
+    assert sizes is not None
+    planned = ranking.plan(sizes, where, batch, **asked)
+    if as_json:
+        typer.echo(planned.to_json())
+    else:
+        _show(planned, top)
+    if plot is not None:
+        from labkit.plot.plans import plan as draw
+
+        draw(planned).savefig(plot, dpi=120)
+        if not as_json:
+            console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+
+
+def _show(planned: "Plan", top: int) -> None:
+    from labkit.replaying.planning.written import in_terminal
+
+    best, large = planned.best, len(planned.too_large)
+    count = len(planned.reports)
+    console.print(
+        f"{best.sizes.parameters / 1e9:,.1f}B parameters on {best.layout.ranks:,} × "
+        + markup(f"{planned.cluster.device.name} ({planned.cluster.title})")
+        + f", {best.global_batch:,} rows: {count:,} of {count + large:,} layouts fit, "
+        f"planned in {planned.took_s:.1f} s", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    wide = Console(width=max(WIDTH, console.width))
+    wide.print(in_terminal(planned.table(top)), in_terminal(planned.trades(near=1)), sep="")
+    if large:
+        nearest = planned.too_large[0]
+        console.print(
+            f"the smallest that does not fit: {nearest.layout.in_words} "
+            f"{markup(planned.why(nearest.layout))}", highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _fit(
+    sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
+) -> "Fit":
+    from labkit.replaying.planning import ranking
+    from labkit.replaying.planning.models import MODELS
+
+    if sizes is not None:
+        ask = ranking.largest_that_fits if largest else ranking.fits
+        return ask(sizes, where, batch, **asked)
+    found = None
+    for one in sorted(MODELS.values(), key=lambda one: -one.parameters):
+        try:
+            found = ranking.fits(one, where, batch, **asked)
+        except ValueError as error:  # sizes that do not factor; the next may
+            refused = error
+            continue
+        if found.fits:
+            return found
+    if found is None:
+        raise refused
+    return found  # the smallest of them, which does not fit
+
+
+def _told(found: "Fit") -> dict[str, Any]:
+    report = found.report
+    return {
+        "fits": found.fits,
+        "model": {**asdict(report.sizes), "parameters": report.sizes.parameters},
+        "layout": asdict(report.layout),
+        "budget_bytes": found.budget_bytes,
+        "peak_bytes": report.peak_bytes,
+        "memory_bytes": dict(report.memory_bytes),
+    }
+
+
+def _sizes(
+    name: str | None, width: int | None, depth: int | None, heads: int | None,
+    context: int | None, vocab: int | None,
+) -> "Sizes | None":  # fmt: skip
+    """Of the named model, with what else was said of it; None where nothing was."""
+    from dataclasses import replace
+
+    from labkit.replaying.planning.layout import Sizes
+    from labkit.replaying.planning.models import model
+
+    given = {"width": width, "depth": depth, "heads": heads, "context": context, "vocab": vocab}
+    said: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if name is not None:
+        return replace(model(name), **said)
+    if not said:
+        return None
+    if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in said]:
+        raise ValueError(f"a model without a name needs {' and '.join(missing)}, too")
+    return Sizes(**said)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise ValueError(f"--{name} {wrong[0]!r}: give whole numbers, as --{name} 4,8")
+    return [int(word) for word in words]

@@ -1,0 +1,293 @@
+"""One layer of a model at scale, recorded without data: what it computes, sends and keeps.
+
+    source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
+
+A model of a trillion parameters has three kinds of layers. Each is recorded once, through labkit's
+own code (GPT's parts, `tensor_parallel`, `Recompute`), between a source that makes
+its input and a sink that takes its output: so what a stage computes, sends and keeps is the sum
+over its layers, to the byte. A recording is kept for whoever asks next; what it takes on a cluster
+is another matter (`seconds.py`).
+
+Parameters and gradients are bfloat16, 2 + 2 bytes. Dropout is 0.
+
+Legend: b rows of a micro-batch, s positions, w width, t ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.comm import Comm
+from labkit.memory.edits import Recompute
+from labkit.models.attention import PlainAttention
+from labkit.models.gpt import GPT
+from labkit.parallel.tensor import tensor_parallel as tensor
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.replaying.dry_runs import dry_run
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.programs import things_of
+from labkit.trace import RankTrace
+from labkit.trace.recording import span
+
+Kind = Literal["embedding", "block", "head"]
+Bytes = tuple[int, ...]  # by category, as labkit.trace.CATEGORIES
+DTYPE = torch.bfloat16
+ELEMENT_BYTES = 2
+GRADIENT = "gradient"  # a span of ours
+
+
+class Shape(NamedTuple):
+    """All that the recording of a layer depends on; sizes are those of the whole layer."""
+
+    kind: Kind
+    width: int
+    rows: int
+    context: int
+    tp: int = 1
+    sequence: bool = False  # parallelism
+    heads: int = 1  # of a block
+    recompute: str = "none"
+    core: str = "fused"  # of attention; "plain" stores every score
+    vocab: int = 1  # of an embedding, or a head
+
+
+class Part(NamedTuple):
+    """What a rank does, in order: "compute" an Operation, "issue" and "wait" for a CommEvent, and
+    "gradient": backward is done with a parameter of so many elements."""
+
+    what: str
+    of: Any
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The forward or the backward of one micro-batch. `peak`: when it holds the most, what it holds
+    above what was held before the forward."""
+
+    parts: tuple[Part, ...]
+    peak: Bytes
+
+    def all_of(self, what: str) -> list[Any]:
+        return [part.of for part in self.parts if part.what == what]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A recorded layer. `kept`: by a micro-batch between forward and backward, its input among it,
+    and not its output."""
+
+    forward: Phase
+    backward: Phase
+    kept: Bytes
+
+    @cached_property
+    def gradients(self) -> list[int]:
+        """Elements of each parameter on this rank, as backward is done with them."""
+        return self.backward.all_of("gradient")
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bus bytes of rank 0, for one micro-batch."""
+        return sum(
+            x.bus_bytes for one in (self.forward, self.backward) for x in one.all_of("issue")
+        )
+
+
+def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
+    """What to record for a layer of this kind."""
+    sequence = layout.sequence and layout.tp > 1
+    common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
+    if kind == "block":
+        return Shape(*common, sizes.heads, layout.recompute, core)
+    return Shape(*common, vocab=sizes.vocab)
+
+
+@lru_cache(maxsize=4096)
+def recorded(shape: Shape) -> Layer:
+    """The layer of this shape; recorded when somebody asks for the first time.
+
+    Raises ValueError for sizes that do not divide, as `tensor_parallel` does.
+    """
+    return record_layers([shape])
+
+
+def record_layers(shapes: Sequence[Shape]) -> Layer:
+    """These layers one after the other, in one recording: the whole of a stage."""
+    trace = dry_run(_micro_batch, shapes, ranks=shapes[0].tp)
+    return _layer_of(trace.ranks[0])
+
+
+def _micro_batch(shapes: Sequence[Shape]) -> None:
+    """On a rank: forward and backward. (Gradients lie in buckets, as DDP's: they are there
+    before.) A span of no length says that backward is done with a parameter."""
+    stage = _Stage(shapes)
+    for parameter in stage.layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(_note)
+    optimizer = torch.optim.SGD([stage.anchor], lr=0.0)
+    optimizer.step()  # ends step 0, in which the model was built
+    end = stage()
+    end.backward(torch.empty_like(end))
+    optimizer.step()
+
+
+def _note(parameter: Tensor) -> None:
+    with span(f"{GRADIENT} {parameter.numel()}"):
+        pass
+
+
+class _Stage(nn.Module):
+    """Layers of a GPT between a source and a sink, as a rank of a pipeline has them."""
+
+    def __init__(self, shapes: Sequence[Shape]):
+        super().__init__()
+        self.first = shapes[0]
+        model = _model(shapes)
+        blocks = iter(model.blocks)
+        made: list[nn.Module] = []
+        for shape in shapes:
+            if shape.kind == "embedding":
+                made.append(_Embedding(model.embed, shape))
+            elif shape.kind == "block":
+                made.append(_edited(next(blocks), shape))
+            else:
+                made.append(_Head(model.norm, model.head, shape))
+        self.layers = nn.ModuleList(made)
+        self.anchor = nn.Parameter(torch.empty(0))  # for autograd, where nothing comes in
+
+    def forward(self) -> Tensor:
+        rows, positions = self.first.rows, self.first.context
+        if self.first.sequence:
+            positions //= self.first.tp
+        x: Any = None
+        if self.first.kind != "embedding":
+            x = _Source.apply(self.anchor, rows, positions, self.first.width)
+        for layer in self.layers:
+            x = layer(x)
+        return x if x.ndim == 0 else _Sink.apply(x)
+
+
+def _model(shapes: Sequence[Shape]) -> GPT:
+    """A GPT that has these layers, in bfloat16 and cut over the ranks. What is not among them is
+    small. (A tied head is recorded as one of its own.)"""
+    first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
+    heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
+    vocab = max([first.tp, *(shape.vocab for shape in shapes)])
+    with _without_numbers():
+        model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
+        if first.tp > 1:
+            tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
+    return model
+
+
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    """Models are built in bfloat16, and their numbers, which are not there, neither drawn nor made
+    the same on all ranks."""
+    default = torch.get_default_dtype()
+    with ExitStack() as left_out:
+        for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
+            left_out.enter_context(patch.object(kind, "reset_parameters", _nothing))
+        left_out.enter_context(patch.object(tensor, "copy_from_rank_0", _nothing))
+        left_out.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(DTYPE)
+        yield
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _edited(block: Any, shape: Shape) -> nn.Module:
+    if shape.core == "plain":
+        block.attn.core = PlainAttention()
+    if shape.recompute == "full":
+        Recompute(block, blocks=[block])
+    return block
+
+
+class _Source(torch.autograd.Function):
+    """Makes an input [b, s, w] out of nothing; its gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=DTYPE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None,) * 4
+
+
+class _Sink(torch.autograd.Function):
+    """Takes an output, and makes a gradient for it out of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.shape = y.shape
+        return y.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].new_empty(ctx.shape)
+
+
+class _Embedding(nn.Module):
+    """None -> [b, s, w], of a batch of tokens."""
+
+    def __init__(self, embed: nn.Module, shape: Shape):
+        super().__init__()
+        self.embed, self._batch = embed, (shape.rows, shape.context)
+
+    def forward(self, nothing: None) -> Any:
+        return self.embed(torch.zeros(self._batch, dtype=torch.long))
+
+
+class _Head(nn.Module):
+    """[b, s, w] -> the loss."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module, shape: Shape):
+        super().__init__()
+        self.norm, self.head = norm, head
+        self._batch, self._vocab, self._cut = (shape.rows, shape.context), shape.vocab, shape.tp > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))
+        targets = torch.zeros(self._batch, dtype=torch.long)
+        if self._cut:
+            return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self._vocab)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _layer_of(one: RankTrace) -> Layer:
+    """The two phases of a recording."""
+    forward, backward = (
+        next(x for x in one.spans if x.phase == phase and not x.depth)
+        for phase in ("forward", "backward")
+    )
+    things = [x for x in things_of(one) if x[2] in ("compute", "issue", "wait")]
+    for found in one.spans:
+        if found.phase == "user" and found.module.startswith(GRADIENT):
+            things.append((found.began_s, 0, "gradient", int(found.module.split()[1])))
+    things.sort(key=lambda x: x[:2])
+    before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
+    phases, held = [], []
+    for began_s, ended_s in (
+        (forward.began_s, backward.began_s),
+        (backward.began_s, backward.ended_s),
+    ):
+        held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
+        parts = [Part(what, of) for when_s, _, what, of in things if began_s <= when_s <= ended_s]
+        phases.append(Phase(tuple(parts), above(max(held[-1], key=sum), before)))
+    return Layer(phases[0], phases[1], above(held[0][-1], before))
+
+
+def above(held: Bytes, before: Bytes) -> Bytes:
+    return tuple(one - other for one, other in zip(held, before, strict=True))

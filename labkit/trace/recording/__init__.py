@@ -1,0 +1,6 @@
+"""What a run did, recorded while it runs: spans by module, communication, memory by category."""
+
+from labkit.trace.recording.movement import watch_collective
+from labkit.trace.recording.session import OnRank, Recording, Spec, metric, record, span
+
+__all__ = ["OnRank", "Recording", "Spec", "metric", "record", "span", "watch_collective"]

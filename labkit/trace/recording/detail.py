@@ -1,0 +1,242 @@
+"""One training step in detail: what holds memory, and what each span computes.
+
+Every operation passes a dispatch mode. It notes the operation with its floating-point operations
+and the bytes that it reads and writes, adds them up by span, and enters each new piece of memory (a
+storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
+freed.
+
+    parameters              those of modules, also those that a strategy holds beside a module's
+    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
+                            says are its `gradient_pieces()`
+    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
+    activations             made in forward, and not freed yet
+    communication buffers   made inside the door
+    other                   made in backward or by the optimizer; batches; module buffers
+
+All this costs more than the step itself. Such a step is for counting, never for timing.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from labkit.dispatch import DispatchMode
+from labkit.memory.buffers import is_host_memory
+from labkit.trace import CATEGORIES, MemoryPoint, Operation
+from labkit.trace.recording.operations import operation_of, tensors_in
+from labkit.trace.recording.spans import Spans
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
+ASKS_DEVICE = torch.ops.prim.device.default  # torch asks so of a fake tensor, all the time
+
+
+class Ledger:
+    """Which storages live on this rank, under which category; `changed(bytes by category)` is
+    told after every change."""
+
+    def __init__(self, changed: Callable[[tuple[int, ...]], object]):
+        self._changed = changed
+        self._lock = threading.RLock()  # a storage may be freed while another is entered
+        self._held: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id -> ref, category, bytes
+        self._sums = [0] * len(CATEGORIES)
+
+    def enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
+        """Note the memory of `x`, if it is new; with `move`, also put known memory there."""
+        storage = x.untyped_storage()
+        key = id(storage)
+        with self._lock:
+            if key in self._held and self._held[key][0]() is storage:
+                _, was, nbytes = self._held[key]
+                if not move or was == category:
+                    return
+                self._sums[was] -= nbytes
+            nbytes = storage.nbytes()
+            death = weakref.ref(storage, lambda ref: self._leave(key, ref))
+            self._held[key] = (death, category, nbytes)
+            self._sums[category] += nbytes
+            self._changed(tuple(self._sums))
+
+    def has(self, x: torch.Tensor, category: int) -> bool:
+        """Whether the memory of `x` is entered there."""
+        return self._held.get(id(x.untyped_storage()), (None, None))[1] == category
+
+    def _leave(self, key: int, ref: "weakref.ref[Any]") -> None:
+        with self._lock:
+            if key in self._held and self._held[key][0] is ref:
+                _, category, nbytes = self._held.pop(key)
+                self._sums[category] -= nbytes
+                self._changed(tuple(self._sums))
+
+    def measure_again(self, only: Any = None) -> None:
+        """Some strategies free memory by resizing a storage, `only` this one or any."""
+        with self._lock:
+            keys = list(self._held) if only is None else [id(only)]
+            for ref, category, nbytes in (self._held[key] for key in keys if key in self._held):
+                storage = ref()
+                now_bytes = storage.nbytes() if storage is not None else nbytes
+                if now_bytes != nbytes and (only is None or only is storage):
+                    self._held[id(storage)] = (ref, category, now_bytes)
+                    self._sums[category] += now_bytes - nbytes
+            self._changed(tuple(self._sums))
+
+
+class Detail:
+    """Counts between `begin` and `end`, and tells `point`, `operation` and the spans of `spans`."""
+
+    def __init__(
+        self,
+        spans: Spans,
+        point: Callable[[MemoryPoint], object],
+        operation: Callable[[Operation], object],
+    ):
+        self._spans, self._point, self._operation = spans, point, operation
+        self._ledger = Ledger(self._changed)
+        self._modules: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._known: set[int] = set()  # parameters with a hook, which keeps them alive
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing())
+        self._in_door = threading.local()
+        self._mode = _Mode(self)
+        self._thread = threading.get_ident()
+        self._counting = False
+
+    def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Enter what is there already, and count from here on."""
+        for module in modules:
+            self.met(module)
+        for optimizer in optimizers:
+            self.enter_state(optimizer)
+        gc.collect()  # what an earlier run has left in cycles is garbage, and not held
+        for thing in gc.get_objects():
+            if type(thing) not in (torch.Tensor, nn.Parameter, FakeTensor):
+                continue  # (isinstance wakes lazy objects up)
+            if not isinstance(thing, nn.Parameter):
+                self._enter(thing, OTHER)
+            elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
+                self._know(thing)
+        self._resizes.start()
+        self._counting = True
+        self._ledger.measure_again()
+        self._mode.__enter__()
+
+    def end(self) -> None:
+        if self._counting:
+            self._counting = False
+            self._resizes.stop()
+            self._mode.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
+
+    def met(self, root: nn.Module) -> None:
+        """A module whose parameters are to be known as such."""
+        if any(root is one for one in self._modules):
+            return
+        self._modules.append(root)
+        for parameter in root.parameters():
+            self._know(parameter)
+
+    def _know(self, parameter: torch.Tensor) -> None:
+        self._enter(parameter, PARAMETERS, move=True)
+        if parameter.grad is not None:
+            self._enter(parameter.grad, GRADIENTS, move=True)
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
+            self._known.add(id(parameter))
+            # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
+            hook = torch.Tensor.register_post_accumulate_grad_hook(
+                parameter, self._gradient_is_there
+            )
+            self._hooks.append(hook)
+
+    def enter_state(self, optimizer: Any) -> None:
+        given = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        for stepped_on, state in optimizer.state.items():
+            for x in state.values():
+                if isinstance(x, torch.Tensor):
+                    self._enter(x, OPTIMIZER, move=True)
+            if id(stepped_on) not in given and not self._ledger.has(stepped_on, PARAMETERS):
+                self._enter(stepped_on, OPTIMIZER, move=True)
+        if hasattr(optimizer, "gradient_pieces"):
+            for x in optimizer.gradient_pieces()[0]:
+                self._enter(x, GRADIENTS, move=True)
+        self._ledger.measure_again()
+
+    def _resizing(self) -> Callable[[Any, int], Any]:
+        """`resize_` of a storage, of which no operation tells, and the ledger hears of it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: Any, size: int) -> Any:
+            found = resize(storage, size)
+            self._ledger.measure_again(only=storage)
+            return found
+
+        return resize_and_tell
+
+    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._enter(parameter.grad, GRADIENTS, move=True)
+
+    @contextmanager
+    def inside_the_door(self) -> Iterator[None]:
+        """What is made in this block is for communication; also in the door's own threads."""
+        outer, self._in_door.on = getattr(self._in_door, "on", False), True
+        try:
+            if threading.get_ident() == self._thread:
+                yield
+            else:
+                with _Mode(self):
+                    yield
+        finally:
+            self._in_door.on = outer
+
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note one operation that has run."""
+        in_door = getattr(self._in_door, "on", False)
+        span = self._spans.innermost
+        for x in tensors_in((args, kwargs)):
+            self._enter(x, OTHER)
+        for x in tensors_in(out):
+            self._enter(x, BUFFERS if in_door else self._category_of_new(span))
+        if in_door:
+            return
+        one = operation_of(func, args, kwargs, out, time.monotonic(), self._spans.step)
+        if one is not None:
+            self._operation(one)
+        if span is not None:
+            span.flops = (span.flops or 0) + (one.flops if one else 0)
+            span.moved_bytes = (span.moved_bytes or 0) + (one.moved_bytes if one else 0)
+
+    def _category_of_new(self, span: Any) -> int:
+        if span is not None and span.phase in ("backward", "optimizer"):
+            return OTHER
+        return ACTIVATIONS if self._spans.in_forward else OTHER
+
+    def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
+        if x.layout is torch.strided and x.device.type != "meta" and not is_host_memory(x):
+            self._ledger.enter(x, category, move)
+
+    def _changed(self, held_bytes: tuple[int, ...]) -> None:
+        if self._counting:
+            self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
+
+
+class _Mode(DispatchMode):
+    def __init__(self, detail: Detail):
+        super().__init__()
+        self._detail = detail
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # those ask what a tensor is
+            self._detail.count(func, args, kwargs or {}, out)
+        return out

@@ -1,0 +1,269 @@
+"""The recorder of one rank: puts spans, the door's events, memory and metrics together, step by
+step, and hands what is finished to the run's folder every half second, so that a rank that dies
+or hangs leaves its story behind.
+"""
+
+import platform
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from labkit.comm import here, listen_with
+from labkit.events import CommEvent
+from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock, clock_here
+from labkit.trace import RankTrace, Span, Step
+from labkit.trace.folder import add_metrics
+from labkit.trace.rankfile import RankFile
+from labkit.trace.recording.detail import Detail
+from labkit.trace.recording.spans import Spans
+
+FLUSH_S = 0.5
+
+
+class Recorder:
+    """Records this process while it is on (`with recorder:`), each time that it is turned on.
+
+    Args:
+        rank, size: of this process, in the world.
+        folder: of the run, which is then written while it runs; None keeps all in `trace`.
+        detail_step: the step to be recorded in detail.
+    """
+
+    now: "Recorder | None" = None  # the one that is on, in this process
+
+    def __init__(self, rank: int, size: int, folder: Path | None, detail_step: int | None):
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+        self.trace = RankTrace(rank, size, device, platform.node())
+        self.metrics: list[dict[str, Any]] = []
+        self._clock = clock_here()
+        self._spans = Spans(self._clock, self.trace.spans.append, self._step_ended, self._met)
+        self._detail_step = detail_step
+        self._detail: Detail | None = None
+        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._optimizers: WeakSet[Any] = WeakSet()
+        self._step = Step(0, 0.0, 0.0)
+        self._in_step = 0  # spans and events when it began
+        self._writer = _Writer(folder, self) if folder else None
+        self._on = ExitStack()
+
+    def __enter__(self) -> "Recorder":
+        if Recorder.now is not None:
+            raise RuntimeError("this process is being recorded already; end that block first")
+        Recorder.now, here.clock = self, self._clock
+        self._on.callback(setattr, Recorder, "now", None)
+        self._on.callback(setattr, here, "clock", HOST_CLOCK)
+        self._on.enter_context(self._spans)
+        self._on.enter_context(listen_with(self._heard))
+        if self._writer:
+            self._on.enter_context(self._writer)
+        self._begin_step()
+        return self
+
+    def __exit__(self, kind: type | None, *rest: Any) -> None:
+        """Ends the step, if there was anything in it; so a run that is turned on again begins
+        with a new one."""
+        try:
+            self._end_detail()
+            self.trace.complete = kind is None
+            if self.step_is_empty:
+                self.trace.steps.pop()
+            elif kind is None:
+                self._end_step()
+            else:  # all that is open stays so: here it was cut off
+                self.trace.spans += self._spans.still_open()
+                self._spans.step += 1
+            self._clock.settle(patience_s=5.0)
+        finally:
+            self._on.__exit__(kind, *rest)
+
+    def leave_to_ranks(self) -> None:
+        """This process only drives a world, whose ranks record themselves.
+
+        Raises RuntimeError when something was recorded here.
+        """
+        if self.begun:
+            raise RuntimeError(
+                "record(): this block has recorded computing of this process itself; give the "
+                "world's run a block of its own"
+            )
+        if self._writer:
+            self._writer.off = True
+
+    def close(self) -> None:
+        """No more is coming."""
+        if self._writer:
+            self._writer.close()
+
+    def _heard(self, event: CommEvent) -> None:
+        event.step = self._spans.step
+        self.trace.comms.append(event)
+
+    # --- steps ---
+
+    def _begin_step(self) -> None:
+        self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
+        self._in_step = self._count()
+        if self._step.detail:
+            detailed = self.trace.memory.append, self.trace.operations.append
+            self._detail = Detail(self._spans, *detailed)
+            here.carrying = self._detail.inside_the_door
+            self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
+        self._spans.clock.mark(self._step, "began_s")
+        self.trace.steps.append(self._step)
+
+    def _step_ended(self, optimizer: Any) -> None:
+        self._optimizers.add(optimizer)
+        if self._detail:
+            self._detail.enter_state(optimizer)
+        self._end_detail()
+        self._end_step()
+        self._begin_step()
+
+    def _end_step(self) -> None:
+        clock = HOST_CLOCK if self._step.detail else self._clock
+        clock.mark(self._step, "ended_s")
+        self._spans.step += 1
+
+    def _end_detail(self) -> None:
+        if self._detail:
+            here.carrying = nullcontext
+            self._detail.end()
+            self._detail = None
+            self._on_clock(self._clock)
+
+    def _count(self) -> int:
+        return len(self.trace.spans) + len(self.trace.comms) + len(self._spans.still_open())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether anything has happened in this step."""
+        return self._count() > self._in_step
+
+    @property
+    def step_is_empty(self) -> bool:
+        """Whether the last step in the trace is one in which nothing has happened yet."""
+        steps = self.trace.steps
+        return bool(steps) and steps[-1] is self._step and not self.in_step
+
+    def still_open(self) -> list[Span]:
+        return self._spans.still_open()
+
+    def _met(self, root: nn.Module) -> None:
+        if self._clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
+            self._use(StreamClock())
+        if root not in self._roots:
+            self._roots.add(root)
+            if self._detail:
+                self._detail.met(root)
+
+    @property
+    def begun(self) -> bool:
+        return self._count() > 0
+
+    def settle(self) -> bool:
+        return self._clock.settle()
+
+    def _use(self, clock: Clock) -> None:
+        self._clock = clock
+        if not self._detail:
+            self._on_clock(clock)
+        self.trace.device = f"cuda:{torch.cuda.current_device()}"
+
+    def _on_clock(self, clock: Clock) -> None:
+        self._spans.clock = here.clock = clock
+
+    # --- what users say ---
+
+    def metric(self, values: dict[str, Any]) -> None:
+        step = self._spans.step
+        if not self.in_step and step > 0:
+            step -= 1  # the optimizer's step has just ended this one
+        told = {name: x if name == "step" else float(x) for name, x in values.items()}
+        self.metrics.append({"step": step, "rank": self.trace.rank, **told})
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        span = self._spans.begin("user", name)
+        try:
+            yield
+        finally:
+            self._spans.end(span)
+
+
+class _Writer:
+    """Appends what is new to the rank's file, from a thread of its own. Whatever goes wrong with
+    the file, training goes on: it ends the writing, and is told as a warning."""
+
+    def __init__(self, folder: Path, recorder: Recorder):
+        self._folder, self._recorder = folder, recorder
+        self._file: RankFile | None = None
+        self._written = [0] * len(self._lists())
+        self._early: dict[int, Span] = {}  # written while open: the file follows them to their end
+        self._stop = threading.Event()
+        self.off = False
+
+    def __enter__(self) -> None:
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._work, name="labkit record", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._write()
+        if self._file and kind is None and not self.off:
+            self._file.mark_end()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close(complete=False)  # an end mark is there, if all went well
+
+    def _work(self) -> None:
+        long_open: list[Span] = []
+        while not self._stop.wait(FLUSH_S):
+            open_now = self._recorder.still_open()
+            self._write([span for span in open_now if any(span is one for one in long_open)])
+            long_open = open_now
+
+    def _write(self, long_open: Sequence[Span] = ()) -> None:
+        """All that is new, and spans that have been open since the last time."""
+        if self.off:
+            return
+        self._recorder.settle()
+        trace, until = self._recorder.trace, self._counts()
+        if self._file is None and not self._recorder.begun and not self._stop.is_set():
+            return  # it may be a world's ranks that are recorded
+        lists = zip(self._lists(), self._written, until, strict=True)
+        steps, spans, *others, metrics = (one[begin:end] for one, begin, end in lists)
+        self._written = until
+        spans = [span for span in spans if self._early.pop(id(span), None) is None]
+        early = [x for x in long_open if not x.ended_s and id(x) not in self._early]
+        self._early |= {id(span): span for span in early}
+        try:
+            if self._file is None:
+                args = (trace.rank, trace.size, trace.device, trace.host)
+                self._file = RankFile(self._folder, *args)
+            self._file.append([*steps, *spans, *early, *chain(*others)])
+            if metrics:
+                add_metrics(self._folder, metrics)
+        except OSError as error:
+            self.off = True
+            warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
+
+    def _lists(self) -> list[list[Any]]:
+        trace = self._recorder.trace
+        moments = trace.memory, trace.operations
+        return [trace.steps, trace.spans, trace.comms, *moments, self._recorder.metrics]
+
+    def _counts(self) -> list[int]:
+        """How much of each there is to write; a step only once anything has happened in it."""
+        steps, *others = [len(one) for one in self._lists()]
+        return [steps - self._recorder.step_is_empty, *others]

@@ -1,0 +1,192 @@
+"""`record()`: the same block around a world's runs in a notebook, and inside any one rank.
+
+notebook    record() ── its spec travels with every world.run ──> a Recorder on each rank
+                     <── the run's folder, which all ranks write, is read at the end
+one rank    record() ── a Recorder here
+"""
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from labkit.comm import Comm
+from labkit.comm.chooser import table_note
+from labkit.trace import Trace
+from labkit.trace.folder import add_metrics, begin_run, read_run
+from labkit.trace.recording.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank needs to know to record itself; equal for all runs of one `record()`."""
+
+    number: int  # of the block, in this driver
+    folder: str
+    detail_step: int | None
+
+
+class Recording:
+    """A `record()` block in this process."""
+
+    now: "Recording | None" = None
+    _blocks = count(1)
+
+    def __init__(
+        self, folder: Path | None, detail_step: int | None, about: dict[str, Any], here: Recorder
+    ):
+        self.kept, self.about, self.detail_step = folder, about, detail_step
+        self.folder: Path | None = folder
+        self._here, self._number = here, next(self._blocks)
+        self._world: object = None
+        self._failed = False
+
+    def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
+        """For a run of `world`, which `about` describes; None when it is not to be recorded.
+
+        Raises RuntimeError for a second world: a run folder tells of one.
+        """
+        if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
+            warnings.warn(
+                "this record() has seen its ranks stopped, and records no more; begin a new block",
+                stacklevel=2,
+            )
+            return None
+        if self._world is None:
+            self._here.leave_to_ranks()
+            self._world = world
+            if self.kept is None:
+                self.folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
+            assert self.folder is not None
+            begin_run(self.folder, {**about, **self.about}, replace=True)
+        elif self._world is not world:
+            raise RuntimeError("record(): this block has recorded another world; use one for each")
+        assert self.folder is not None
+        return Spec(self._number, str(self.folder.resolve()), self.detail_step)
+
+    def failed(self) -> None:
+        """The ranks were stopped in a run: what they wrote is all there will be."""
+        self._failed = True
+
+    @property
+    def of_world(self) -> bool:
+        return self._world is not None
+
+
+@contextmanager
+def record(
+    path: str | Path | None = None,
+    detail_step: int | None = None,
+    replace: bool = False,
+    **about: Any,
+) -> Iterator[Trace]:
+    """Record what the ranks do in this block; the trace is filled when the block ends.
+
+    Around `world.run(...)` in a notebook all ranks are recorded; in a single process, or on a
+    rank that torchrun or a World has started, that process: open the folder with
+    `labkit.read_run` to see all ranks. Training steps are told apart by the steps of the
+    optimizer. What is sent past labkit's door, as torch's own DDP does, is not seen.
+
+    Args:
+        path: keep the run as this folder, written while it runs; see `labkit.read_run`.
+        detail_step: record this step (0 is the first) in detail: memory by category, operations
+            and bytes of each span. It takes several times as long; its times mean nothing.
+        replace: overwrite the run that is at `path`.
+        about: more to write down of the run, as `seed=3`.
+
+    Raises ValueError when `path` holds something else, RuntimeError inside another `record()`.
+
+    >>> with record() as trace:
+    ...     world.run(train)
+    >>> plot.timeline(trace)
+    """
+    if Recording.now is not None:
+        raise RuntimeError("record(): this process is being recorded already")
+    if detail_step is not None and detail_step < 0:
+        raise ValueError(f"detail_step={detail_step}: steps count from 0")
+    rank, comm = 0, None
+    try:
+        comm = Comm()
+        rank, size = comm.ranks[comm.rank], comm.size
+    except RuntimeError:  # no process group: one process alone, or the driver of a world
+        size = 1
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            raise RuntimeError(
+                "record(): torchrun has started several processes, and this one has no process "
+                "group yet; call labkit.attach() or init_process_group before record()"
+            ) from None
+    folder = Path(path) if path is not None else None
+    if folder is not None:
+        if rank == 0:
+            begin_run(folder, {"world_size": size, "table": table_note(), **about}, replace)
+        if comm is not None:
+            comm.barrier()  # the others write into the folder that rank 0 has made
+    trace = Trace()
+    recorder = Recorder(rank, size, folder, detail_step)
+    Recording.now = recording = Recording(folder, detail_step, about, recorder)
+    try:
+        with recorder:
+            yield trace
+    finally:
+        Recording.now = None
+        recorder.close()
+        if recording.of_world:
+            assert recording.folder is not None
+            add_metrics(recording.folder, recorder.metrics)  # what the driver itself has noted
+            _fill(trace, read_run(recording.folder))
+            if folder is None:
+                shutil.rmtree(recording.folder, ignore_errors=True)
+        else:
+            ranks = {rank: recorder.trace}
+            _fill(trace, Trace(ranks, dict(about), recorder.metrics).from_zero())
+
+
+def _fill(trace: Trace, found: Trace) -> None:
+    trace.ranks, trace.about, trace.metrics = found.ranks, found.about, found.metrics
+
+
+class OnRank:
+    """The recorder of this rank, for as long as runs come with the same spec."""
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self._spec: Spec | None = None
+        self._recorder: Recorder | None = None
+
+    @contextmanager
+    def following(self, spec: Spec | None) -> Iterator[None]:
+        """Record this block if there is a spec."""
+        if spec != self._spec:
+            if self._recorder is not None:
+                self._recorder.close()
+            self._spec, self._recorder = spec, None
+            if spec is not None:
+                args = (self._rank, self._size, Path(spec.folder), spec.detail_step)
+                self._recorder = Recorder(*args)
+        if self._recorder is None:
+            yield
+        else:
+            with self._recorder:
+                yield
+
+
+def metric(**values: float) -> None:
+    """Note numbers of the present step, as `metric(loss=2.1)`; nothing where nobody records."""
+    if Recorder.now is not None:
+        Recorder.now.metric(values)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Show what is computed in this block as a span of its own, as `with span("sampling"):`."""
+    if Recorder.now is None:
+        yield
+    else:
+        with Recorder.now.span(name):
+            yield

@@ -216,7 +216,7 @@ GOOD = {
     "comm__ring": "from ..events import Event",
     "parallel__ddp": "import torch\nfrom labkit.comm import Comm\nfrom labkit.precision import x",
     "precision": "import torch",
-    "runtime__ranks": "import torch.distributed\nfrom labkit.trace import recording\nimport labkit.comm",
+    "runtime__ranks": "import torch.distributed\nimport labkit.trace.recording, labkit.comm",
     "trace__recording__spans": "from labkit.events import Event",
     "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
     "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",

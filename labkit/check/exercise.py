@@ -17,7 +17,7 @@ proven. A last open exercise yields a `Score`, too. The notebook then has
     from labkit.check import lab_00 as check
     check.average(average)
 
-`tests/answers/lab_00.py` lists the wrong answers that it must catch.
+`tests/course/answers/lab_00.py` lists the wrong answers that it must catch.
 """
 
 import functools

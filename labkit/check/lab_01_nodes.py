@@ -16,7 +16,7 @@ from labkit.events import CommEvent
 SIZES = {"dp": 3, "pp": 2, "tp": 2}
 RANKS, RANKS_PER_NODE = 12, 4
 TP_BYTES, DP_BYTES, PP_BYTES = 8_000, 3_000, 1_000
-BEST = 32_000  # of all 5,775 ways to share 12 ranks among 3 nodes; tests/test_lab_01.py tries them
+BEST = 32_000  # of all 5,775 ways to share 12 ranks among 3 nodes (tests/course/test_lab_01.py)
 WORST_ALLOWED = 60_000  # most ways to share them out send far more
 
 Place = tuple[int, ...]  # (dp, pp, tp)

@@ -203,7 +203,7 @@ def zb_h1(student: Any) -> Iterator[str]:
 
 # ---- invent(job)
 
-BEST = 37  # per mille of the time, idle: halves and chunks together (tests/answers/lab_16.py)
+BEST = 37  # per mille of the time, idle: halves and chunks together (answers/lab_16.py)
 
 
 def _bubbles(schedules: dict[str, Schedule]) -> float:

@@ -6,8 +6,8 @@
 What a stage does in a round depends on the round before and on its neighbours: if all stages end a
 round so many seconds later than c micro-batches ago, they do so for ever. So the clock runs until
 it sees that, and whole periods are put in; where it sees none, it runs to the end. It tells what
-`labkit.replaying.engine`, which can run anything, tells (tests/test_at_scale.py), in a hundredth of
-its time.
+`labkit.replaying.engine`, which can run anything, tells, in a hundredth of its time
+(tests/replaying/test_at_scale.py).
 
     waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
 """

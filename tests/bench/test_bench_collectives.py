@@ -1,0 +1,684 @@
+"""The bench of the collectives: its formulas, its count of wrong elements, the fit, the table that
+it writes for the chooser, and the picture. No time is asserted; where times matter, they are made.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from labkit import Comm, World, bench, listen, plot, read_run, record
+from labkit.bench import choices, collectives, command, fits, report, sweep
+from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, Own, call, expected, given_by
+from labkit.bench.collectives import COPY, Case, Timed, _turns, _typical
+from labkit.bench.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Point, Sweep
+from labkit.cli import app
+from labkit.comm.chooser import Chooser, read_table, stored_table, table_note
+from labkit.comm.collectives import ALGORITHMS
+from labkit.comm.collectives.costs import Cost
+from test_plot import assert_readable, words
+
+OPS = list(BUS_FACTORS)
+SIZES = [1 << bits for bits in range(12, 27, 2)]
+
+
+def points_of(
+    op: str, ranks: int, algorithm: str, seconds: dict[int, float], own: bool = False
+) -> list[Point]:
+    """As if they had been measured."""
+    return [
+        Point(
+            op,
+            ranks,
+            size,
+            size // 4,
+            "float32",
+            "",
+            algorithm,
+            algorithm,
+            own,
+            time_s,
+            1.0,
+            0,
+            1.0,
+        )
+        for size, time_s in seconds.items()
+    ]  # fmt: skip
+
+
+def modelled(
+    op: str, ranks: int, algorithm: str, alpha_s: float, beta: float, own: bool = False
+) -> list[Point]:
+    """As the model says they would be."""
+    cost_at = {size: fits.cost_of(op, algorithm, ranks, size) for size in SIZES}
+    seconds = {size: cost.seconds(alpha_s, beta) for size, cost in cost_at.items()}
+    return points_of(op, ranks, algorithm, seconds, own)
+
+
+ABOUT = {"backend": "gloo", "host": "made up", "cores": 2, "torch": "2", "turns": 9}
+
+
+# ---- bandwidths
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 1000])
+def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
+    """Those of nccl-tests: doc/PERFORMANCE.md; gather, scatter and sendrecv from src/*.cu."""
+    published = {
+        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n,
+        "broadcast": 1, "reduce": 1, "all_to_all": (n - 1) / n, "gather": (n - 1) / n,
+        "scatter": (n - 1) / n, "ring_exchange": 1, "there_and_back": 1,
+    }  # fmt: skip
+    for op, factor in published.items():
+        (point,) = points_of(op, n, "x", {10_000_000: 0.01})
+        assert point.algbw_bytes_per_s == 1e9
+        assert point.busbw_bytes_per_s == pytest.approx(factor * 1e9)
+        copied = replace(point, copy_s=0.002)  # 5 GB/s
+        assert copied.of_copy_rate == pytest.approx(factor / 5)
+    assert published.keys() == BUS_FACTORS.keys()
+    assert published.keys() - {"there_and_back"} == ALGORITHMS.keys() - {"barrier"}
+
+
+def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
+    def events() -> list[tuple[str, int, int, int]]:
+        comm, found = Comm(), []
+        for op in OPS:
+            buffers = Buffers(op, comm.rank, comm.size, 8, torch.float32, torch.device("cpu"))
+            buffers.zero()
+            with listen() as heard:
+                call(comm, buffers, "sum", "")
+            ops = ["send", "recv"] if op == "there_and_back" else [op]
+            assert sorted(event.op for event in heard) == sorted(ops)
+            bus_bytes = sum(event.bus_bytes for event in heard)
+            found.append((op, heard[0].payload_bytes, bus_bytes, buffers.got.nbytes))
+        return found
+
+    for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
+        assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
+        assert bus_bytes == BUS_FACTORS[op](2) * nbytes
+
+
+def test_sizes_are_read_counted_and_refused() -> None:
+    assert [sweep.parse_bytes(t) for t in ("12", "4K", "4k", "2MiB", "1 G", "3MB")] == [
+        12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20
+    ]  # fmt: skip
+    for text in ("", "x", "4T", "0", "-4", "1.5K"):
+        with pytest.raises(ValueError, match="is no size; write bytes as 4096, 4K"):
+            sweep.parse_bytes(text)
+    assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
+    assert sweep.sizes_between(4096, 70000, 4) == [4096, 16384, 65536]
+    for op in OPS:  # as nccl-tests: rounded down, and counted for one rank where there are parts
+        assert sweep.count_of(op, 3, 4099, 4) == ((341, 4092) if op in PARTED else (1024, 4096))
+
+
+# ---- right and wrong
+
+
+@pytest.mark.parametrize("redop", ["sum", "min", "max", "product"])
+def test_what_is_expected_is_what_the_operation_means(redop: str) -> None:
+    n, count = 3, 5
+    by_numpy = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod}[redop]
+    for op in OPS:
+        numel = n * count if op in PARTED else count
+        given = np.stack([given_by(rank, numel).numpy() for rank in range(n)])
+        parts = given.reshape(n, -1, count)  # giver, part, element
+        for rank in range(n):
+            buffers = Buffers(op, rank, n, count, torch.float32, torch.device("cpu"))
+            buffers.fill()
+            assert (buffers.given.numpy() == given[rank]).all()
+            untouched = np.full(numel, UNTOUCHED)
+            part = slice(rank * count, (rank + 1) * count)
+            want = given[rank].copy() if op in IN_PLACE else untouched
+            if op == "all_reduce" or (op == "reduce" and rank == 0):
+                want = by_numpy(given, axis=0)
+            elif op == "broadcast":
+                want = given[0]
+            elif op == "reduce_scatter":
+                want[part] = by_numpy(given, axis=0)[part]
+            elif op == "all_gather" or (op == "gather" and rank == 0):
+                want = np.concatenate([parts[by, by] for by in range(n)])
+            elif op == "scatter":
+                want[part] = given[0][part]
+            elif op == "all_to_all":
+                want = np.concatenate([parts[by, rank] for by in range(n)])
+            elif op == "ring_exchange":
+                want = given[rank - 1]
+            elif op == "there_and_back" and rank < 2:  # the third has no neighbour
+                want = given[1 - rank]
+            assert (expected(buffers, redop).numpy() == want).all(), (op, rank)
+            assert buffers.wrong(torch.from_numpy(want)) == (buffers.got.numpy() != want).sum()
+
+
+def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> None:
+    given = [given_by(rank, 300) for rank in range(3)]
+    assert all((given[a] != given[b]).sum() > 150 for a, b in [(0, 1), (0, 2), (1, 2)])
+    assert set(torch.cat(given).tolist()) == {0, 1, 2}
+    for op in OPS:
+        for rank in (0, 1):
+            buffers = Buffers(op, rank, 2, 100, torch.bfloat16, torch.device("cpu"))
+            buffers.fill()
+            keeps = (op in ("reduce", "gather") and rank == 1) or (op == "broadcast" and rank == 0)
+            assert (buffers.wrong(expected(buffers, "sum")) > 30) != keeps, op
+            buffers.got.copy_(expected(buffers, "sum"))
+            assert buffers.wrong(expected(buffers, "sum")) == 0
+            buffers.got[-1] += 1
+            assert buffers.wrong(expected(buffers, "sum")) == 1
+            buffers.got.fill_(torch.nan)
+            assert buffers.wrong(expected(buffers, "sum")) == buffers.numel
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])
+def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: str) -> None:
+    def wrongs() -> dict[tuple[str, str], int]:
+        comm, found = Comm(), {}
+        for op in OPS:
+            buffers = Buffers(
+                op, comm.rank, comm.size, 33, getattr(torch, dtype), torch.device("cpu")
+            )
+            for door in (comm, Own(comm.group)):
+                buffers.fill()
+                call(door, buffers, "product", "")
+                kind = type(door).__name__
+                found[op, kind] = buffers.wrong(expected(buffers, "product"))
+        return found
+
+    for found in world2.run(wrongs):
+        assert set(found.values()) == {0} and len(found) == 2 * len(OPS), found
+
+
+def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
+    def timed(case: Case) -> dict[str, Any]:
+        def does_nothing(wire: Any, x: torch.Tensor, *_: Any) -> Any:
+            yield from ()
+            return 0
+
+        from labkit.comm.collectives import ALGORITHMS  # the rank's own, not a copy of this one's
+
+        right = ALGORITHMS["all_reduce"]["ring"]
+        ALGORITHMS["all_reduce"]["ring"] = does_nothing
+        try:
+            return _turns(case)
+        finally:
+            ALGORITHMS["all_reduce"]["ring"] = right
+
+    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
+    chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
+    for rank, found in enumerate(world2.run(timed, case)):
+        alone, both = given_by(rank, 1000), given_by(0, 1000) + given_by(1, 1000)
+        assert found["ring"].wrong == (alone != both).sum() > 500
+        assert found["tree"].wrong == found[DEFAULT].wrong == found[""].wrong == 0
+        assert found[DEFAULT].chosen == chosen and found["tree"].chosen == "tree"
+        assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in found.values())
+    unchecked = world2.run(_turns, replace(case, check=False))
+    assert {one.wrong for one in unchecked[0].values()} == {None}
+
+
+def test_wrong_elements_of_all_ranks_are_added_up() -> None:
+    case = Case("all_reduce", 10, "float32", "sum", ("ring",), 1, True)
+    one, other = (
+        {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
+         COPY: Timed("", [1.0], None)}
+        for wrong in (3, 4)
+    )  # fmt: skip
+    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
+    assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
+    assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
+
+
+def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
+    assert _typical([[1.0, 5.0, 4.0], [3.0, 2.0, 9.0]]) == 5.0  # of the turns 3, 5 and 9
+    assert _typical([[1.0], [2.0]]) == 2.0
+
+
+def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of shared memory, by a clock that is made up: the root runs ahead, and its calls
+    alternate; no call of the leaf is as short as the shortest of the root."""
+    now_s = 0.0
+
+    def clock() -> float:
+        return now_s
+
+    def of_rank(calls_s: list[float]) -> float:
+        left = iter(calls_s)
+
+        def once() -> None:
+            nonlocal now_s
+            now_s += next(left)
+
+        barrier = SimpleNamespace(barrier=lambda: None)
+        me: Any = SimpleNamespace(comm=barrier, device=torch.device("cpu"))
+        return collectives._seconds(me, once, len(calls_s))
+
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=clock))
+    turns = [[50e-6, 13e-6] * 50, [50e-6, 13e-6] * 50, [51e-6, 14e-6] * 50]
+    leaf = [of_rank(calls_s) for calls_s in turns]
+    root = [of_rank([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
+    assert leaf == pytest.approx([31.5e-6, 31.5e-6, 32.5e-6])
+    assert _typical([root, leaf]) == pytest.approx(31.5e-6)
+
+
+def test_the_caption_names_the_time_that_was_taken() -> None:
+    points = modelled("all_gather", 2, "ring", 1e-5, 1e-9)
+    (told,) = report.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
+    assert told.caption == f"time: {collectives.STATISTIC}"
+    (untold,) = report.tables(Sweep(points, ABOUT))  # of an older labkit
+    assert untold.caption == ""
+
+
+def test_a_sweep_on_two_ranks_has_a_line_for_everything_and_comes_back(tmp_path: Path) -> None:
+    found = bench.bench_collectives([256, 1024], ["all_reduce", "gather"], [2], turns=1)
+    kinds = {(point.op, point.size_bytes, point.algorithm, point.own) for point in found.points}
+    names = {"all_reduce": [*ALGORITHMS["all_reduce"]], "gather": ["flat", "tree"]}
+    names["all_reduce"].remove("hierarchical")
+    assert kinds == {
+        (op, size, name, name == "gloo")
+        for op in names for size in (256, 1024) for name in (DEFAULT, "gloo", *names[op])
+    }  # fmt: skip
+    for point in found.points:
+        (own,) = (o for o in found.of(point.op, 2, "gloo") if o.size_bytes == point.size_bytes)
+        assert point.time_s > 0 and point.wrong == 0 and own.ratio == 1
+        assert point.copy_s == own.copy_s > 0
+        assert point.ratio == pytest.approx(point.time_s / own.time_s)
+        assert point.root == (0 if point.op == "gather" else None)
+        assert point.redop == ("sum" if point.op in REDUCING else "")
+    assert [table.row_count for table in report.tables(found)] == [16, 8]
+    assert sweep.read_sweep(found.save(tmp_path / "new" / "sweep.json")) == found
+    assert found.about["backend"] == "gloo" and found.about["table"] == table_note()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"what": "sweep of collectives", "format": 99, "points": []}',
+             '{"what": "sweep of collectives", "format": 1, "points": [{"op": 1}], "about": {}}'],
+)  # fmt: skip
+def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match="holds no sweep that this labkit can read"):
+        sweep.read_sweep(tmp_path / "x.json")
+
+
+def test_algorithms_that_cannot_serve_are_left_out() -> None:
+    assert "recursive_doubling" in collectives._serving("all_gather", 4, None)
+    assert "recursive_doubling" not in collectives._serving("all_gather", 3, None)
+    assert collectives._serving("all_reduce", 3, ["hierarchical", "flat"]) == ["hierarchical"]
+
+
+# ---- the fit
+
+
+@pytest.mark.parametrize(
+    ("op", "algorithm"), [(op, name) for op in OPS for name in [*ALGORITHMS.get(op, ()), "unknown"]]
+)
+def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
+    for n in (2, 3, 4):
+        found = fits.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
+        assert (found.op, found.ranks, found.algorithm) == (op, n, algorithm)
+        assert found.alpha_s == pytest.approx(50e-6)
+        assert found.beta_s_per_byte == pytest.approx(0.8e-9)
+        assert found.error < 1e-9
+        for point in modelled(op, n, algorithm, 50e-6, 0.8e-9):
+            assert found.seconds(point.size_bytes) == pytest.approx(point.time_s)
+            busbw = found.busbw_bytes_per_s(point.size_bytes)
+            assert busbw == pytest.approx(point.busbw_bytes_per_s)
+
+
+def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported() -> None:
+    drawn = np.random.default_rng(0)
+    exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
+    noisy = [replace(p, time_s=p.time_s * drawn.uniform(0.9, 1.1)) for p in exact * 5]
+    found = fits.fit(noisy)
+    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
+    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
+    assert 0.03 < found.error < 0.08  # a uniform tenth has a root mean square of 0.058
+
+
+def test_large_noise_does_not_pull_the_fit_down() -> None:
+    """Times a third off, up or down alike: least squares of predicted / measured would be a
+    quarter too low."""
+    drawn = np.random.default_rng(0)
+    exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
+    noisy = [replace(p, time_s=p.time_s * drawn.lognormal(0, 0.4)) for p in exact * 400]
+    found = fits.fit(noisy)
+    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
+    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
+    assert found.error == pytest.approx(0.4, rel=0.05)
+
+
+def test_a_poor_fit_is_said_to_be_poor() -> None:
+    good = fits.Fit("all_reduce", 2, "ring", 1e-5, 1e-9, error=0.25)
+    poor, worst = replace(good, error=0.26), replace(good, algorithm="tree", error=0.8)
+    assert report.doubts([good]) == report.doubts([]) == ""
+    said = report.doubts([good, poor, worst])
+    assert said.startswith("2 of 3 lines are off by more than 25%")
+    assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
+
+
+def test_small_sizes_count_as_much_as_large_ones() -> None:
+    """Absolute least squares would give all to the largest, which is half too slow here."""
+    exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
+    found = fits.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
+    assert found.alpha_s == pytest.approx(100e-6, rel=0.1)
+
+
+def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
+    line = [Cost(1, 100.0), Cost(1, 1000.0)]
+    alpha, beta, error = fits.fit_line(line, [1.0, 20.0])  # a straight line would begin below 0
+    assert alpha == 0 and beta == pytest.approx(np.sqrt(0.01 * 0.02))
+    assert error == pytest.approx(np.log(2) / 2)  # one a factor of the root of 2 above, one below
+    alpha, beta, _ = fits.fit_line(line, [2.0, 1.0])
+    assert beta == 0 and alpha == pytest.approx(np.sqrt(2.0 * 1.0))
+
+
+def test_gloos_own_all_reduce_is_a_ring_and_what_is_unknown_a_straight_line() -> None:
+    assert fits.cost_of("all_reduce", "gloo", 4, 1 << 26) == Cost(6, 1.5 * (1 << 26))
+    assert fits.cost_of("all_gather", "gloo", 4, 1000) == Cost(1, 750)
+    assert fits.cost_of("all_reduce", "tree", 4, 1000).steps == 4
+
+
+def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
+    ring = modelled("all_reduce", 4, "ring", 1e-5, 1e-9)
+    for points in ([], ring[:1], ring + modelled("all_reduce", 4, "tree", 1e-5, 1e-9)):
+        with pytest.raises(ValueError, match="give the points of one, at two sizes or more"):
+            fits.fit(points)
+    default = [replace(point, algorithm=DEFAULT) for point in ring]
+    single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
+    assert [one.algorithm for one in fits.fit_sweep(Sweep(default + ring + single))] == ["ring"]
+
+
+def test_lines_cross_where_their_times_are_equal() -> None:
+    """Recursive doubling: 2 alpha + 2 S beta; halving and doubling: 4 alpha + 1.5 S beta. Equal
+    at S = 4 alpha / beta."""
+    alpha_s, beta = 50e-6, 1e-9
+    both = [
+        fits.fit(modelled("all_reduce", 4, name, alpha_s, beta))
+        for name in ("halving_doubling", "recursive_doubling")
+    ]
+    ((size, before, after),) = fits.crossovers(both, SIZES[0], SIZES[-1])
+    assert (before, after) == ("recursive_doubling", "halving_doubling")
+    assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)
+    assert fits.crossovers(both, SIZES[0], SIZES[2]) == []
+
+
+# ---- the table for the chooser
+
+
+def made_up_sweep() -> Sweep:
+    """On 4 ranks: recursive doubling for small, gloo's own for large; noise of a few per cent."""
+    small = dict.fromkeys(SIZES, 1.0)
+    return Sweep(
+        points_of("all_reduce", 4, "recursive_doubling", small)
+        + points_of("all_reduce", 4, "tree", dict.fromkeys(SIZES, 0.95))  # as good, more steps
+        + points_of("all_reduce", 4, "ring", {s: 2.0 if s < 1 << 20 else 0.85 for s in SIZES})
+        + points_of("all_reduce", 4, "gloo", {s: 3 if s < 1 << 20 else 0.5 for s in SIZES}, True)
+        + points_of("all_reduce", 4, DEFAULT, dict.fromkeys(SIZES, 0.01))
+        + points_of("all_gather", 4, "recursive_doubling", small)
+        + points_of("all_gather", 4, "bruck", dict.fromkeys(SIZES, 1.5))
+        + points_of("all_gather", 4, "ring", dict.fromkeys(SIZES, 1.4))
+        + points_of("all_gather", 4, "gloo", dict.fromkeys(SIZES, 0.01), True)
+        + points_of("gather", 4, "tree", small),
+        ABOUT,
+    )
+
+
+def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> None:
+    path = choices.write_table(made_up_sweep(), tmp_path / "new" / "table.json")
+    table = read_table(path)
+    assert table["all_reduce"] == {"4": [
+        {"from_bytes": 0, "algorithm": "recursive_doubling"},
+        {"from_bytes": 1 << 20, "algorithm": "gloo", "otherwise": "ring"},
+    ]}  # fmt: skip
+    assert table["all_gather"] == {
+        "4": [{"from_bytes": 0, "algorithm": "recursive_doubling", "otherwise": "ring"}]
+    }
+    for collective in ALGORITHMS.keys() - {"all_reduce", "all_gather"}:
+        assert table[collective] == stored_table()[collective]
+    assert "gloo on made up, 2 cores" in table["source"] and "4096 to 67108864" in table["source"]
+    assert {(one["op"], one["algorithm"]) for one in table["fits"]} >= {("all_reduce", "ring")}
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
+    chooser = Chooser(6, own=True, table=table)
+    assert chooser.choose("all_reduce", 1 << 20, own_can=True) == "gloo"
+    assert chooser.choose("all_reduce", 1 << 20) == "ring"
+    assert chooser.choose("all_reduce", (1 << 20) - 1) == "recursive_doubling"
+    assert chooser.choose("all_gather", 5) == "ring"  # 6 ranks are no power of two
+
+
+def test_what_gives_no_table_is_refused() -> None:
+    made_up = made_up_sweep()
+    for points, about, says in [
+        (made_up.points, {**ABOUT, "backend": "nccl"}, "only over gloo labkit chooses"),
+        (made_up.points, {**ABOUT, "transport": "shm"}, "ranks that share memory ask no table"),
+        (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
+        (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            choices.table_of(Sweep(points, about))
+
+
+def changed(**rows: Any) -> str:
+    return json.dumps({**stored_table(), **rows})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is no table of algorithms"),
+        ("[]", "does not say its source"),
+        (changed(source=3), "does not say its source"),
+        (changed(reduce={}), "it has nothing for reduce"),
+        (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
+        (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
+        (changed(reduce={"2": []}), "one of them is 0"),
+        (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
+        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
+         "no algorithm 'ring'"),
+        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
+         "no algorithm 'ring'"),
+        (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
+        (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
+         "all_gather on 3 ranks: recursive_doubling cannot serve"),
+        (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_serve_is_refused_with_the_reason(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    monkeypatch.setenv("LABKIT_TABLE", str(path))
+    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as told:
+        Chooser(2)
+    assert says in str(told.value) and str(path) in str(told.value)
+    assert table_note()["file"] == str(path)
+    monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
+    with pytest.raises(ValueError, match="missing.json is no table of algorithms: .*No such file"):
+        Chooser(2)
+
+
+def test_a_table_of_ones_own_decides_is_explained_and_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = stored_table() | {
+        "source": "my own",
+        "all_reduce": {"2": [{"from_bytes": 0, "algorithm": "naive"}]},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(table))
+    own = table_note()
+    assert own["file"] == "labkit/comm/table.json" and own["source"] == stored_table()["source"]
+
+    def traffic() -> tuple[str, str]:
+        comm = Comm()
+        with listen() as events:
+            comm.all_reduce(torch.ones(4))
+        return events[0].algorithm, str(comm.explain("all_reduce", 16))
+
+    monkeypatch.setenv("LABKIT_TABLE", str(path))
+    with World(2, transport="gloo") as world:
+        monkeypatch.delenv("LABKIT_TABLE")  # the ranks have it since their birth
+        with record(tmp_path / "run") as trace:
+            said = world.run(traffic)
+    for name, explained in said:
+        assert name == "naive"
+        assert f"The table: {path} (LABKIT_TABLE): my own" in explained
+    note = read_run(tmp_path / "run").about["table"]
+    assert note == trace.about["table"] and note["file"] == str(path) and note["source"] == "my own"
+    assert len(note["sha256"]) == 64 and note["sha256"] != own["sha256"]
+    with record(tmp_path / "alone"):
+        pass
+    assert read_run(tmp_path / "alone").about["table"] == own
+
+
+# ---- the picture
+
+
+def pictured() -> Sweep:
+    points = []
+    for name, alpha_s, beta in [
+        ("recursive_doubling", 50e-6, 1e-9), ("halving_doubling", 50e-6, 1e-9),
+        ("ring", 60e-6, 0.9e-9), ("gloo", 15e-6, 1.5e-9),  # gloo's: ahead at first, not ours
+    ]:  # fmt: skip
+        points += modelled("all_reduce", 4, name, alpha_s, beta, own=name == "gloo")
+    points += [replace(point, algorithm=DEFAULT) for point in points if point.algorithm == "ring"]
+    return Sweep(points + modelled("all_gather", 2, "ring", 50e-6, 1e-9), ABOUT)
+
+
+def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> None:
+    found = pictured()
+    figure = plot.bandwidth(found.save(tmp_path / "sweep.json"))
+    axes = figure.axes[0]
+    solid = {line.get_label().split(":")[0]: line for line in axes.lines if len(line.get_xdata())
+             == len(SIZES)}  # fmt: skip
+    assert solid.keys() == {
+        "ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT
+    }  # fmt: skip
+    for point in found.of("all_reduce", 4):
+        line = solid["gloo's own" if point.own else point.algorithm]
+        at = list(line.get_xdata()).index(point.size_bytes)
+        assert line.get_ydata()[at] == pytest.approx(point.busbw_bytes_per_s / 1e9)
+    dashed = {line.get_color(): line for line in axes.lines if line.get_linestyle() == "--"}
+    assert len(dashed) == 4 and solid[DEFAULT].get_color() not in dashed
+    for name in solid.keys() - {DEFAULT}:  # exact times: the fit goes through the points
+        line, fitted = solid[name], dashed[solid[name].get_color()]
+        for end in (0, -1):
+            assert fitted.get_ydata()[end] == pytest.approx(line.get_ydata()[end])
+    assert axes.get_xscale() == "log"
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    ours = [one for one in fits.fit_sweep(found) if one.op == "all_reduce"][:3]
+    assert marks == [x for x, _, _ in fits.crossovers(ours, SIZES[0], SIZES[-1])] and marks
+    assert_readable(figure)
+    assert "all_gather on 2 ranks: busbw = 0.5 algbw" in words(figure)
+    assert figure._repr_png_()
+
+
+def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
+    assert len(plot.bandwidth(pictured(), op="all_gather").axes) == 2  # the lines, the legend
+    with pytest.raises(ValueError, match="it has all_reduce on 4 ranks, all_gather on 2 ranks"):
+        plot.bandwidth(pictured(), "all_reduce", ranks=2)
+    with pytest.raises(ValueError, match="it has nothing"):
+        plot.bandwidth(Sweep([]))
+
+
+# ---- the command
+
+
+@pytest.mark.slow
+def test_the_command_measures_draws_saves_and_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", "shm")  # a table is about messages all the same
+    made = {name: tmp_path / name for name in ("sweep.json", "picture.png", "table.json")}
+    args = "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1"
+    files = [f"--save={made['sweep.json']}", f"--plot={made['picture.png']}"]
+    files += ["--fit", f"--table={made['table.json']}"]
+    done = CliRunner().invoke(app, [*args.split(), *files])
+    assert done.exit_code == 0, done.output
+    for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
+                 'where messages go, World(n, transport="gloo")'):  # fmt: skip
+        assert said in done.output
+    assert bench.read_sweep(made["sweep.json"]).about["transport"] == "gloo"
+    assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
+    assert {p.size_bytes for p in bench.read_sweep(made["sweep.json"]).points} == {512, 1024}
+    assert made["picture.png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_elements_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    sick = [replace(point, wrong=3) for point in modelled("all_reduce", 2, "ring", 1e-5, 1e-9)[:1]]
+    monkeypatch.setattr(collectives, "bench_collectives", lambda *_: Sweep(sick, ABOUT))
+    done = CliRunner().invoke(app, ["bench", "collectives"])
+    assert done.exit_code == 1 and "wrong: 3 elements" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--from 4x", "'4x' is no size"),
+        ("--from 4M --to 4K", "give the smaller size first"),
+        ("--factor 1", "sizes grow by a factor of 2 or more"),
+        ("--ops barrier", "'barrier' is no operation; choose from all_reduce"),
+        ("--ops ,", "name at least one operation"),
+        ("--ranks two", "'two' is no number of ranks"),
+        ("--ranks 2,1", "on 1 ranks nothing travels"),
+        ("--algorithms best", "'best' is no algorithm of these operations; choose from default"),
+        ("--ops broadcast --algorithms ring", "'ring' is no algorithm of these operations"),
+        ("--dtype int7", "'int7' is no dtype; choose from float32"),
+        ("--redop mean", "'mean' is no reduction; choose from sum, min, max, product"),
+        ("--turns 0", "0 turns: 1 or more are needed"),
+        ("--from 1 --to 1", "not one element of 4 bytes"),
+        ("--to 900G --factor 4096", "end at a smaller size"),
+        ("--table x.json", "--table says where --fit writes"),
+        ("--save .", ". is a folder; give the name of a file"),
+        ("--fit --dtype int32", "a table is fitted to float32"),
+        ("--fit --ops gather", "a table chooses for all_reduce"),
+    ],
+)
+def test_bad_input_is_a_sentence_before_anything_is_measured(
+    options: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "World", None)
+    done = CliRunner().invoke(app, ["bench", "collectives", *options.split()])
+    assert done.exit_code == 2, done.output
+    assert says in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times"), [("float64", 3.5), ("float32", 5), ("float16", 8), ("uint8", 14)]
+)
+def test_the_guard_counts_what_checking_takes(
+    dtype: str, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given and got has the dtype; what is expected, the whole numbers of int32."""
+    size = 1 << 20
+    free = SimpleNamespace(available=times * size * 2 - 1)  # bytes of 2 ranks, but one
+    monkeypatch.setattr(collectives, "available_bytes", lambda: free.available)
+    monkeypatch.setattr(collectives, "World", None)
+    with pytest.raises(ValueError, match="end at a smaller size"):
+        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
+    free.available += 1
+    with pytest.raises(TypeError):  # on to the world, which is none here
+        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
+
+
+def test_without_a_name_all_benches_run_and_with_one_only_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+    names = [one.callback.__name__ for one in command.bench.registered_commands]
+    for one, name in zip(command.bench.registered_commands, names):
+        monkeypatch.setattr(one, "callback", lambda name=name: ran.append(name))
+    assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == names
+    assert {"world", "door", "data_parallel", "recording", "plot", "replay"} <= {*ran}
+    monkeypatch.undo()
+    done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
+    assert done.exit_code == 2 and ran == names
+
+
+def test_the_help_has_examples_and_the_environment_is_clean() -> None:
+    done = CliRunner().invoke(app, ["bench", "collectives", "--help"])
+    assert done.exit_code == 0 and "labkit bench collectives --fit" in " ".join(done.output.split())
+    assert "LABKIT_TABLE" not in os.environ

@@ -1,0 +1,327 @@
+"""Checkpoints: from any strategy and size into any other, in torch's own format."""
+
+import os
+import pathlib
+import weakref
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from checkpoint_cases import (
+    STRATEGIES,
+    fresh,
+    groups_of,
+    load_and_go_on,
+    save_and_go_on,
+    train,
+)
+from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
+from labkit.checkpoints import progress, saving
+from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
+
+AGREE = 1e-10
+SHAPES = [(), (5,), (1, 1), (4, 4), (1, 4), (4, 1), (3, 4, 5), (2, 3, 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(3) as world:
+        yield world
+
+
+def ranges(numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, end - start) for start in range(numel) for end in range(start + 1, numel + 1))
+
+
+# ---- boxes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_cover_every_element_of_a_range_once_and_in_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start, numel in ranges(numbers.numel()):
+        expected = list(range(start, start + numel))
+        boxes = list(boxes_of(shape, start, numel))
+        assert len(boxes) <= max(2 * len(shape) - 1, 1)
+        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in boxes]
+        assert torch.cat(pieces).tolist() == expected
+        flat = numbers.view(-1)[start : start + numel]
+        pieces = [view_of(flat, numbers.shape, start, box) for box in boxes]
+        assert [piece.shape for piece in pieces] == [torch.Size(box.sizes) for box in boxes]
+        assert torch.cat([piece.flatten() for piece in pieces]).tolist() == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_boxes_have_few_elements_or_one_row(shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    row = torch.Size(shape[1:]).numel()
+    numbers = torch.arange(numel).view(shape)
+    for start, n in ranges(numel):
+        boxes = list(small_boxes(shape, start, n, 6))
+        assert all(box.numel <= max(6, row) for box in boxes)
+        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in boxes]
+        assert torch.cat(pieces).tolist() == list(range(start, start + n))
+
+
+def test_a_tensor_without_elements_is_one_box() -> None:
+    assert [box.sizes for box in small_boxes((3, 0), 0, 0, 8)] == [(3, 0)]
+    assert list(boxes_of((3, 4), 2, 0)) == []
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_going_on_is_bit_for_bit_as_if_never_stopped(
+    world: World, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    expected = world.run(save_and_go_on, strategy, 3, str(tmp_path))
+    assert world.run(load_and_go_on, strategy, 3, str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "masters"])
+def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
+    world: World, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    dtype = torch.bfloat16
+    expected = world.run(save_and_go_on, strategy, 3, str(tmp_path), dtype)
+    stored = dcp.FileSystemReader(tmp_path / "step_00000003").read_metadata().state_dict_metadata
+    for name in ("model.deep", "optimizer.state.deep.exp_avg"):
+        assert stored[name].properties.dtype == torch.float32
+    assert world.run(load_and_go_on, strategy, 3, str(tmp_path), dtype) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), list(product(STRATEGIES, (1, 2, 4))))
+def test_any_strategy_and_size_loads_what_any_other_saved(
+    world4: World, strategy: str, ranks: int, tmp_path: pathlib.Path
+) -> None:
+    """Every strategy loads what every other saved, on one, two, three and four ranks in turn."""
+    expected = world4.run(save_and_go_on, strategy, ranks, str(tmp_path))[0]
+    for turn, other in enumerate(STRATEGIES, ranks):
+        size = turn % 4 + 1
+        found = world4.run(load_and_go_on, other, size, str(tmp_path))
+        for losses in found[:size]:
+            assert losses == pytest.approx(expected, abs=AGREE, rel=0), (other, size)
+
+
+def test_one_process_loads_what_ranks_saved(world: World, tmp_path: pathlib.Path) -> None:
+    expected = world.run(save_and_go_on, "zero-1", 3, str(tmp_path))[0]
+
+    def alone() -> list[float]:
+        model = fresh(seed=2)
+        optimizer = torch.optim.AdamW(groups_of(model, 0.1))
+        load_checkpoint(tmp_path, Single(model), optimizer)
+        return train(model, optimizer, Comm(), range(3, 6))
+
+    with World(1) as one:
+        assert one.run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
+
+
+def test_weights_alone_and_other_dtypes(world: World, tmp_path: pathlib.Path) -> None:
+    def run() -> None:
+        comm = Comm()
+        model, optimizer = STRATEGIES["zero-1"](fresh(dtype=torch.float32), comm, 1e-2)
+        train(model, optimizer, comm, range(2))
+        save_checkpoint(tmp_path, model, optimizer)
+        for dtype in (torch.float64, torch.bfloat16):
+            other = fresh(seed=1, dtype=dtype)
+            assert load_checkpoint(tmp_path, other).step == 0
+            for name, x in other.state_dict().items():
+                assert x.dtype == dtype
+                assert torch.equal(x, model.state_dict()[name].to(dtype)), name
+
+    world.run(run)
+
+
+# ---- the format
+
+
+class Small(nn.Module):
+    """Every parameter used, two of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.back = nn.Linear(4, 3, bias=False)
+        self.back.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x)) @ self.back.weight
+
+
+def small(seed: int) -> tuple[Small, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Small()
+    optimizer = torch.optim.AdamW(groups_of(model, 0.2 + seed))
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def flat(thing: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(thing, dict | list):
+        items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+        return {k: x for key, one in items for k, x in flat(one, f"{name}.{key}").items()}
+    return {name: thing.tolist() if isinstance(thing, torch.Tensor) else thing}
+
+
+def test_torchs_own_load_reads_it(world: World, tmp_path: pathlib.Path) -> None:
+    def save() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = Small()
+        optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)[1]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer, step=7)
+        return {name: x.tolist() for name, x in model.state_dict().items()}
+
+    expected = world.run(save)[0]
+    model, optimizer = small(1)
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=tmp_path / "step_00000007", no_dist=True)
+    assert {name: x.tolist() for name, x in state["model"].items()} == expected
+    groups = state["optimizer"]["param_groups"]
+    assert [group["params"][0] for group in groups] == ["first.weight", "first.bias"]
+    assert state["optimizer"]["state"]["first.weight"]["step"].item() == 2
+    assert [group["lr"] for group in groups] == [0.1, 0.05]
+
+
+def test_what_torchs_own_save_wrote_is_read(tmp_path: pathlib.Path) -> None:
+    model, optimizer = small(0)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path, no_dist=True)
+    expected = flat(weights), flat(states)
+
+    def load() -> tuple[dict[str, Any], dict[str, Any]]:
+        other, optimizer = small(1)
+        loaded = load_checkpoint(tmp_path, other, optimizer)
+        assert (loaded.path, loaded.step) == (tmp_path, None)
+        weights, states = get_state_dict(other, optimizer)
+        return flat(weights), flat(states)
+
+    with World(1) as one:
+        assert one.run(load) == [expected]
+
+
+def test_replicas_are_written_once_and_by_all_ranks_alike(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    def save() -> int:
+        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(9)))
+        return sum(p.nbytes for p in save_it(model).parameters())
+
+    def save_it(model: nn.Module) -> nn.Module:
+        save_checkpoint(tmp_path, STRATEGIES["ddp"](model, Comm(), 0.1)[0])
+        return model
+
+    nbytes = world.run(save)[0]
+    sizes = [path.stat().st_size for path in tmp_path.glob("step_*/*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < 1.2 * nbytes / 3
+    assert nbytes < sum(sizes) < 1.2 * nbytes
+
+
+# ---- memory
+
+
+def test_one_box_at_a_time_is_in_memory(world: World, tmp_path: pathlib.Path) -> None:
+    def run() -> tuple[list[int], list[int]]:
+        box_bytes, before_save, before_load = 2000, saving._alone, torch.load
+        live: list[Any] = []
+        written: list[int] = []
+        read: list[int] = []
+
+        def note(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+            assert not any(one() is not None for one in live), "the one before is still there"
+            live.append(weakref.ref(tensor))
+            sizes.append(tensor.untyped_storage().nbytes())
+            return tensor
+
+        def load(*args: Any, **how: Any) -> Any:
+            thing = before_load(*args, **how)
+            return note(thing, read) if isinstance(thing, torch.Tensor) else thing
+
+        model = nn.Sequential(*(nn.Linear(50, 100) for _ in range(3)))
+        wrapped, optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)
+        saving.BOX_BYTES, saving._alone = box_bytes, lambda x: note(before_save(x), written)
+        try:
+            save_checkpoint(tmp_path, wrapped, optimizer)
+            torch.load = load
+            load_checkpoint(tmp_path, wrapped, optimizer)
+        finally:
+            saving.BOX_BYTES, saving._alone, torch.load = 64 * 2**20, before_save, before_load
+        return written, read
+
+    for written, read in world.run(run):
+        assert len(written) > 10 and max(written) <= 2000
+        assert len(read) > 10 and max(read) <= 2000
+
+
+def test_folders_are_told_apart_by_step_and_old_ones_go(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    def save(step: int, keep: int) -> str:
+        model = nn.Linear(2, 2)
+        return save_checkpoint(tmp_path, model, step=step, keep=keep).name
+
+    def there() -> list[str]:
+        return sorted(os.listdir(tmp_path))
+
+    assert world.run(save, 1, 2) == ["step_00000001"] * 3
+    world.run(save, 2, 2)
+    assert there() == ["latest", "step_00000001", "step_00000002"]
+    world.run(save, 3, 2)
+    assert there() == ["latest", "step_00000002", "step_00000003"]
+    assert world.run(save, 3, 2)[0] == "step_00000003.2"
+    assert there() == ["latest", "step_00000002", "step_00000003.2"]
+    world.run(save, 1, 2)  # gone back, and trained from there
+    assert there() == ["latest", "step_00000001", "step_00000003.2"]
+    world.run(save, 9, 1)
+    assert there() == ["latest", "step_00000009"]
+
+
+def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+
+    def bar(things: range, label: str) -> Iterator[int]:
+        for thing in things:
+            yield thing
+            shown.append(thing)
+
+    monkeypatch.setattr(progress, "progress", bar)
+    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
+    assert shown == []
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
+    assert shown == [0, 1, 2]
+    shown.clear()
+    items = progress.slow_progress(range(5), "saving")
+    monkeypatch.setattr(progress, "PATIENCE_S", 600.0)
+    assert [next(items), next(items)] == [0, 1]
+    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
+    assert list(items) == [2, 3, 4] == shown
+
+
+def test_a_bar_ends_its_line_when_the_loop_breaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars = import_module("labkit.runtime.progress")
+    seconds = iter(range(100))
+    monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for thing in bars._printed(range(9), "saving", 9):
+        if thing == 3:
+            break
+    assert capsys.readouterr().out.endswith("s left\n")

@@ -1,0 +1,320 @@
+"""Checkpoints of tensor-parallel models: from any layout into any other, and into a plain model."""
+
+import pathlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
+from labkit.parallel.common.shards import Shard, mark_shard
+from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
+
+AGREE = 1e-10
+LAYOUTS = [  # every strategy, tensor sizes 1, 2 and 4
+    ("plain", {"dp": 1, "tp": 4}),
+    ("ddp", {"dp": 2, "tp": 2}),
+    ("zero-1", {"dp": 2, "tp": 2}),
+    ("zero-2", {"dp": 2, "tp": 2}),
+    ("zero-3", {"dp": 2, "tp": 2}),
+    ("masters", {"dp": 2, "tp": 2}),
+    ("zero-3", {"dp": 4, "tp": 1}),
+    ("zero-1", {"dp": 1, "tp": 4}),
+]
+NAMES = [f"{strategy}-{axes['dp']}x{axes['tp']}" for strategy, axes in LAYOUTS]
+ALWAYS = {"plain-1x4", "ddp-2x2", "zero-3-2x2"}  # the others in the slow tests
+EVERY = [
+    pytest.param(*layout, marks=() if name in ALWAYS else pytest.mark.slow, id=name)
+    for layout, name in zip(LAYOUTS, NAMES)
+]
+EARLY, LATE = range(3), range(3, 6)
+
+
+def save(strategy: str, axes: dict[str, int], folder: str) -> None:
+    mesh = Mesh(**axes)
+    model, optimizer = built(strategy, mesh)
+    train(model, optimizer, mesh.dp, EARLY)
+    save_checkpoint(folder, model, optimizer, step=3)
+
+
+def load_and_go_on(strategy: str, axes: dict[str, int], folder: str) -> list[float]:
+    """Other weights, another state, other hyperparameters: all has to come from the checkpoint."""
+    mesh = Mesh(**axes)
+    model, optimizer = built(strategy, mesh, partial(torch.optim.AdamW, lr=3e-3), seed=1)
+    train(model, optimizer, mesh.dp, range(7, 8))
+    assert load_checkpoint(folder, model, optimizer).step == 3
+    return train(model, optimizer, mesh.dp, LATE)
+
+
+def expected_losses() -> list[float]:
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    return train(model, optimizer, None, LATE)
+
+
+@pytest.mark.parametrize(("strategy", "axes"), EVERY)
+def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
+    world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
+) -> None:
+    world4.run(save, strategy, axes, str(tmp_path))
+    model, optimizer = alone(partial(torch.optim.AdamW, lr=1.0), seed=2)
+    load_checkpoint(tmp_path, model, optimizer)
+    expected = expected_losses()
+    assert train(model, optimizer, None, LATE) == pytest.approx(expected, abs=AGREE, rel=0)
+    here = LAYOUTS.index((strategy, axes))
+    for other in (here, (here + 1) % len(LAYOUTS), (here + 3) % len(LAYOUTS)):
+        for losses in world4.run(load_and_go_on, *LAYOUTS[other], str(tmp_path)):
+            assert losses == pytest.approx(expected, abs=AGREE, rel=0), NAMES[other]
+
+
+def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
+    tmp_path: pathlib.Path,
+) -> None:
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    save_checkpoint(tmp_path, model, optimizer, step=3)
+    with World(3) as trio:
+        for losses in trio.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
+            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+        trio.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
+    model, optimizer = alone(seed=4)
+    load_checkpoint(tmp_path / "cut", model, optimizer)
+    losses = train(model, optimizer, None, LATE)
+    assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+
+
+def test_every_layout_loads_what_torchs_own_save_wrote(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    def load(strategy: str, axes: dict[str, int]) -> list[float]:
+        mesh = Mesh(**axes)
+        model, optimizer = built(strategy, mesh, seed=1)
+        load_checkpoint(tmp_path, model, optimizer)
+        return train(model, optimizer, mesh.dp, LATE)
+
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    names = ("model", "optimizer")
+    state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    for layout in LAYOUTS[:5]:
+        for losses in world4.run(load, *layout):
+            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize(("strategy", "axes"), EVERY)
+def test_names_shapes_and_elements_are_those_of_the_plain_model(
+    world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
+) -> None:
+    """Each element once, and no padding: torch's own reader gives what one process has."""
+    world4.run(save, strategy, axes, str(tmp_path))
+    single, its_optimizer = alone()
+    train(single, its_optimizer, None, EARLY)
+    model, optimizer = get_state_dict(single, its_optimizer)
+    expected = {f"model.{name}": x for name, x in model.items()}
+    for name, state in optimizer["state"].items():
+        expected |= {f"optimizer.state.{name}.{key}": x for key, x in state.items()}
+
+    reader = dcp.FileSystemReader(tmp_path / "step_00000003")
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in metadata.items() if hasattr(entry, "size")}
+    assert set(tensors) == set(expected)
+    for name, entry in tensors.items():
+        assert entry.size == expected[name].shape, name
+        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == expected[name].numel(), name
+    found = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in expected.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, rtol=0, atol=AGREE), name
+
+
+@pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])
+def test_padding_is_not_written_and_not_read(
+    world4: World, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    def run() -> list[float]:
+        mesh = Mesh(dp=1, tp=4)
+        model = cut(fresh(), mesh.tp)
+        rows = min(max(VOCAB - 2 * mesh.tp.rank, 0), 2)
+        with torch.no_grad():
+            model.rows.weight[rows:] = 77.0
+        wrapped, optimizer = STRATEGIES[strategy](model, mesh.dp, ADAM)
+        save_checkpoint(tmp_path, wrapped, optimizer)
+        train(wrapped, optimizer, mesh.dp, EARLY)
+        before = whole_of(wrapped)["rows.weight"]
+        load_checkpoint(tmp_path, wrapped, optimizer)
+        assert not torch.equal(whole_of(wrapped)["rows.weight"], before)
+        state = wrapped.full_state_dict() if strategy == "zero-3" else model.state_dict()
+        return state["rows.weight"][rows:].flatten().tolist()
+
+    for padding in world4.run(run):
+        assert all(x == pytest.approx(77, abs=0.1) for x in padding)
+    entries = dcp.FileSystemReader(tmp_path / "step_00000000").read_metadata().state_dict_metadata
+    found = {"model.rows.weight": torch.empty(VOCAB, 6, dtype=torch.float64)}
+    dcp.load(found, checkpoint_id=tmp_path / "step_00000000", no_dist=True)
+    assert torch.equal(found["model.rows.weight"], fresh().rows.weight)
+    assert entries["model.cuts.weight"] == entries["model.rows.weight"]  # tied: the bytes once
+
+
+def test_state_that_is_new_here_has_zeros_for_padding(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    save_checkpoint(tmp_path, model, optimizer)
+
+    def run() -> float:
+        mesh = Mesh(dp=1, tp=4)
+        model, optimizer = built("plain", mesh)
+        load_checkpoint(tmp_path, model, optimizer)
+        rows = min(max(VOCAB - 2 * mesh.tp.rank, 0), 2)
+        state = optimizer.state[model.rows.weight]
+        return float(
+            torch.stack([state[key][rows:].abs().sum() for key in ("exp_avg", "exp_avg_sq")]).sum()
+        )
+
+    assert world4.run(run) == [0.0] * 4
+
+
+def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    """What both tensor ranks have whole, ZeRO cuts at other places on each (the bias after its
+    first element, or after four): one of them writes it."""
+
+    def made(start: int, stop: int, mesh: Mesh) -> nn.Linear:
+        module = nn.Linear(1, 8).double()
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(8.0).view(8, 1))
+            module.bias.copy_(torch.arange(8.0))
+        module.weight = nn.Parameter(module.weight.detach()[start:stop].clone())
+        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
+        return module
+
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        module = made(*((0, 7), (7, 8))[mesh.tp.rank], mesh)
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
+        save_checkpoint(tmp_path, module, optimizer)
+
+    world4.run(run)
+    plain = nn.Linear(1, 8).double()
+    load_checkpoint(tmp_path, plain)
+    assert torch.equal(plain.weight, torch.arange(8.0).view(8, 1).double())
+    assert torch.equal(plain.bias, torch.arange(8.0).double())
+
+
+def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: pathlib.Path) -> None:
+    def start(seed: int) -> tuple[Mesh, nn.Module, Any]:
+        mesh = Mesh(dp=2, tp=2)
+        model = cut(fresh(seed, torch.bfloat16), mesh.tp)
+        model.up.weight.requires_grad_(False)
+        model.norm.weight.requires_grad_(False)
+        return mesh, model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, 2, mesh.dp, lr=0.1)
+
+    def run() -> bool:
+        mesh, model, optimizer = start(0)
+        train(model, optimizer, mesh.dp, EARLY)
+        save_checkpoint(tmp_path, model, optimizer)
+        expected = train(model, optimizer, mesh.dp, LATE)
+        mesh, model, optimizer = start(1)
+        load_checkpoint(tmp_path, model, optimizer)
+        return train(model, optimizer, mesh.dp, LATE) == expected
+
+    assert world4.run(run) == [True] * 4
+
+
+def test_a_part_of_the_ranks_may_have_a_model_of_its_own(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    def run() -> bool:
+        mesh = Mesh(model=2, tp=2)
+        which = mesh.model.rank
+        folder = tmp_path / str(which)
+        model = cut(fresh(seed=which), mesh.tp)
+        save_checkpoint(folder, model, comm=mesh.tp)
+        other = cut(fresh(seed=5), mesh.tp)
+        load_checkpoint(folder, other, comm=mesh.tp)
+        found, expected = whole_of(other), fresh(seed=which).state_dict()
+        return all(torch.equal(found[name], x) for name, x in expected.items())
+
+    assert world4.run(run) == [True] * 4
+
+
+def test_replicas_along_another_axis_are_told_by_the_comm_of_the_mesh(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
+
+    def run() -> bool:
+        mesh = Mesh(dp=2, cp=2)
+        model = fresh()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.dp, lr=0.1)
+        train(model, optimizer, mesh.dp, EARLY)
+        save_checkpoint(tmp_path, model, optimizer, comm=mesh.comm)
+        other = fresh(seed=1)
+        load_checkpoint(tmp_path, other, comm=mesh.comm)
+        return all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
+
+    assert world4.run(run) == [True] * 4
+
+
+# ---- what cannot be
+
+
+def test_another_vocabulary_is_named(world4: World, tmp_path: pathlib.Path) -> None:
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        model = DDP(cut(fresh(), mesh.tp), mesh.dp)
+        save_checkpoint(tmp_path, model)
+        wider = cut(fresh(), mesh.tp)
+        start, stop = ((0, 3), (3, 6))[mesh.tp.rank]
+        mark_shard(wider.rows.weight, Shard(mesh.tp, 0, start, stop, 6))
+        load_checkpoint(tmp_path, DDP(wider, mesh.dp))
+
+    with pytest.raises(RankError, match=r"rows.weight is \[5, 6\] there and \[6, 6\] here"):
+        world4.run(run)
+
+
+def test_parts_that_do_not_make_up_the_whole_are_found(
+    world4: World, tmp_path: pathlib.Path
+) -> None:
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        model = cut(fresh(), mesh.tp)
+        mark_shard(model.up.weight, Shard(mesh.tp, 0, 0, 6, 12))  # on both
+        save_checkpoint(tmp_path, model)
+
+    with pytest.raises(RankError, match="pieces that the ranks own do not make up the model"):
+        world4.run(run)
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: pathlib.Path) -> None:
+    make = partial(torch.optim.Adafactor, lr=1e-2)
+    model, optimizer = alone(make)
+    train(model, optimizer, None, EARLY)
+    save_checkpoint(tmp_path / "plain", model, optimizer)
+
+    def run() -> None:
+        mesh = Mesh(dp=1, tp=4)
+        model, optimizer = built("plain", mesh, make)
+        before = whole_of(model)
+        with pytest.raises(ValueError, match="treats each element by itself"):
+            load_checkpoint(tmp_path / "plain", model, optimizer)
+        after = whole_of(model)
+        assert all(torch.equal(after[name], x) for name, x in before.items())
+        train(model, optimizer, mesh.dp, EARLY)
+        with pytest.raises(ValueError, match="treats each element by itself"):
+            save_checkpoint(tmp_path / "cut", model, optimizer)
+        save_checkpoint(tmp_path / "cut", model)
+
+    world4.run(run)
+    load_checkpoint(tmp_path / "cut", fresh())

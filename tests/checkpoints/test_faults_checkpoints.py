@@ -1,0 +1,516 @@
+"""Checkpoints from somebody else, or from a disk that lost a bit: they load exactly what was saved
+or are refused with the same ValueError on every rank, and none of their code runs."""
+
+import io
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import metadata as before_torch_2_3
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from checkpoint_cases import first_ranks
+from labkit import World, load_checkpoint, save_checkpoint
+from labkit.checkpoints import folders, stored, unpickling
+from test_checkpoint_failures import Net, refused
+
+EXTRA = {"seen": 12, "generator": torch.Generator().manual_seed(3).get_state()}
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    with World(RANKS) as world:
+        yield world
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model.second(model.first(torch.ones(1, 4))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: pathlib.Path, step: int = 3) -> None:
+    save_checkpoint(folder, *trained(), step=step, extra=EXTRA)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(x, other[key]) for key, x in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def outcome(folder: pathlib.Path, **how: Any) -> str:
+    """The message of the ValueError with which a load ends, or "exact" where all is as saved."""
+    expected = trained()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    try:
+        loaded = load_checkpoint(folder, model, optimizer, **how)
+    except ValueError as error:
+        untouched = same(before, model.state_dict()) and not optimizer.state
+        return str(error) if untouched else f"loaded in part: {error}"
+    exact = [
+        same(expected[0].state_dict(), model.state_dict()),
+        same(expected[1].state_dict(), optimizer.state_dict()),
+        loaded.step in (3, None),
+        loaded.step is None or same(EXTRA, loaded.extra),
+    ]
+    return "exact" if all(exact) else f"wrong: {exact}"
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(save, folder)
+    shutil.copytree(folder / "step_00000003", folder / "step_00000002")
+    return folder
+
+
+@pytest.fixture
+def one(whole: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the checkpoint that a test may spoil."""
+    return shutil.copytree(whole, tmp_path / "one") / "step_00000003"
+
+
+# ---- damage
+
+
+Damage = dict[pathlib.Path, bytes | None]  # what is in a file instead; None: it is gone
+
+
+def flips(file: pathlib.Path, most: int, seed: int) -> Iterator[Damage]:
+    data = file.read_bytes()
+    bits = range(8 * len(data))
+    chosen = random.Random(seed).sample(bits, most) if len(bits) > most else bits
+    for bit in chosen:
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield {file: bytes(flipped)}
+
+
+def other_damage(files: list[pathlib.Path], seed: int) -> Iterator[Damage]:
+    draw = random.Random(seed)
+    for file in files:
+        data = file.read_bytes()
+        yield {file: None}
+        ends = {0, 1, 9, 10, len(data) // 2, len(data) - 1, *draw.choices(range(len(data)), k=6)}
+        yield from ({file: data[: -end or None]} for end in ends)
+        yield from ({file: data + more} for more in (b".", b"\n", b"\0" * 9, data))
+        begin = draw.randrange(len(data))
+        yield {file: data[:begin] + bytes(len(data[begin : begin + 512])) + data[begin + 512 :]}
+        for other in files:
+            if other > file:
+                yield {file: other.read_bytes(), other: data}
+
+
+def after(damages: list[Damage], folder: pathlib.Path, size: int) -> list[str]:
+    """What each of the damages leads to, on the first `size` ranks."""
+    found: list[str] = []
+    if (comm := first_ranks(size)) is None:
+        return found
+    for damage in damages:
+        comm.barrier()
+        kept = {file: file.read_bytes() for file in damage}
+        comm.barrier()
+        if comm.rank == 0:
+            write(damage)
+        comm.barrier()
+        found.append(outcome(folder, comm=comm))
+        comm.barrier()
+        if comm.rank == 0:
+            write(kept)
+    comm.barrier()
+    return found
+
+
+def write(files: Damage) -> None:
+    for file, data in files.items():
+        if data is None:
+            file.unlink()
+        else:
+            file.write_bytes(data)
+
+
+def files_of(one: pathlib.Path) -> list[pathlib.Path]:
+    files = sorted([one / ".metadata", one.parent / "latest", *one.glob("*.distcp")])
+    assert len(files) == 2 + RANKS
+    return files
+
+
+@pytest.mark.parametrize("size", [RANKS, 1])
+def test_every_flipped_bit_is_refused_by_the_name_of_its_file(
+    ranks: World, one: pathlib.Path, size: int
+) -> None:
+    damages = [x for k, file in enumerate(files_of(one)) for x in flips(file, 60, seed=k + size)]
+    assert len(damages) == 60 * (2 + RANKS)
+    first, *others = ranks.run(after, damages, one.parent, size)[:size]
+    assert all(other == first for other in others)
+    for damage, text in zip(damages, first, strict=True):
+        (file,) = damage
+        assert text.startswith("nothing was loaded") and str(file) in text, text
+
+
+@pytest.mark.parametrize("size", [RANKS, 1])
+def test_other_damage_is_refused_or_harmless(ranks: World, one: pathlib.Path, size: int) -> None:
+    damages = list(other_damage(files_of(one), seed=size))
+    first, *others = ranks.run(after, damages, one.parent, size)[:size]
+    assert all(other == first for other in others)
+    wrong = [text for text in first if text != "exact" and not text.startswith("nothing was")]
+    assert not wrong
+    harmless = {next(iter(damage)) for damage, text in zip(damages, first) if text == "exact"}
+    assert {*one.glob("*.distcp")} <= harmless, "bytes behind the last that was saved"
+    assert first.count("exact") < len(first) / 2
+
+
+def test_the_ranks_share_the_work_of_checking(ranks: World, one: pathlib.Path) -> None:
+    def load() -> int:
+        with patch.object(stored, "zlib") as zlib_here:
+            zlib_here.crc32.side_effect = zlib.crc32
+            assert outcome(one) == "exact"
+        return sum(len(call.args[0]) for call in zlib_here.crc32.call_args_list)
+
+    nbytes = sum(file.stat().st_size for file in one.glob("*.distcp"))
+    shares = ranks.run(load)
+    assert sum(shares) == nbytes and max(shares) < 0.6 * nbytes
+
+
+# ---- code
+
+
+class Marks:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: pathlib.Path):
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def reseal(one: pathlib.Path, metadata: Any, protocol: int = 4) -> None:
+    (one / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    folders.seal(one / ".metadata")
+
+
+def metadata_of(one: pathlib.Path) -> Metadata:
+    return dcp.FileSystemReader(one).read_metadata()
+
+
+def replace(one: pathlib.Path, key: str, value: Any, path: tuple[Any, ...] = ()) -> None:
+    """Have another value at `key`, with its right checksum."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data, file = buffer.getvalue(), one / "__0_0.distcp"
+    where = _StorageInfo(file.name, file.stat().st_size, len(data))
+    where.crc32 = zlib.crc32(data)  # type: ignore[attr-defined]
+    with file.open("ab") as stream:
+        stream.write(data)
+    metadata = metadata_of(one)
+    indices = [index for index in metadata.storage_data if index.fqn == key]
+    if not indices:
+        indices = [MetadataIndex(key)]
+        metadata.planner_data[key] = path
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.storage_data |= dict.fromkeys(indices, where)
+    reseal(one, metadata)
+
+
+def in_metadata(one: pathlib.Path, marks: Marks) -> None:
+    metadata = metadata_of(one)
+    metadata.storage_meta = marks  # type: ignore[assignment]
+    reseal(one, metadata)
+
+
+def in_metadata_of_old(one: pathlib.Path, marks: Marks) -> None:
+    (one / ".metadata").write_bytes(pickle.dumps([metadata_of(one), marks]))
+
+
+def in_extra(one: pathlib.Path, marks: Marks) -> None:
+    replace(one, "labkit", {"format": 1, "step": 3, "extra": marks})
+
+
+def in_hyperparameters(one: pathlib.Path, marks: Marks) -> None:
+    replace(one, "optimizer.param_groups.0.lr", marks)
+
+
+def in_state(one: pathlib.Path, marks: Marks) -> None:
+    key = ("optimizer", "state", "first.weight", "more")
+    replace(one, ".".join(key), marks, key)
+
+
+PLACES = [in_metadata, in_metadata_of_old, in_extra, in_hyperparameters, in_state]
+
+
+def load(one: pathlib.Path) -> None:
+    with suppress(ValueError):  # for the optimizer's new state
+        load_checkpoint(one, *trained(), weights_only=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_code_in_a_checkpoint_does_not_run(
+    ranks: World, one: pathlib.Path, place: Callable[[pathlib.Path, Marks], None]
+) -> None:
+    place(one, Marks(one / "marker"))
+    first, *others = ranks.run(outcome, one)
+    assert all(other == first for other in others)
+    assert first.startswith("nothing was loaded") and "posix.mkdir" in first, first
+    assert "weights_only=False" in first and "\n" not in first
+    assert not (one / "marker").exists()
+    with World(1) as alone:
+        alone.run(load, one)
+    assert (one / "marker").exists(), "what may run code does"
+
+
+def test_code_in_a_tensor_does_not_run(ranks: World, one: pathlib.Path) -> None:
+    replace(one, "model.first.weight", Marks(one / "marker"))
+    for weights_only in (True, False):
+        first, *others = ranks.run(outcome, one, weights_only=weights_only)
+        assert all(other == first for other in others)
+        assert "model.first.weight cannot be read" in first, first
+    assert not (one / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("os", "system"), ("builtins", "eval"), ("torch", "load"), ("torch.hub", "load"),
+     ("torch.distributed.checkpoint.metadata", "os.system"),
+     ("torch.distributed.checkpoint.metadata", "Any")],
+)  # fmt: skip
+def test_metadata_names_nothing_but_its_own_classes(names: tuple[str, str]) -> None:
+    module, name = (b"\x8c" + bytes([len(x)]) + x.encode() for x in names)
+    call = b"\x80\x04" + module + name + b"\x93\x8c\x04true\x85R."
+    with pytest.raises(ValueError, match=f"{names[1]}, which is no part of torch's metadata"):
+        unpickling.MetadataUnpickler(io.BytesIO(call)).load()
+
+
+def test_getattr_in_metadata_gives_members_of_enums_only() -> None:
+    metadata = b"\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+    pickled = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + metadata + b"\x8c\x08__init__\x86R."
+    with pytest.raises(AttributeError, match="__members__"):
+        unpickling.MetadataUnpickler(io.BytesIO(pickled)).load()
+
+
+# ---- files elsewhere
+
+
+def absolute(one: pathlib.Path, away: pathlib.Path) -> str:
+    return str(away)
+
+
+def upwards(one: pathlib.Path, away: pathlib.Path) -> str:
+    return os.path.relpath(away, one)
+
+
+def linked(one: pathlib.Path, away: pathlib.Path) -> str:
+    (one / "link").symlink_to(away)
+    return "link"
+
+
+def in_linked_folder(one: pathlib.Path, away: pathlib.Path) -> str:
+    (one / "folder").symlink_to(away.parent)
+    return f"folder/{away.name}"
+
+
+@pytest.mark.parametrize("elsewhere", [absolute, upwards, linked, in_linked_folder])
+def test_a_file_outside_the_folder_is_not_read(
+    ranks: World,
+    one: pathlib.Path,
+    tmp_path: pathlib.Path,
+    elsewhere: Callable[[pathlib.Path, pathlib.Path], str],
+) -> None:
+    away = (one / "__1_0.distcp").rename(tmp_path / "away")
+    name, metadata = elsewhere(one, away), metadata_of(one)
+    for where in metadata.storage_data.values():
+        if where.relative_path == "__1_0.distcp":
+            where.relative_path = name
+    reseal(one, metadata)
+    first, *others = ranks.run(outcome, one)
+    assert all(other == first for other in others)
+    assert f"{one / name} is outside {one}" in first
+
+
+def test_metadata_and_pointer_are_not_read_through_links(
+    ranks: World, one: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    for file in (one / ".metadata", one.parent / "latest"):
+        away = file.rename(tmp_path / "away")
+        file.symlink_to(away)
+        first, *others = ranks.run(outcome, one.parent)
+        assert all(other == first for other in others)
+        assert f"{file} is outside {file.parent}" in first
+        file.unlink()
+        away.rename(file)
+    (one.parent.parent / "here").symlink_to(one)
+    assert ranks.run(outcome, one.parent.parent / "here") == ["exact"] * RANKS
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(ranks: World, one: pathlib.Path) -> None:
+    (one / "__1_0.distcp").unlink()
+    os.mkfifo(one / "__1_0.distcp")
+    assert all("__1_0.distcp is damaged" in text for text in ranks.run(outcome, one))
+
+
+def test_a_save_does_not_write_through_a_link(ranks: World, one: pathlib.Path) -> None:
+    (mine := one.parent / "mine").write_text("precious")
+    (one.parent / "latest.tmp").symlink_to(mine)
+    ranks.run(save, one.parent, 4)
+    assert mine.read_text() == "precious"
+    assert (one.parent / "latest").read_text().startswith("step_00000004\n")
+
+
+# ---- what may be in a checkpoint
+
+
+class Own:
+    value = 7
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"deep": [Own()]}, "Own"),
+        (np.random.RandomState(0).get_state(), "numpy.ndarray"),
+        (np.float64(1), "numpy"),
+        (pathlib.Path("x"), "pathlib.PosixPath"),
+        (nn.Identity(), "torch.nn.modules.linear.Identity"),
+    ],
+)
+def test_what_could_not_be_loaded_is_refused_when_it_is_saved(
+    ranks: World, one: pathlib.Path, value: Any, name: str
+) -> None:
+    def save_it(**how: Any) -> None:
+        save_checkpoint(one.parent, *trained(), step=9, extra=value, **how)
+
+    before = sorted(os.listdir(one.parent))
+    text = refused(ranks, save_it)
+    assert text.startswith("step 9 was not saved") and "extra needs " in text and name in text
+    assert text.endswith("or pass weights_only=False to save and to load") and "\n" not in text
+    assert sorted(os.listdir(one.parent)) == before
+    ranks.run(save_it, weights_only=False)
+    assert all("extra needs" in text and name in text for text in ranks.run(outcome, one.parent))
+
+    def load() -> Any:
+        return load_checkpoint(one.parent, *trained(), weights_only=False).extra
+
+    loaded = ranks.run(load)
+    assert all(type(extra) is type(value) for extra in loaded)
+
+
+def test_plain_values_and_random_states_come_back(ranks: World, tmp_path: pathlib.Path) -> None:
+    extra = {
+        "python": random.Random(5).getstate(),
+        "numpy": np.random.default_rng(5).bit_generator.state,
+        "torch": torch.Generator().manual_seed(5).get_state(),
+        "set": {1, 2}, "complex": 1j, "bytes": b"ab", "dtype": torch.bfloat16, None: (1.5, [True]),
+    }  # fmt: skip
+
+    def run() -> bool:
+        save_checkpoint(tmp_path, *trained(), extra=extra)
+        return same(extra, load_checkpoint(tmp_path, *trained()).extra)
+
+    assert ranks.run(run) == [True] * RANKS
+
+
+def test_a_learning_rate_of_numpy_comes_back_as_a_number(
+    ranks: World, tmp_path: pathlib.Path
+) -> None:
+    def run() -> tuple[type, float]:
+        model, optimizer = trained()
+        optimizer.param_groups[0]["lr"] = np.cos(np.float64(1)) / 3
+        save_checkpoint(tmp_path, model, optimizer)
+        model, optimizer = trained()
+        load_checkpoint(tmp_path, model, optimizer)
+        lr = optimizer.param_groups[0]["lr"]
+        return type(lr), lr
+
+    assert ranks.run(run) == [(float, float(np.cos(1) / 3))] * RANKS
+
+
+# ---- checkpoints without checksums
+
+
+def strip(one: pathlib.Path) -> None:
+    """As labkit wrote it before it had checksums."""
+    metadata = metadata_of(one)
+    for where in metadata.storage_data.values():
+        vars(where).pop("crc32", None)
+    (one / ".metadata").write_bytes(pickle.dumps(metadata))
+    (one.parent / "latest").write_text("step_00000003\n")
+
+
+def warned(folder: pathlib.Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert outcome(folder) == "exact"
+    return [str(one.message) for one in caught]
+
+
+def test_an_old_checkpoint_loads_with_one_warning(ranks: World, one: pathlib.Path) -> None:
+    assert ranks.run(warned, one.parent) == [[]] * RANKS
+    strip(one)
+    first, *others = ranks.run(warned, one.parent)
+    assert len(first) == 1 and f"{one} has no checksums" in first[0]
+    assert others == [[]] * (RANKS - 1)
+    for file in one.glob("*.distcp"):
+        os.truncate(file, file.stat().st_size - 1)
+        assert all(f"{file} is damaged" in text for text in ranks.run(outcome, one))
+        break
+
+
+def in_python_3_11_2(one: pathlib.Path) -> None:
+    """Its enums were pickled as `getattr(enum, name)`."""
+    metadata = metadata_of(one)
+    with patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name):
+        reseal(one, metadata)
+    assert b"getattr" in (one / ".metadata").read_bytes()
+
+
+def by_name(member: Any, protocol: int) -> Any:
+    return getattr, (type(member), member.name)
+
+
+def before_2_3(one: pathlib.Path) -> None:
+    """Torch had other classes then."""
+    metadata = metadata_of(one)
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            old = before_torch_2_3.TensorProperties(entry.properties.dtype)
+            entry.properties = old  # type: ignore[assignment]
+    reseal(one, metadata)
+
+
+@pytest.mark.parametrize("age", [in_python_3_11_2, before_2_3])
+def test_metadata_of_older_versions_load(
+    ranks: World, one: pathlib.Path, age: Callable[[pathlib.Path], None]
+) -> None:
+    age(one)
+    assert ranks.run(outcome, one) == ["exact"] * RANKS

@@ -1,0 +1,406 @@
+"""The commands as a user types them: what they print, write, refuse and exit with."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from labkit import DDP, GPT, World, bench, compare, dry_run, read_run, recipes, write_run
+from labkit.bench import data_parallel, door, machine, recording
+from labkit.bench import replay as replay_bench
+from labkit.cli import app
+from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
+from labkit.parallel.common.footprint import parameter_bytes
+from labkit.trace import Trace
+from labkit.trace.laws import broken_laws
+from labkit.training import Task, train
+from places import ROOT
+
+P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())
+OTHERS = """
+[clusters.mine]
+device = "v100"
+nodes = 1
+[[clusters.mine.levels]]
+devices = 1
+ports = 1
+bytes_per_s = [1e9, "a guess"]
+latency_s = [0, "a guess"]
+"""
+TINY = ["--model", "tiny", "--steps", "4", "--rows", "5"]
+
+
+def labkit(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    root = str(ROOT)
+    here = os.environ | {"PYTHONPATH": root, "COLUMNS": "100", "NO_COLOR": "1"} | (env or {})
+    command = [sys.executable, "-m", *args]
+    return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.slow
+def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
+    done = labkit("labkit", "compare", *TINY, "--ranks", "3", "--out", "made", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("single", "naive-ddp", "ddp"):
+        assert re.search(rf"{name} .*✓", done.stdout)
+    assert "All equal" in done.stdout
+    own = [f"{name}/{what}.png" for name in ("single", "ddp") for what in ("timeline", "memory")]
+    for name in ("compare.png", "steps.png", *own):
+        picture = (tmp_path / "made" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    for name in ("single", "naive-ddp", "ddp"):
+        trace = read_run(tmp_path / "made" / name)
+        assert trace.complete and broken_laws(trace) == []
+        assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
+    assert "Warning" not in done.stderr
+    assert "tensor is left out: 4 heads do not divide over 3 ranks" in done.stdout
+
+
+@pytest.mark.slow
+def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Path) -> None:
+    """Weights, bytes held and bytes sent of tensor, sequence and context parallelism, and of a
+    pipeline."""
+    names = ["tensor", "sequence", "context", "pipeline"]
+    args = ["compare", *names, *TINY, "--ranks", "2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert "All equal" in done.output and all(f" {name} " in done.output for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["4", "8"])
+def test_compare_holds_three_dimensions(ranks: str, tmp_path: Path) -> None:
+    """4 ranks are two stages of two, 8 have replicas, too."""
+    args = ["compare", "three-d", "--model", "tiny", "--steps", "3", "--rows", "8"]
+    done = CliRunner().invoke(app, [*args, "--ranks", ranks, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "All equal" in done.output and " three-d " in done.output
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "words"),
+    [("3", "5", "2 blocks are not 3 stages"), ("2", "3", "3 rows are not 4 micro-batches")],
+)
+def test_a_pipeline_that_cannot_be_is_told_before_it_trains(
+    ranks: str, rows: str, words: str, tmp_path: Path
+) -> None:
+    args = ["compare", "pipeline", "--model", "tiny", "--ranks", ranks, "--rows", rows]
+    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "none")])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_pipeline_is_predicted_stage_by_stage() -> None:
+    """Parameters once, and the tied embedding twice; b s h there and back over each boundary."""
+    model = GPT.preset("tiny", vocab=64, context=16).double()
+    embed_bytes, nbytes = 64 * 12 * 8, parameter_bytes(model)
+    found = recipes.RECIPES["pipeline"].footprint(model, 2, 5 * 16)
+    assert found.parameter_bytes == found.gradient_bytes == (nbytes + embed_bytes) / 2
+    assert found.bus_bytes == (2 * 5 * 16 * 12 * 8 + 2 * embed_bytes) / 2
+    untied = GPT.preset("tiny", vocab=64, context=16, tied=False).double()
+    assert recipes.RECIPES["pipeline"].footprint(untied, 2, 80).bus_bytes == 80 * 12 * 8
+    assert recipes.RECIPES["pipeline"].footprint(model, 1, 80).bus_bytes == 0
+
+
+def test_schedule_prints_and_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "one.png"
+    args = ["1f1b", "--stages", "2", "--microbatches", "2", "--plot", str(picture)]
+    done = CliRunner().invoke(app, ["schedule", *args])
+    assert done.exit_code == 0, done.output
+    assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
+    assert "9 forwards of a stage long, 33.3% of it idle" in done.output
+    assert "at most: 2, 1." in done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = CliRunner().invoke(app, ["schedule", "interleaved"]).output
+    assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["zb-h9"], "schedule 'zb-h9': there are naive, gpipe"),
+        (["interleaved", "--microbatches", "5"], "take a multiple of 4"),
+        (["1f1b", "--chunks", "2"], "for several, take interleaved"),
+        (["1f1b", "--stages", "0"], "stages"),
+    ],
+)
+def test_schedule_refuses_what_cannot_be(args: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["schedule", *args])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
+@pytest.mark.slow
+def test_compare_in_float32_and_with_the_users_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
+    options = [*TINY, "--dtype", "float32", "--text", "notes.txt", "--ranks", "2"]
+    done = CliRunner().invoke(app, ["compare", "ddp", *options])
+    assert done.exit_code == 0, done.output
+    assert "naive" not in done.output
+
+
+class HalfSent(DDP):
+    """A fault: gradients are averaged, then halved."""
+
+    def _finish(self) -> None:
+        super()._finish()
+        for bucket in self._buckets:
+            bucket.flat.mul_(0.5)
+
+
+@pytest.mark.slow
+def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(
+        module: nn.Module, comm: object, lr: float
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return HalfSent(module), torch.optim.AdamW(module.parameters(), lr=lr)
+
+    def train_with_fault(name: str, task: Task) -> object:
+        if name == "ddp":
+            recipes.RECIPES["ddp"] = recipes.Recipe("ddp", "data parallel", build, DDP.predict)
+        return train(name, task)
+
+    monkeypatch.setattr(compare, "train", train_with_fault)
+    args = ["compare", "ddp", "--ranks", "2", *TINY, "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1, done.output
+    assert "weights differ from single-process training" in done.output
+
+
+def test_wrong_bytes_and_memory_are_told() -> None:
+    with World(1) as world:
+        report = world.run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
+    lie = type(report.predicted)(1, 2, 3, 4)
+    liar = type(report)(**{**vars(report), "predicted": lie})
+    problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2), Trace()).problems
+    assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
+
+
+def test_a_nan_is_not_equal_wherever_it_stands() -> None:
+    task = Task(model="tiny", steps=2, rows=2)
+    with World(1) as world:
+        report = world.run(train, "single", task)[0]
+    for name in (next(iter(report.weights)), list(report.weights)[-1]):
+        weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
+        sick = dataclasses.replace(report, weights=weights)
+        assert any(
+            "weights differ" in one
+            for one in compare._judge([sick], report, task, Trace()).problems
+        )
+    sick = dataclasses.replace(report, losses=[report.losses[0], float("nan")])
+    assert any(
+        "losses differ" in one for one in compare._judge([sick], report, task, Trace()).problems
+    )
+
+
+@pytest.mark.slow
+def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun, losses = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], set()
+    for name, launcher, ranks in (("world", [], ["--ranks", "2"]), ("torchrun", torchrun, [])):
+        (folder := tmp_path / name).mkdir()
+        options = ["labkit", "run", "ddp", *TINY, *ranks, "--record", "mine"]
+        done = labkit(*launcher, *options, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        losses |= set(re.findall(r"loss [\d.]+ -> [\d.]+", done.stdout))
+        assert done.stdout.count("ddp on 2 ranks") == 1, "rank 0 speaks for both"
+        trace = read_run(folder / "mine")
+        assert trace.complete and sorted(trace.ranks) == [0, 1] and broken_laws(trace) == []
+        assert trace.steps(detail=True) and len(trace.metrics) == 2 * len(trace.steps())
+        monkeypatch.chdir(folder)
+        viewed = CliRunner().invoke(app, ["view", "mine", "--chrome", "trace.json"])
+        assert viewed.exit_code == 0 and "all_reduce" in viewed.output
+        for file in ("mine/timeline.png", "mine/memory.png", "trace.json"):
+            assert (folder / file).stat().st_size > 1000
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "no-such"], "no strategy 'no-such'; there are single, naive-ddp, ddp"),
+        (["compare", "--model", "9000B"], "9000B"),
+        (["compare", "--dtype", "int8"], "float64"),
+        (["compare", "--text", "nowhere.txt"], "nowhere.txt"),
+        (["compare", "--ranks", "100000"], "too many"),
+        (["compare", "tensor", "--ranks", "5"], "12 heads do not divide over 5 ranks"),
+        (["compare", "context", "--ranks", "3"], "64 tokens are not 6 equal chunks"),
+        (["run", "single", "--ranks", "2"], "single trains in one process"),
+        (["bench", "everything"], "world, door, data-parallel"),
+        (["doctor", "--ranks", "2"], "--ranks goes with --cluster"),
+        (["doctor", "--cluster", "x.toml", "--ranks", "100000"], "too many"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 2, done.output
+    assert words in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
+    done = CliRunner().invoke(app, ["doctor"])
+    for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
+        assert words in done.output
+    assert done.exit_code == (1 if "wrong:" in done.output else 0)
+
+
+def test_doctor_writes_what_it_measured_as_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measured(ranks: int) -> Cluster:
+        asked.append(ranks)
+        return dataclasses.replace(cluster("workstation"), name="here", title=f"{ranks} ranks")
+
+    monkeypatch.setattr(machine, "measure_machine", measured)
+    path = tmp_path / "laptop.toml"
+    for options, ranks in ([], 4), (["--ranks", "2"], 2):  # the second over the first
+        done = CliRunner().invoke(app, ["doctor", "--cluster", str(path), *options])
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.output.split())
+        assert "82600.0 GFLOP/s" in said and "31.50 GB/s" in said and "30.0 us" in said
+        assert 'read_clusters("' in said and 'laptop.toml")["here"]' in said.replace(" ", "")
+        assert read_clusters(path) == {"here": measured(ranks)}
+    assert asked == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("no/x.toml", "", "there is no folder"),
+        (".", "", "is a folder"),
+        ("notes.toml", "hello", "is no file of clusters"),
+        ("notes.toml", "[devices.x]", "is no file of clusters"),
+        ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
+    ],
+)
+def test_doctor_writes_over_nothing_of_ones_own(
+    name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text:
+        Path(name).write_text(text)
+    monkeypatch.setattr(machine, "measure_machine", lambda ranks: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["doctor", "--cluster", name])
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.output.split())
+    assert not text or Path(name).read_text() == text
+
+
+@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--help"])
+    assert done.exit_code == 0
+    assert f"labkit {command}" in done.output
+
+
+@pytest.mark.slow
+def test_the_bench_of_data_parallelism_times_every_strategy_in_the_same_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_parallel, "STEPS", 1)
+    (steps,) = bench.bench_data_parallel(ranks=(2,), models=("tiny",), turns=3)
+    assert list(steps.seconds) and {len(of) for of in steps.seconds.values()} == {3}
+    assert set(steps.seconds) == set(data_parallel.STRATEGIES)
+    assert min(min(of) for of in steps.seconds.values()) > 0
+    for contest in data_parallel.CONTESTS:
+        low, middle, high = steps.ratio(contest)
+        assert low <= middle <= high
+    assert data_parallel.table([steps]).row_count == len(data_parallel.CONTESTS) == 4
+    twice = data_parallel.Steps(2, "tiny", {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]})
+    assert twice.ratio(data_parallel.CONTESTS[0])[1] == 2, "the median of ratios, turn by turn"
+    done = CliRunner().invoke(app, ["bench", "data-parallel", "--only", "zero-9"])
+    assert done.exit_code == 2 and "ddp, zero-1, zero-2, zero-3" in done.output
+
+
+@pytest.mark.slow
+def test_benches_measure_all_they_show() -> None:
+    calls = bench.bench_door()
+    assert 0 < calls.door_us < calls.recorded_us
+    assert door.table(calls).row_count == 5
+
+
+@pytest.mark.slow
+def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
+    case = recording.Case("tiny", ranks=2, rows=3, dtype="float64")
+    (times,) = recording.bench_recording((case,), turns=3)
+    assert times.case == case and min(*times.plain, *times.recorded) > 0
+    assert times.ratio == times.recorded.wall_s / times.plain.wall_s
+    assert recording.table([times]).row_count == 1
+
+
+def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
+    trace = dry_run(two_steps, ranks=2)
+    run = write_run(trace, tmp_path / "run")
+    own = tmp_path / "mine.toml"
+    write_clusters(own, {"mine": dataclasses.replace(cluster("selene"), name="mine", nodes=1)})
+    chrome = tmp_path / "replay.json"
+    asked = ["--clusters", str(own), "--on", "mine", "--chrome", str(chrome)]
+    done = CliRunner().invoke(app, ["replay", str(run), *asked])
+    assert done.exit_code == 0 and "mine" in done.output and (run / "replay-mine.png").exists()
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert any("all_reduce" in event["name"] for event in events)
+    done = CliRunner().invoke(app, ["replay", str(run)])
+    assert [name for name in known_clusters() if name not in done.output] == []
+    assert len(list(run.glob("replay-*.png"))) == 1 + len(known_clusters())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--on", "nowhere"], "no cluster 'nowhere'; there are h200-node"),
+        (["--chrome", "x.json"], "name its cluster by --on"),
+        (["--measured"], "no step of this trace was timed"),
+        (["--clusters", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_a_run_that_cannot_be_replayed_so_is_told(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    run = write_run(dry_run(two_steps, ranks=2), tmp_path / "run")
+    done = CliRunner().invoke(app, ["replay", str(run), *options])
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
+def two_steps() -> None:
+    model = DDP(GPT.preset("tiny"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay_bench.MODELS, "tiny", ("tiny", {}))
+    (found,) = replay_bench.bench_replay(("tiny",), turns=3)
+    assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
+    assert found.low <= found.ratio <= found.high
+    assert replay_bench.table([found]).row_count == 1
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scale", "--depth", "1"])
+    assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
+    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scales"])
+    assert done.exit_code == 2 and "prediction or scale" in " ".join(done.output.split())
+
+
+@pytest.mark.slow
+def test_bench_of_worlds_measures_all_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.bench.world.SIZE", 2)  # each spawned rank imports torch
+    times = bench.bench_world(tries=1)
+    assert 0 < times.empty_run_s < times.warm_s < times.spawn_s

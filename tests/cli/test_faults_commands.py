@@ -1,0 +1,395 @@
+"""Command lines with bad values: each is refused in one sentence, with status 2, before any work;
+what users write in names, texts and errors is printed as it is."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from labkit import compare, training, write_run
+from labkit.bench import command as bench_command
+from labkit.bench import machine, precision, transfers
+from labkit.cli import app
+from labkit.cli.terminal import _sentence
+from labkit.foreign import literal, markup, plain
+from labkit.replaying.planning import ranking
+from labkit.runtime.errors import RankError
+from labkit.runtime.ranks import Ranks
+from places import ROOT
+from traces import sample_trace
+
+PLAN = "plan --model gpt3-175b --cluster selene --gpus 64 --batch 64"
+SIZES = "plan --cluster selene --batch 64 --gpus 4"
+MANY = 10**26
+
+
+def limit(*numbers: int) -> re.Pattern[str]:
+    """How typer 0.12 and later name the limits of a number."""
+    return re.compile("|".join(rf"=x?{n}\b|{n}<=x|or equal to {n}\b" for n in numbers))
+
+
+REFUSED: dict[str, str | re.Pattern[str]] = {
+    # unknown names
+    "nosuch": "no command 'nosuch'; there are compare, run",
+    "bench nosuch": "no bench 'nosuch'; there are world",
+    "run nosuch": "no strategy 'nosuch'",
+    "compare nosuch": "no strategy 'nosuch'",
+    "run ddp --model nope": "model 'nope': choose one of",
+    "run ddp --dtype int8": "dtype 'int8': choose one of",
+    "run ddp --text /nowhere": "there is no such file",
+    "schedule nosuch": "schedule 'nosuch': there are naive",
+    "replay RUN --on nosuch": "no cluster 'nosuch'",
+    "nccl-log --example nope": "no example 'nope'",
+    "plan --model nope --cluster selene --batch 8": "nope",
+    "plan --model gpt3-175b --cluster nope --batch 8": "no cluster 'nope'",
+    "bench data-parallel --only nope": "no strategy 'nope'",
+    "bench data-parallel --transport nope": "transport='nope'",
+    "bench tensor-parallel --models nope": "no model 'nope'",
+    "bench pipeline --only nope": "no schedule 'nope'",
+    "bench precision --only nope": "no case 'nope'",
+    "bench replay --only nope": "choose prediction or scale",
+    "bench collectives --ops nope": "'nope' is no operation",
+    "bench collectives --algorithms nope": "'nope' is no algorithm",
+    "bench collectives --dtype nope": "'nope' is no dtype",
+    "bench collectives --redop nope": "'nope' is no reduction",
+    "bench transfers --to int8": "to='int8'",
+    # files that are not there, or something else
+    "view /nowhere": "there is no run folder",
+    "view HERE": "is not a labkit run",
+    "replay /nowhere": "there is no run folder",
+    "replay RUN --clusters /nowhere": "/nowhere",
+    "replay RUN --clusters HERE": "is not a regular file",
+    "replay RUN --clusters RUN/run.json": "is no TOML",
+    f"{PLAN} --clusters /nowhere": "/nowhere",
+    "nccl-log /nowhere": "/nowhere",
+    "nccl-log HERE": "is not a regular file",
+    "nccl-log": "give a file with a log",
+    "nccl-log x --example two_nodes": "give a file with a log",
+    "bench calibrate /nowhere": "is not there",
+    # zero, negative, no number
+    "run ddp --ranks 0": limit(1),
+    "run ddp --ranks -3": limit(1),
+    "run ddp --ranks x": "valid int",
+    "run ddp --steps 0": limit(1),
+    "run ddp --rows 0": limit(1),
+    "run ddp --lr nan": "lr=nan",
+    "run ddp --lr -1": "lr=-1.0",
+    "run ddp --lr inf": "lr=inf",
+    "run ddp --seed -1": limit(0),
+    "compare ddp --lr nan": "lr=nan",
+    "view RUN --step x": "valid int",
+    "view RUN --step 99": "no step 99",
+    "schedule 1f1b --stages 0": limit(1, 256),
+    "schedule 1f1b --microbatches -1": limit(1),
+    "doctor --cluster x.toml --ranks 0": limit(1),
+    "doctor --ranks 3": "--ranks goes with --cluster",
+    f"{PLAN} --tp 0": "tp=0",
+    f"{PLAN} --tp x": "--tp 'x': give whole numbers",
+    f"{PLAN} --tp ,": "tp has no numbers",
+    f"{PLAN} --microbatch 0": "microbatch=0",
+    f"{PLAN} --top 0": limit(1),
+    f"{PLAN} --max-memory nan": "max_memory_bytes=nan",
+    f"{PLAN} --max-memory -1": "take more than 0",
+    "plan --model gpt3-175b --cluster selene --batch 0": limit(1),
+    "bench data-parallel --turns 0": limit(3),
+    "bench tensor-parallel --ranks x": "'x' is no number of ranks",
+    "bench tensor-parallel --ranks ,": "',' is no number of ranks",
+    "bench pipeline --ranks ,": "',' is no number of ranks",
+    "bench pipeline --ranks 0": "at least 1",
+    "bench collectives --ranks 1": "measure on 2 or more",
+    "bench collectives --turns 0": "0 turns",
+    "bench collectives --from 0": "'0' is no size",
+    "bench collectives --factor 1": "factor 1",
+    "bench collectives --ops ,": "nothing to measure",
+    "bench transfers --mb 0": "mb=0.0",
+    "bench transfers --mb nan": "mb=nan",
+    "bench transfers --mb inf": "mb=inf",
+    "bench transfers --gbps nan": "gbps=nan",
+    "bench transfers --gbps -1": "gbps=-1.0",
+    "bench replay --depth 0": limit(1, 96),
+    # huge
+    "run ddp --ranks 100000": "too many for this machine",
+    "compare --ranks 100000": "too many for this machine",
+    f"run ddp --rows {MANY}": "choose 1 to 65,536",
+    f"compare ddp --rows {MANY}": "choose 1 to 65,536",
+    f"run ddp --seed {MANY}": f"seed={MANY}",
+    "schedule 1f1b --stages 100000": limit(1, 256),
+    "schedule naive --stages 100000": limit(1, 256),
+    f"schedule gpipe --microbatches {MANY}": "at most 20,000",
+    "schedule interleaved --chunks 1000000": "at most 20,000",
+    "doctor --cluster x.toml --ranks 100000": "too many for this machine",
+    f"plan --model gpt3-175b --cluster selene --batch {MANY} --gpus 64": limit(1048576),
+    f"{PLAN} --context {MANY}": limit(4194304),
+    f"{SIZES} --width {MANY} --depth 4 --heads 1": limit(131072),
+    f"{SIZES} --width 1024 --depth {MANY} --heads 8": limit(2048),
+    f"{SIZES} --width 1024 --depth 4 --heads 8 --vocab {MANY}": limit(4194304),
+    f"{PLAN} --pp {MANY}": "do not divide by",
+    "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "take 1 to 3072",
+    "bench tensor-parallel --ranks 100000": "too many for this machine",
+    "bench pipeline --ranks 100000": "blocks to cut",
+    "bench collectives --to 99999999999999G": "end at a smaller size",
+    "bench collectives --ranks 100000": "end at a smaller size",
+    "bench transfers --mb 1e30": "mb=1e+30",
+    "bench transfers --mb 1e9": "give 4000 MB or less",
+    "bench replay --depth 97": limit(1, 96),
+    # values that do not go together
+    "run single --ranks 2": "single trains in one process",
+    "run tensor --ranks 5": "12 heads do not divide over 5 ranks",
+    "run sequence --ranks 3 --model tiny": "4 heads do not divide over 3 ranks",
+    "run context --ranks 3 --model tiny": "64 tokens are not 6 equal chunks",
+    "run pipeline --ranks 5 --model tiny": "2 blocks are not 5 stages",
+    "run pipeline --ranks 2 --rows 3 --model tiny": "3 rows are not 4 micro-batches",
+    "run three-d --ranks 8 --rows 3 --model tiny": "3 rows are not as many",
+    "compare pipeline --ranks 7": "4 blocks are not 7 stages",
+    "schedule interleaved --stages 3 --microbatches 4": "take a multiple of 3",
+    "schedule 1f1b --chunks 2": "for several, take interleaved",
+    f"{PLAN} --tp 3": "no layout of 64 ranks",
+    f"{PLAN} --zero 3": "a plan knows 0 or 1",
+    f"{PLAN} --fits --largest": "give one of them",
+    "plan --width 100 --cluster selene --batch 64": "needs --depth and --heads",
+    f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
+    "plan --cluster selene --batch 64": "which model?",
+    "bench pipeline --microbatches 3": "choose a divisor",
+    "bench pipeline --ranks 64": "8 blocks to cut",
+    "bench collectives --from 8K --to 4K": "give the smaller size first",
+    "bench collectives --transport shm --fit": "--fit is for",
+    "bench collectives --table x.json": "--table says where --fit writes",
+    "replay RUN --chrome x.json": "name its cluster by --on",
+}
+
+# Each option that names a file to write, without its value; pictures have a suffix.
+JSON_OUTPUTS = [
+    "view RUN --chrome", "replay RUN --on selene --chrome", "doctor --cluster",
+    "bench tensor-parallel --save", "bench pipeline --save", "bench precision --save",
+    "bench collectives --save", "bench collectives --fit --table", "bench transfers --save",
+    "bench calibrate --stored --save",
+]  # fmt: skip
+PICTURES = [
+    "schedule 1f1b --plot", f"{PLAN} --plot", f"{PLAN} --json --plot",
+    "nccl-log --example two_nodes --out", "bench collectives --plot", "bench transfers --plot",
+    "bench calibrate --stored --plot",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(sample_trace(2), tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.fixture(autouse=True)
+def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes its time fails the test, where it is about a refusal before any work."""
+    if "before_work" not in request.fixturenames:
+        return
+
+    def works(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this is work")
+
+    monkeypatch.setattr(Ranks, "__init__", works)
+    for owner, name in (
+        (compare, "_recorded"), (machine, "measure_machine"), (ranking, "plan"),
+        (transfers, "measure"), (precision, "bench_precision"), (bench_command, "_print"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, works)
+
+
+@pytest.fixture
+def before_work() -> None:
+    """Asks for `no_work`."""
+
+
+def refusal(line: str, run_folder: Path, here: Path) -> str:
+    """What the command prints, in one line; it must have ended with status 2."""
+    words = [x.replace("RUN", str(run_folder)).replace("HERE", str(here)) for x in line.split()]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert "Traceback" not in done.output
+    return " ".join(done.output.replace("│", " ").split())  # typer's own stand in a box
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_bad_value_is_refused_in_one_sentence(
+    line: str, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if line.split()[0] != "plan" and "--step" not in line and "--ranks 5" not in line:
+        monkeypatch.setattr(Ranks, "__init__", lambda *_, **__: pytest.fail("ranks are started"))
+    monkeypatch.chdir(tmp_path)
+    said, expected = refusal(line, run_folder, tmp_path), REFUSED[line]
+    assert expected in said if isinstance(expected, str) else expected.search(said), said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", [*JSON_OUTPUTS, *PICTURES])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    line: str, run_folder: Path, tmp_path: Path, before_work: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    suffix = ".png" if line in PICTURES else ".toml" if "--cluster" in line else ".json"
+    (tmp_path / f"folder{suffix}").mkdir()
+    (outside := tmp_path / "outside").write_text("mine")
+    (tmp_path / f"link{suffix}").symlink_to(outside)
+    os.mkfifo(tmp_path / f"fifo{suffix}")
+    for name, says in (
+        (f"/nope/x{suffix}", "there is no folder /nope"),
+        (f"outside/x{suffix}", "there is no folder outside"),
+        (f"folder{suffix}", "is a folder"),
+        (f"link{suffix}", "is a link"),
+        (f"fifo{suffix}", "is not a regular file"),
+    ):
+        assert says in refusal(f"{line} {name}", run_folder, tmp_path)
+    if line in PICTURES:
+        assert "ends in one of .png" in refusal(f"{line} x.txt", run_folder, tmp_path)
+        assert "ends in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
+    if os.geteuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        assert "may not be written" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)
+    assert outside.read_text() == "mine"
+
+
+def test_a_run_is_recorded_into_a_new_folder_only(
+    run_folder: Path, tmp_path: Path, before_work: None
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name in ("RUN", "HERE", "HERE/file"):
+        says = refusal(f"run ddp --record {name}", run_folder, tmp_path)
+        assert "is not an empty folder" in says
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("picture", ["compare.png", "steps.png"])
+def test_compare_draws_through_no_link(picture: str, tmp_path: Path, before_work: None) -> None:
+    (outside := tmp_path / "outside").write_text("mine")
+    (out := tmp_path / "out").mkdir()
+    (out / picture).symlink_to(outside)
+    assert "is a link" in refusal(f"compare ddp --model tiny --out {out}", out, out)
+    assert outside.read_text() == "mine"
+
+
+def test_nccl_log_draws_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (outside := tmp_path / "outside").write_text("mine")
+    (tmp_path / "two_nodes.png").symlink_to(outside)
+    assert "is a link" in refusal("nccl-log --example two_nodes", tmp_path, tmp_path)
+    assert outside.read_text() == "mine"
+
+
+# ---- what ranks refuse
+
+
+def test_what_ranks_refuse_by_a_value_error_is_its_sentence_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(strategy: str, task: object, keep_weights: bool = True) -> None:
+        raise ValueError("rows [3] are not enough [/x]; give 4")
+
+    monkeypatch.setattr(training, "train", refuse)
+    args = ["run", "ddp", "--ranks", "2", "--model", "tiny"]
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "1000"})
+    assert done.exit_code == 2
+    last = done.output.strip().splitlines()[-1]
+    assert last == "labkit: rows [3] are not enough [/x]; give 4"
+    assert "Traceback" not in done.output and "stopped" not in done.output
+
+
+def test_any_other_error_of_ranks_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(strategy: str, task: object, keep_weights: bool = True) -> None:
+        raise KeyError("a fault of labkit")
+
+    monkeypatch.setattr(training, "train", fail)
+    done = CliRunner().invoke(app, ["run", "ddp", "--ranks", "2", "--model", "tiny"])
+    assert done.exit_code == 2
+    assert "Traceback" in done.output and "a fault of labkit" in done.output
+
+
+def test_errors_that_differ_between_ranks_are_all_shown() -> None:
+    one = "rank {} raised {}: {}\n\nTraceback (most recent call last):\n  ...\n"
+    both = one.format(0, "ValueError", "too few rows") + "\n" + one.format(1, "KeyError", "x")
+    assert _sentence(both) == both
+    assert _sentence(one.format(0, "ValueError", "too few rows")) == "too few rows"
+    assert _sentence("ranks 0 and 1 are stuck") == "ranks 0 and 1 are stuck"
+    text = "ranks 0, 1 and 2 raised ValueError: two\n\nparagraphs\n\nTraceback (most recent"
+    assert _sentence(text) == "two\n\nparagraphs"
+
+
+def test_an_error_of_a_world_that_is_no_user_s_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def works(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a fault of labkit")
+
+    monkeypatch.setattr(ranking, "plan", works)
+    done = CliRunner().invoke(app, PLAN.split())
+    assert isinstance(done.exception, RuntimeError) and "a fault" in str(done.exception)
+
+
+# ---- texts of users
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["run {}", "compare {}", "view {}", "replay {}", "replay RUN --on {}", "schedule {}",
+     "nccl-log {}", "nccl-log --example {}", "run ddp --model {}", "run ddp --text {}",
+     "plan --model gpt3-175b --batch 8 --cluster {}", "bench {}", "{}",
+     "bench collectives --ops {}", "bench precision --only {}", "schedule 1f1b --plot {}"],
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["[/x]", "[nope]", "[bold]x[/]", "x\x1b[31m\x1b]0;t\x07"])
+def test_what_a_user_writes_is_printed_as_it_is(
+    line: str, text: str, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    says = refusal(line.format(text), run_folder, tmp_path)
+    assert "\x1b" not in says and "\x07" not in says
+    assert text in says or "x\\x1b[31m" in says or "x\\\\x1b[31m" in says
+
+
+def test_an_error_s_text_with_tags_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "no [/x] and [nope] in [red]this[/red]\\"
+    for error in (ValueError(text), OSError(text), RankError(text)):
+
+        def fail(*args: object, error: Exception = error, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr(ranking, "plan", fail)
+        assert text in refusal(PLAN, Path(), Path())
+
+
+def test_problems_of_a_cluster_file_are_printed_as_they_are(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text(
+        '[clusters."[/x]"]\ntitle = "[nope]\\u001b[31m"\ndevice = "v100"\nnodes = 1\n'
+        '[[clusters."[/x]".levels]]\ndevices = 1\nports = 1\n'
+        'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
+    )
+    args = ["replay", str(run_folder), "--clusters", str(tmp_path / "mine.toml"), "--on", "[/x]"]
+    done = CliRunner().invoke(app, [*args, "--on", "selene", "--measured"], env={"COLUMNS": "1000"})
+    assert done.exit_code == 0, done.output
+    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in done.output
+
+
+def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> None:
+    assert plain("Größe 3 µs → 北京 👍 a\nb\tc") == "Größe 3 µs → 北京 👍 a\nb\tc"
+    assert plain("\x1b[0m\x9b\x7f\r\x00\u202e\ud800") == "\\x1b[0m\\x9b\\x7f\\r\\x00\\u202e\\ud800"
+    assert markup("[red]x") == "\\[red]x" and markup(Path("a[b]")) == "a\\[b]"
+    assert literal("$a$\x1b\nb") == "\\$a\\$\\x1b b"
+
+
+# ---- the real command
+
+
+def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
+    root = str(ROOT)
+    env = os.environ | {"PYTHONPATH": root, "COLUMNS": "1000", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "labkit", "bench", "collectives", "--save", "/nope/x"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.startswith("labkit: /nope/x cannot be written: there is no folder /nope")
+    assert done.stdout.count("\n") == 1

@@ -1,0 +1,939 @@
+"""The door on real ranks: results, bytes, events, what can go wrong, and what users do to it.
+
+The operations themselves are in comm_contract.py; each world here runs all of them.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_contract
+from comm_contract import (
+    check,
+    check_bytes,
+    check_kernel_bytes,
+    check_thoroughly,
+    events_of,
+    given,
+    reduced,
+)
+from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
+from labkit.comm import CommError, here
+from labkit.runtime.transports.wire import Wire
+from places import ROOT
+
+FILE = Path(__file__).name
+
+
+KINDS = [(n, transport) for transport in ("shm", "gloo") for n in (1, 2, 3, 4)]
+SLOW = [(2, "gloo"), (4, "gloo")]  # tests/comm/test_algorithms.py has what they send, at all sizes
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS],
+    ids=lambda kind: f"{kind[1]}-{kind[0]}",
+)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    size, transport = request.param
+    with World(size, transport=transport) as world:
+        yield world
+
+
+def strictly(function: Callable[..., Any], *args: Any) -> Any:
+    """Run it with every warning an error: pytest's own filters do not reach the ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(Comm(), *args)
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def test_every_operation_equals_plain_computation(world: World) -> None:
+    world.run(strictly, check)
+
+
+@pytest.mark.slow
+def test_every_operation_reduction_dtype_and_size_with_each_other(world: World) -> None:
+    world.run(strictly, check_thoroughly)
+
+
+def test_the_same_without_comparing_ranks() -> None:
+    with World(2, check=False) as world:
+        world.run(strictly, check)
+
+
+@pytest.mark.parametrize("size", (2, pytest.param(3, marks=pytest.mark.slow)))
+def test_the_same_over_a_modelled_wire(size: int) -> None:
+    with World(size, link=Link(gbps=1000, latency_us=1)) as world:
+        world.run(strictly, check)
+
+
+@pytest.mark.parametrize("transport", ("shm", "gloo"))
+def test_the_same_in_subgroups_at_once(transport: str) -> None:
+    def in_halves() -> tuple[int, int, tuple[int, ...]]:
+        comm = Comm()
+        halves = [comm.subgroup([2, 0]), comm.subgroup([1, 3])]
+        mine = halves[comm.rank % 2]
+        assert mine is not None and halves[1 - comm.rank % 2] is None
+        comm_contract.reduce_scatter(mine)
+        comm_contract.gather_and_scatter(mine)  # the roots are ranks of the subgroup
+        comm_contract.point_to_point(mine)
+        comm_contract.in_flight(mine)
+        return mine.rank, mine.size, mine.ranks
+
+    members = [(0, 2, (0, 2)), (0, 2, (1, 3)), (1, 2, (0, 2)), (1, 2, (1, 3))]
+    with World(4, transport=transport) as world:
+        assert world.run(in_halves) == members
+
+
+def test_a_subgroup_of_one_and_of_all(world2: World) -> None:
+    def small_and_large() -> None:
+        comm = Comm()
+        alone = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
+        everyone = comm.subgroup(range(comm.size))
+        assert alone is not None and everyone is not None
+        check(alone)
+        assert everyone.subgroup([0]) is None or comm.rank == 0, "it has all ranks, so it may"
+        comm_contract.in_flight(everyone)
+
+    world2.run(small_and_large)
+
+
+def test_what_was_given_is_not_written_and_no_gradient_appears(world2: World) -> None:
+    def train() -> None:
+        comm = Comm()
+        weight = torch.nn.Parameter(torch.ones(3, 3))
+        loss = (weight * (comm.rank + 1)).sum()
+        loss.backward()
+        assert weight.grad is not None
+        comm.all_reduce(weight.grad, "mean")
+        assert weight.grad.tolist() == [[1.5] * 3] * 3
+        comm.all_reduce(weight)  # a leaf that requires grad, in place
+        assert weight.tolist() == [[2.0] * 3] * 3 and weight.requires_grad and weight.is_leaf
+        out = torch.zeros(2, 3, 3)
+        comm.all_gather_into_tensor(out, weight)
+        assert not out.requires_grad
+
+    world2.run(train)
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", (0, 1, 2, 7, 1000, 1001))
+def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) -> None:
+    check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
+
+
+@pytest.mark.parametrize("transport", ("shm", "gloo"))
+def test_bytes_in_a_subgroup_count_its_ranks(transport: str) -> None:
+    def events() -> Any:
+        subgroup = Comm().subgroup([0, 2, 3])
+        return subgroup and events_of(subgroup, 1001)
+
+    with World(4, transport=transport) as world:
+        ranks = [found for found in world.run(events) if found]
+    check_bytes(ranks, 1001)
+    assert {event.ranks for events in ranks for event in events.values()} == {(0, 2, 3)}
+
+
+def test_bytes_over_a_modelled_wire_and_without_check_are_the_same() -> None:
+    for options in ({"link": Link(gbps=1000)}, {"backend": "gloo", "check": False}):
+        with World(3, **options) as world:  # type: ignore[arg-type]
+            check_bytes(world.run(lambda: events_of(Comm(), 1001)), 1001)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not count its loopback")
+def test_the_kernel_counts_the_bytes_that_the_formulas_say() -> None:
+    """Independent of our own counting. gloo's reduce-scatter would move 1.5 S for each rank."""
+    with World(4, backend="gloo") as world:
+        check_kernel_bytes(world, "reduce_scatter")
+        check_kernel_bytes(world, "all_gather")
+        check_kernel_bytes(world, "all_reduce")
+
+
+# --- events ------------------------------------------------------------------------------------
+
+
+def many_events(comm: Comm) -> list[CommEvent]:
+    """Collectives and messages, blocking and not, many in flight at once."""
+    with listen() as events:
+        events_of(comm, 1001)
+        comm_contract.all_to_all(comm)
+        comm_contract.objects_and_barrier(comm)
+        comm_contract.point_to_point(comm)
+        comm_contract.in_flight(comm)
+    return events
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[list[CommEvent]]:
+    with World(3) as world:
+        return world.run(lambda: many_events(Comm()))
+
+
+def test_times_stand_in_order(recorded: list[list[CommEvent]]) -> None:
+    for events in recorded:
+        issued = [event.issued_s for event in events]
+        assert issued == sorted(issued)
+        for event in events:
+            if not event.wait_ended_s:
+                assert event.op == "send" and not event.blocking, "only what nobody waited for"
+                continue
+            assert event.issued_s <= event.began_s <= event.ended_s <= event.wait_ended_s
+            assert event.issued_s <= event.wait_began_s <= event.wait_ended_s
+            if event.blocking:
+                assert event.wait_began_s == event.issued_s, "the strategy stood still at once"
+
+
+def test_numbers_are_equal_on_all_ranks(recorded: list[list[CommEvent]]) -> None:
+    def collectives(events: list[CommEvent]) -> list[tuple[int, str, str]]:
+        return [(e.seq, e.op, e.dtype) for e in events if e.op not in ("send", "recv")]
+
+    assert all(collectives(events) == collectives(recorded[0]) for events in recorded)
+    numbers = [seq for seq, *_ in collectives(recorded[0])]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_every_message_sent_is_the_one_received(recorded: list[list[CommEvent]]) -> None:
+    def messages(op: str) -> set[tuple[Any, ...]]:
+        return {
+            (e.rank, e.peer, e.tag, e.seq, e.dtype)
+            if op == "send"
+            else (e.peer, e.rank, e.tag, e.seq, e.dtype)
+            for events in recorded
+            for e in events
+            if e.op == op
+        }
+
+    assert messages("send") == messages("recv") != set()
+
+
+def test_events_say_what_was_called(world: World) -> None:
+    def call() -> list[CommEvent]:
+        comm = Comm()
+        with listen() as events:
+            comm.all_reduce(torch.ones(2, 3, dtype=torch.bfloat16), "max")
+            handle = comm.broadcast(
+                torch.ones((), dtype=torch.int64), src=comm.size - 1, async_op=True
+            )
+            assert handle is not None
+            handle.wait()
+        return events
+
+    for rank, (first, second) in enumerate(world.run(call)):
+        assert (first.op, first.dtype, first.shape) == ("all_reduce", "bfloat16", (2, 3))
+        assert (first.rank, first.ranks) == (rank, tuple(range(world.size)))
+        assert (first.group, first.blocking, first.peer) == ("default", True, None)
+        assert (second.op, second.dtype, second.shape) == ("broadcast", "int64", ())
+        assert (second.blocking, second.peer, second.seq) == (False, world.size - 1, first.seq + 1)
+
+
+def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
+    def call() -> tuple[list[str], int]:
+        comm = Comm()
+        with listen() as events:
+            line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+            comm.all_reduce(torch.ones(3))
+            comm.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
+            comm.all_gather_object("x")
+            if comm.rank:
+                comm.send(torch.ones(1), 0)
+            else:
+                comm.recv(torch.ones(1), 1)
+        return [event.source for event in events], line
+
+    for rank, (sources, line) in enumerate(world2.run(call)):
+        lines = [line + 1, line + 2, line + 3, line + 3, line + (5 if rank else 7)]
+        assert sources == [f"{FILE}:{number} in call" for number in lines]
+
+
+def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
+    from labkit.parallel.common.replicas import copy_from_rank_0
+
+    def call() -> tuple[str, int]:
+        with listen() as events:
+            line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+            copy_from_rank_0([torch.ones(3)], Comm())
+        return events[0].source, line
+
+    for source, line in world2.run(call):
+        assert source.startswith("replicas.py:")
+        assert source.endswith(f"copy_from, from {FILE}:{line + 1} in call")
+
+
+def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:
+    def on_a_broken_pair() -> list[str]:
+        comm, said = Comm(), []
+        gone = RuntimeError("Connection closed by peer\nand much more")
+        for noted in (False, True):
+            with (
+                patch.object(Wire, "isend", side_effect=gone),
+                listen() if noted else nullcontext(),
+                pytest.raises(CommError) as raised,
+            ):
+                comm.send(torch.ones(3), 1 - comm.rank)
+            said.append(str(raised.value))
+        return said
+
+    for checked in (False, True):
+        with World(2, backend="gloo", check=checked) as world:
+            for plain, noted in world.run(on_a_broken_pair):
+                assert plain.startswith("send") and plain.endswith(": Connection closed by peer")
+                assert noted.startswith("send") and noted.endswith(": Connection closed by peer")
+
+
+def test_listening_nests_and_ends(world2: World) -> None:
+    def listening() -> tuple[list[int], int]:
+        comm = Comm()
+        x = torch.ones(3)
+        with listen() as outer:
+            comm.all_reduce(x)
+            with listen() as inner:
+                comm.all_reduce(x)
+                with pytest.raises(ZeroDivisionError), listen() as broken:
+                    comm.all_reduce(x)
+                    _ = 1 / 0
+                handle = comm.all_reduce(x, async_op=True)
+            comm.all_reduce(x)
+        comm.all_reduce(x)
+        assert handle is not None
+        handle.wait()  # nobody listens any more, but the event has its end
+        assert outer[1] is inner[0] and broken == [inner[1]] and inner[2].wait_ended_s > 0
+        return [len(outer), len(inner), len(broken)], len(here.listeners)
+
+    assert world2.run(listening) == [([5, 3, 1], 0)] * 2
+
+
+def test_comparing_ranks_is_no_communication(recorded: list[list[CommEvent]]) -> None:
+    def counts(events: list[CommEvent]) -> list[tuple[Any, ...]]:
+        return [(e.op, e.payload_bytes, e.bus_bytes, e.wire_bytes) for e in events]
+
+    with World(len(recorded), check=False) as unchecked:
+        for with_check, without in zip(recorded, unchecked.run(lambda: many_events(Comm()))):
+            assert counts(with_check) == counts(without)
+
+
+def test_operations_of_torch_itself_are_no_events_and_disturb_none(world2: World) -> None:
+    def mixed() -> None:
+        comm = Comm()
+        peer = 1 - comm.rank
+        with listen() as events:
+            for k in range(5):
+                ours, theirs = given(comm.rank, 100, salt=k), given(comm.rank, 100, salt=100 + k)
+                handle = comm.all_reduce(ours, async_op=True)
+                work = dist.all_reduce(theirs, async_op=True)
+                arriving = [torch.zeros(100), torch.zeros(100)]
+                receives = [dist.irecv(arriving[0], peer), comm.irecv(arriving[1], peer)]
+                plain = dist.isend(given(comm.rank, 100, salt=200 + k), peer)  # tag 0, as ours
+                comm.send(given(comm.rank, 100, salt=300 + k), peer)
+                assert handle is not None
+                for one in (work, plain, *receives, handle):
+                    one.wait()
+                for got, salt in ((ours, k), (theirs, 100 + k)):
+                    expected = reduced([given(r, 100, salt=salt) for r in range(2)], "sum")
+                    assert torch.equal(got, expected)
+                for got, salt in zip(arriving, (200 + k, 300 + k)):
+                    assert torch.equal(got, given(peer, 100, salt=salt))
+                dist.barrier()
+        assert len(events) == 15
+
+    world2.run(mixed)
+
+
+# --- what users do to it -----------------------------------------------------------------------
+
+
+def test_all_comms_of_a_group_share_its_numbers(world2: World) -> None:
+    def many() -> None:
+        x = torch.ones(3)
+        if attach().rank == 0:
+            first, second = Comm(), Comm(dist.group.WORLD)
+            for comm in (first, second, first, Comm(), second):
+                comm.all_reduce(x)
+        else:
+            comm = Comm()
+            for _ in range(5):
+                comm.all_reduce(x)
+        assert x.tolist() == [32.0] * 3
+
+    world2.run(many)
+
+
+def test_two_threads_in_two_groups_at_once(world2: World) -> None:
+    def threads() -> None:
+        comm = Comm()
+        groups = [comm.subgroup([0, 1]) for _ in range(2)]
+        errors: list[BaseException] = []
+
+        def use(group: Comm | None) -> None:
+            try:
+                assert group is not None
+                for part in (comm_contract.in_flight, comm_contract.point_to_point) * 2:
+                    part(group)
+            except BaseException as error:
+                errors.append(error)
+
+        running = [threading.Thread(target=use, args=(group,)) for group in groups]
+        for thread in running:
+            thread.start()
+        comm_contract.in_flight(comm)
+        for thread in running:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    world2.run(threads)
+
+
+def test_threads_share_a_comm_for_messages_of_different_tags(world2: World) -> None:
+    def threads() -> None:
+        comm = Comm()
+        peer, wrong = 1 - comm.rank, []
+
+        def exchange(tag: int) -> None:
+            for k in range(30):
+                arriving = torch.zeros(100)
+                receive = comm.irecv(arriving, peer, tag)
+                comm.send(given(comm.rank, 100, salt=100 * tag + k), peer, tag)
+                receive.wait()
+                if not torch.equal(arriving, given(peer, 100, salt=100 * tag + k)):
+                    wrong.append((tag, k))
+
+        running = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
+        with listen() as events:
+            for thread in running:
+                thread.start()
+            for thread in running:
+                thread.join()
+        assert not wrong and len(events) == 240
+        for op in ("send", "recv"):
+            numbers = {(event.tag, event.seq) for event in events if event.op == op}
+            assert len(numbers) == 120
+
+    world2.run(threads)
+
+
+def test_hundreds_of_operations_in_flight(world2: World) -> None:
+    def flood() -> None:
+        comm = Comm()
+        xs = [given(comm.rank, 11, salt=k) for k in range(200)]
+        handles = [comm.all_reduce(x, async_op=True) for x in xs]
+        for handle in reversed(handles):
+            assert handle is not None
+            handle.wait()
+        for k, x in enumerate(xs):
+            assert torch.equal(x, reduced([given(r, 11, salt=k) for r in range(2)], "sum"))
+
+    world2.run(flood)
+
+
+def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """A process group that is destroyed takes its threads and sockets with it, and the next one
+    under the same name is not mistaken for it."""
+
+    def sockets_and_threads() -> tuple[int, int]:
+        process = psutil.Process()
+        return len(process.net_connections("tcp")), process.num_threads()
+
+    def again() -> tuple[tuple[int, int], tuple[int, int], str]:
+        me = attach()
+        dist.destroy_process_group()
+        before = sockets_and_threads()
+        for k in range(4):
+            store = dist.FileStore(str(tmp_path / f"store{k}"), me.size)
+            dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.size)
+            comm = Comm()
+            # Number 1 of this world is an all-reduce here and a broadcast there.
+            first = comm.all_reduce if k % 2 else comm.broadcast
+            if me.rank == 0:
+                time.sleep(0.05)  # the board still has the first operation of the world before
+            first(x := torch.ones(k + 1))
+            assert x.sum() == (k + 1) * (2 if k % 2 else 1)
+            half = comm.subgroup([0, 1])
+            assert half is not None
+            handle = half.all_reduce(torch.ones(k + 1), async_op=True)
+            assert handle is not None
+            handle.wait()
+            name = repr(comm)
+            del comm, half, first, handle
+            dist.destroy_process_group()
+        while sockets_and_threads() != before:  # threads end a moment later
+            time.sleep(0.01)
+        return before, sockets_and_threads(), name
+
+    with World(2) as world:
+        for before, after, name in world.run(again):
+            assert after == before
+            assert name.endswith("group default of world 5)")
+
+
+def test_a_handle_keeps_what_it_needs(world2: World) -> None:
+    """Nobody else keeps the tensors, nor the Comm."""
+
+    def forgetful() -> float:
+        kept = torch.zeros(1000, 2)
+        handle = Comm().all_reduce(kept[:, 0], async_op=True)
+        handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
+        torch.ones(1_000_000)
+        assert handle is not None
+        for one in (handle, *handles):
+            assert one is not None
+            one.wait()
+        return float(kept.sum())
+
+    assert world2.run(forgetful) == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_subgroup_gives_up_when_the_world_does() -> None:
+    """torch's new groups would wait half an hour."""
+
+    def alone() -> None:
+        both = Comm().subgroup([0, 1])
+        assert both is not None
+        if both.rank == 0:
+            both.all_reduce(torch.ones(3))
+        else:
+            time.sleep(1000)
+
+    told = pytest.raises(RankError, match="(?s)rank 0.*all_reduce")
+    with World(2, timeout_s=1, check=False) as world, told:
+        world.run(alone)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def refused(calls: dict[str, Callable[[Comm], Any]]) -> dict[str, str]:
+    """What each call says, nothing having moved."""
+    comm, told = Comm(), {}
+    with listen() as events:
+        for name, call in calls.items():
+            with pytest.raises((ValueError, TypeError)) as raised:
+                call(comm)
+            told[name] = str(raised.value)
+    assert not events
+    comm.barrier()  # and the door is as good as before
+    return told
+
+
+def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
+    ones = torch.ones
+    me: Callable[[Comm], int] = lambda comm: comm.rank  # noqa: E731
+    calls: dict[str, Callable[[Comm], Any]] = {
+        "op='avg' is not a reduction; choose one of sum, mean, min, max, product": (
+            lambda comm: comm.all_reduce(ones(3), "avg")
+        ),
+        "op=<RedOpType.SUM: 0> is not a reduction": (
+            lambda comm: comm.all_reduce(ones(3), dist.ReduceOp.SUM)
+        ),
+        "the mean of torch.int64 has no exact result; sum and divide": (
+            lambda comm: comm.reduce(ones(3).long(), op="mean")
+        ),
+        "torch.complex64 has no order, so no max": (
+            lambda comm: comm.all_reduce(ones(3) * 1j, "max")
+        ),
+        "rank 2 is not in this group of 2; choose 0 to 1": (
+            lambda comm: comm.broadcast(ones(3), src=2)
+        ),
+        "rank -1 is not in this group of 2": lambda comm: comm.reduce(ones(3), dst=-1),
+        "cannot send to or receive from itself; copy the tensor": (
+            lambda comm: comm.send(ones(3), me(comm))
+        ),
+        "tag 1048576 is out of range; choose 0 to 1048575": (
+            lambda comm: comm.irecv(ones(3), 1 - me(comm), tag=1 << 20)
+        ),
+        "all_gather: outs has 3 tensors for 2 ranks; give one for each": (
+            lambda comm: comm.all_gather([ones(3)] * 3, ones(3))
+        ),
+        "all_gather: this rank's tensor has 4 elements, its place outs[": (
+            lambda comm: comm.all_gather([ones(3)] * 2, ones(4))
+        ),
+        "reduce_scatter: the tensors have different dtypes; convert them to one": (
+            lambda comm: comm.reduce_scatter(ones(3), [ones(3), ones(3).double()])
+        ),
+        "all_to_all: ins has 1 tensors for 2 ranks": (
+            lambda comm: comm.all_to_all([ones(3)] * 2, [ones(3)])
+        ),
+        "reduce_scatter_tensor: a tensor of shape [7] does not divide by 2 ranks; pad it": (
+            lambda comm: comm.reduce_scatter_tensor(ones(3), ones(7))
+        ),
+        "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pad it": (
+            lambda comm: comm.all_gather_into_tensor(ones(2, 3).t(), ones(3))
+        ),
+        "an expanded tensor (shape [4], strides [0]) has one place for several elements": (
+            lambda comm: comm.all_reduce(ones(1).expand(4))
+        ),
+        "has one place for several elements and cannot be written; give x.contiguous()": (
+            lambda comm: comm.irecv(ones(3, 1).expand(3, 2), 1 - me(comm))
+        ),
+        "a tensor of layout torch.sparse_coo cannot travel; give x.to_dense()": (
+            lambda comm: comm.all_reduce(torch.eye(3).to_sparse())
+        ),
+        "torch knows no max of torch.uint16; convert it first": (
+            lambda comm: comm.all_reduce(ones(3).to(torch.uint16), "max")
+        ),
+        "only tensors travel, not a float; put it into one: torch.tensor([value])": (
+            lambda comm: comm.send(5.0, 1 - me(comm))
+        ),
+        "only tensors travel, not a int; put it into one": lambda comm: comm.all_reduce(5, "max"),
+        "only tensors travel, not a ndarray; put it into one: torch.as_tensor(value)": (
+            lambda comm: comm.broadcast(ones(3).numpy())
+        ),
+        "only tensors travel, not a bool": lambda comm: comm.all_gather([True] * 2, ones(1)),
+        "only tensors travel, not a str": lambda comm: comm.all_gather([ones(1)] * 2, "x"),
+        "cannot move meta tensors": lambda comm: comm.all_reduce(ones(3, device="meta")),
+        "subgroup: choose at least one rank, each once, not [0, 0]": (
+            lambda comm: comm.subgroup([0, 0])
+        ),
+        "subgroup: choose at least one rank, each once, not []": lambda comm: comm.subgroup([]),
+        "rank 7 is not in this group": lambda comm: comm.subgroup([0, 7]),
+    }
+    for told in world2.run(lambda: refused(calls)):
+        for words, text in told.items():
+            assert words in text, text
+
+
+def test_errors_of_rooted_operations(world2: World) -> None:
+    ones = torch.ones
+
+    def on_root_and_others() -> dict[str, str]:
+        if Comm().rank == 0:
+            return refused(
+                {
+                    "gather: rank 0 must give outs, one tensor for each rank": (
+                        lambda comm: comm.gather(ones(3))
+                    ),
+                    "scatter: ins has 1 tensors for 2 ranks": (
+                        lambda comm: comm.scatter(ones(3), [ones(3)])
+                    ),
+                }
+            )
+        return refused(
+            {
+                "gather: only rank 0 gives outs; give None on the others": (
+                    lambda comm: comm.gather(ones(3), [ones(3)] * 2)
+                ),
+                "scatter: only rank 0 gives ins; give None on the others": (
+                    lambda comm: comm.scatter(ones(3), [ones(3)] * 2)
+                ),
+            }
+        )
+
+    for told in world2.run(on_root_and_others):
+        assert all(words in text for words, text in told.items()), told
+
+
+def test_a_door_needs_ranks_and_membership(world2: World) -> None:
+    with pytest.raises(RuntimeError, match="not a rank yet. Run the function with World"):
+        Comm()
+
+    def outside() -> tuple[str, bool]:
+        comm = Comm()
+        group = dist.new_group([0])
+        if comm.rank == 0:
+            return "", comm.subgroup([1]) is None
+        with pytest.raises(ValueError) as raised:
+            Comm(group)
+        return str(raised.value), comm.subgroup([1]) is None
+
+    (_, member), (text, other) = world2.run(outside)
+    assert "this rank is not a member of the group" in text
+    assert member and not other
+
+
+def test_a_subgroup_has_no_subgroups(world4: World) -> None:
+    """torch would need the ranks outside, and hang."""
+
+    def nested() -> str:
+        half = Comm().subgroup([0, 1])
+        if half is None:
+            return ""
+        with pytest.raises(ValueError) as raised:
+            half.subgroup([0])
+        return str(raised.value)
+
+    assert "has 2 of 4 ranks; call it on the Comm of all ranks" in world4.run(nested)[0]
+
+
+def sized(comm: Comm, times: int = 1) -> torch.Tensor:
+    """2 elements on rank 0, 3 on rank 1."""
+    return torch.ones(times * (2 + comm.rank))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.all_reduce(torch.ones(2 + comm.rank)),
+        lambda comm: comm.all_reduce(torch.ones(2, dtype=(torch.int64, torch.float32)[comm.rank])),
+        lambda comm: comm.all_reduce(torch.ones(2), ("sum", "max")[comm.rank]),
+        lambda comm: comm.broadcast(torch.ones(2), src=comm.rank),
+        lambda comm: (comm.all_reduce, comm.broadcast)[comm.rank](torch.ones(2)),
+        lambda comm: comm.all_gather([torch.ones(2), sized(comm)], sized(comm)),
+        lambda comm: comm.all_gather_into_tensor(sized(comm, times=2), sized(comm)),
+        lambda comm: comm.reduce_scatter_tensor(sized(comm), sized(comm, times=2)),
+        lambda comm: comm.send(torch.ones(2), 1) if comm.rank == 0 else comm.recv(torch.ones(3), 0),
+        lambda comm: comm.subgroup([comm.rank]),
+        lambda comm: comm.subgroup([0, 1]) if comm.rank else comm.barrier(),
+    ],
+    ids=["shape", "dtype", "reduction", "root", "operation", "a part of a list", "gathered size",
+         "scattered size", "message", "members", "subgroup against barrier"],
+)  # fmt: skip
+def test_ranks_that_disagree_are_told_and_named(world2: World, call: Callable[[Comm], Any]) -> None:
+    words = f"(?s)disagree about.*rank 0: .* at {FILE}.*rank 1: .* at {FILE}"
+    with pytest.raises(RankError, match=words) as told:
+        world2.run(lambda: call(Comm()))
+    assert told.value.kind == "disagree"
+
+
+def test_a_rank_that_does_not_come_to_a_subgroup_is_told(world2: World) -> None:
+    with pytest.raises(RankError, match="rank 1 returned without calling what rank 0 waits for"):
+        world2.run(lambda: Comm().rank or Comm().subgroup([0, 1]))
+
+
+# --- a modelled wire ---------------------------------------------------------------------------
+# Lower bounds only: a wire of 0.1 Gb/s carries no megabyte in less than 80 ms, on any machine.
+
+MEGABYTE_S = 0.080
+
+
+@pytest.fixture(scope="module")
+def slow_wire() -> Iterator[World]:
+    with World(2, link=Link(gbps=0.1)) as world:
+        yield world
+
+
+def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World) -> None:
+    def pass_on() -> tuple[float, float]:
+        comm = Comm()
+        x = torch.zeros(1_000_000, dtype=torch.uint8)
+        comm.barrier()
+        began_s = time.monotonic()
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+        return began_s, time.monotonic()
+
+    (sent_s, _), (_, arrived_s) = slow_wire.run(pass_on)
+    assert arrived_s - sent_s >= MEGABYTE_S
+
+
+def test_all_messages_of_a_rank_share_its_wire(slow_wire: World) -> None:
+    """Whatever their group, tag or operation: four quarters take as long as the whole."""
+
+    def four() -> tuple[float, float]:
+        comm = Comm()
+        other = comm.subgroup([0, 1])
+        assert other is not None
+        quarters = [torch.zeros(250_000, dtype=torch.uint8) for _ in range(4)]
+        comm.barrier()
+        began_s = time.monotonic()
+        if comm.rank == 0:
+            handles = [comm.isend(quarters[0], 1), comm.isend(quarters[1], 1, tag=1)]
+            handles += [other.isend(quarters[2], 1)]
+        else:
+            handles = [comm.irecv(quarters[0], 0), comm.irecv(quarters[1], 0, tag=1)]
+            handles += [other.irecv(quarters[2], 0)]
+        last = other.broadcast(quarters[3], async_op=True)
+        assert last is not None
+        for handle in (*handles, last):
+            handle.wait()
+        return began_s, time.monotonic()
+
+    (sent_s, _), (_, arrived_s) = slow_wire.run(four)
+    assert arrived_s - sent_s >= MEGABYTE_S
+
+
+def test_collectives_take_what_their_bytes_take(slow_wire: World) -> None:
+    def ring() -> float:
+        comm = Comm()
+        x = torch.zeros(1_000_000, dtype=torch.uint8)
+        comm.barrier()
+        began_s = time.monotonic()
+        comm.all_reduce(x)  # on two ranks, each sends 2 x 1/2 of it
+        return time.monotonic() - began_s
+
+    assert min(slow_wire.run(ring)) >= MEGABYTE_S
+
+
+def test_latency_is_paid_by_every_message() -> None:
+    def rounds() -> float:
+        comm = Comm()
+        x = torch.zeros(1)
+        comm.barrier()
+        began_s = time.monotonic()
+        for _ in range(3):  # there and back again
+            for sender in (0, 1):
+                if comm.rank == sender:
+                    comm.send(x, 1 - sender)
+                else:
+                    comm.recv(x, sender)
+        return time.monotonic() - began_s
+
+    with World(2, link=Link(gbps=1000, latency_us=10_000)) as world:
+        assert max(world.run(rounds)) >= 6 * 0.010
+
+
+def test_an_asynchronous_operation_returns_before_the_wire_delivers(slow_wire: World) -> None:
+    def overlap() -> tuple[bool, bool, bool]:
+        comm = Comm()
+        x, y = torch.zeros(4_000_000, dtype=torch.uint8), torch.zeros(4_000_000, dtype=torch.uint8)
+        comm.barrier()
+        with listen() as events:
+            handle = comm.all_reduce(x, async_op=True)
+            assert handle is not None
+            busy = not handle.is_completed()  # else the call took the 320 ms
+            if comm.rank == 0:
+                message = comm.isend(y, 1)
+            else:
+                message = comm.irecv(y, 0)
+            message_busy = not message.is_completed()
+            computed_s = time.monotonic()
+            handle.wait()
+            message.wait()
+        return busy, message_busy, events[0].issued_s < computed_s < events[0].ended_s
+
+    assert slow_wire.run(overlap) == [(True, True, True)] * 2
+
+
+def test_a_message_that_nobody_takes_yet_does_not_hold_up_the_others() -> None:
+    """The wire is in order, the receivers need not be."""
+
+    def out_of_order() -> bool:
+        comm = Comm()
+        x, y = torch.full((200_000,), 1.0), torch.full((200_000,), 2.0)
+        if comm.rank == 0:
+            handles = [comm.isend(x, 1, tag=1), comm.isend(y, 1, tag=2), comm.isend(y, 2)]
+        elif comm.rank == 1:
+            comm.recv(x, 2, tag=3)  # rank 2 sends it when it has heard from rank 0
+            comm.recv(x, 0, tag=2)
+            comm.recv(y, 0, tag=1)
+            handles = []
+        else:
+            comm.recv(x, 0)
+            handles = [comm.isend(x, 1, tag=3)]
+        for handle in handles:
+            handle.wait()
+        return comm.rank != 1 or (x[0] == 2 and y[0] == 1)  # type: ignore[return-value]
+
+    with World(3, link=Link(gbps=1)) as world:
+        assert all(world.run(out_of_order))
+
+
+def test_a_link_without_bandwidth_is_refused() -> None:
+    assert Link(gbps=8).seconds(1_000_000_000) == 1.0
+    for gbps in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="a wire needs a bandwidth above 0 gigabits"):
+            Link(gbps=gbps)
+    with pytest.raises(ValueError, match="latency cannot be negative"):
+        Link(gbps=1, latency_us=-1)
+
+
+# --- a world on paper --------------------------------------------------------------------------
+
+ON_PAPER = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from labkit import Comm, Link, listen
+from labkit.comm import algorithms, here, wire
+from labkit.events import chunk_sizes
+
+n, rank = 1024, 3
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+
+def forbidden(*_, **__):
+    raise AssertionError("an algorithm was expanded, or something was sent")
+
+for name in dir(algorithms):
+    if callable(getattr(algorithms, name)) and name.islower():
+        setattr(algorithms, name, forbidden)
+for of_collective in algorithms.ALGORITHMS.values():
+    of_collective.update(dict.fromkeys(of_collective, forbidden))
+wire.Wire.isend = wire.Wire.irecv = forbidden
+
+def use(comm):
+    x, part = torch.empty(n * 1000, 3), torch.empty(1000, 3)
+    comm.all_reduce(x, "mean"); comm.reduce(x, dst=5); comm.broadcast(x.t())
+    comm.reduce_scatter_tensor(part, x); comm.all_gather_into_tensor(x, part)
+    comm.gather(part); comm.scatter(part); comm.all_to_all_single(x, torch.empty_like(x))
+    comm.ring_exchange(x, x); comm.barrier(); comm.send(x, 5); comm.recv(x, 1023)
+    comm.all_reduce(torch.empty(1001), async_op=True).wait()
+
+def check(events):
+    S, p = n * 1000 * 3 * 4, 1000 * 3 * 4
+    bus = {
+        "reduce": S, "broadcast": S, "reduce_scatter": S - p, "all_gather": S - p, "gather": S - p,
+        "scatter": S - p, "all_to_all": S - p, "ring_exchange": S, "barrier": 0, "send": S,
+        "recv": 0,
+    }
+    assert [event.op for event in events] == ["all_reduce", *bus, "all_reduce"]
+    assert events[0].bus_bytes == 2 * (S - p) == 2 * 1023 * S // 1024
+    for event in events[1:-1]:
+        assert event.payload_bytes == (0 if event.op == "barrier" else S), event.op
+        assert event.bus_bytes == bus[event.op], event.op
+    sizes = chunk_sizes(1001, n)
+    assert events[-1].bus_bytes == 4 * (2 * 1001 - sizes[rank] - sizes[rank + 1])
+    for event in events:
+        assert event.ranks == tuple(range(n)) and event.rank == rank
+        assert (event.wire_bytes, event.transport) == (0, "fake"), "nothing was sent"
+        assert event.issued_s <= event.began_s <= event.ended_s <= event.wait_ended_s
+
+comm = Comm()
+for link in (None, Link(gbps=1)):
+    here.link = link
+    with listen() as events:
+        use(comm)
+    check(events)
+    with listen() as events:
+        comm.all_reduce(torch.empty(100, device="meta"))
+    assert events[0].payload_bytes == 400
+assert comm.all_gather_object({"a": 1}) == [{"a": 1}] * n
+part = comm.subgroup(range(0, n, 2))
+assert part is None
+part = comm.subgroup(range(3, n, 8))
+with listen() as events:
+    part.all_reduce(torch.empty(128))
+assert events[0].bus_bytes == 2 * 127 * 4 and events[0].ranks == tuple(range(3, n, 8))
+"""
+
+WITHOUT_DATA = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with FakeTensorMode(), listen() as events:
+    use(comm)
+    comm.all_reduce(torch.empty(100_000, 100_000, dtype=torch.bfloat16))
+check(events[:-1])
+assert events[-1].payload_bytes == 20_000_000_000, "more than this machine holds"
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [ON_PAPER, pytest.param(ON_PAPER + WITHOUT_DATA, marks=pytest.mark.slow)],
+    ids=["tensors", "fake tensors"],
+)  # fmt: skip
+def test_a_world_on_paper_records_and_moves_nothing(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script + "\nprint('as it should be')"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "as it should be\n", done.stderr

@@ -1,0 +1,499 @@
+"""Every check of a lab fails on the stub and on each listed wrong answer, in the words listed,
+and passes on the solution. The framework's own promises are tested below that.
+"""
+
+import ast
+import linecache
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+
+import labkit.check.ranks
+from answers import RIGHT, WRONG, Wrong
+from labkit.check import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
+from labkit.check.exercise import Passed
+from labkit.check.peak import PeakMemory
+from labkit.comm import CommError
+from labkit.course.editions import checked, solved, sources, student
+from labkit.runtime.world import World
+
+pytestmark = pytest.mark.slow
+
+ANSWERS = Path(__file__).parent / "answers"
+LABS = {source.stem[:2]: source for source in sources()}
+
+for lab in LABS:
+    import_module(f"labkit.check.lab_{lab}")
+    import_module(f"answers.lab_{lab}")
+
+
+# ---- each exercise of each lab
+
+
+@cache
+def names_of(lab: str, edition: str) -> dict[str, Any]:
+    """The functions and classes of an edition, with its imports and constants, nothing run."""
+    notebook = (student if edition == "student" else solved)(LABS[lab])
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "code" or cell.source.startswith("%%"):
+            continue
+        file = f"<{edition} {lab}, cell {number}>"
+        text = re.sub(r"^[%!].*", "pass", cell.source, flags=re.MULTILINE)
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        tree = ast.parse(text)
+        tree.body = [one for one in tree.body if isinstance(one, kinds) or is_constant(one)]
+        exec(compile(tree, file, "exec"), names)
+    return names
+
+
+def is_constant(statement: ast.stmt) -> bool:
+    """Whether it is like `SIZE = 4`."""
+    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+
+
+def answer(exercise: str, edition: str) -> Any:
+    """What the notebook hands to the check: `average` of `check.average(average)`."""
+    lab, name = exercise.split(".")
+    for cell in solved(LABS[lab]).cells:
+        if cell.cell_type == "code" and checked(cell.source) == name:
+            call = next(n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Call))
+            return eval(ast.unparse(call.args[0]), names_of(lab, edition))
+    raise AssertionError(f"no cell of lab {lab} calls check.{name}(...)")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_stub_is_told_that_it_is_the_stub(name: str):
+    with pytest.raises(CheckFailed, match="you left the stub"):
+        EXERCISES[name](answer(name, "student"))
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_solution_passes(name: str):
+    passed = EXERCISES[name](answer(name, "solved"))
+    assert passed.proven, "a check says what it has proven"
+    assert EXERCISES[name].passed is passed
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.exercise}-{case.answer.__name__}")
+def test_a_wrong_answer_is_told_what_is_wrong(case: Wrong):
+    with pytest.raises(CheckFailed) as caught:
+        EXERCISES[case.exercise](case.answer)
+    assert case.says in str(caught.value)
+    assert "you left the stub" not in str(caught.value)
+
+
+def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Its stub is named, not that of the exercise; and the hint is where to begin."""
+    first, second = EXERCISES["02.my_all_gather"], EXERCISES["02.my_all_reduce"]
+    solution, stub = answer(second.name, "solved"), answer(first.name, "student")
+    monkeypatch.setattr(first, "passed", None)
+    monkeypatch.setitem(solution.__globals__, "my_all_gather", stub)
+    with pytest.raises(CheckFailed) as caught:
+        second(solution)
+    assert "you left the stub of my_all_gather" in str(caught.value)
+    assert "my_all_gather, not passed yet: begin there" in str(caught.value)
+
+
+def test_after_the_death_of_the_server_the_next_check_runs():
+    """It takes the ranks of all sizes with it; who asked for none of that must not pay for it."""
+    for size in (2, 3):
+        run(size, lambda comm: comm.rank)
+    with pytest.raises(CheckFailed):
+        run(2, lambda comm: comm.rank or os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60))
+    for size in (3, 2):
+        assert run(size, lambda comm: comm.rank).values == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("name", "play"), RIGHT, ids=[f"{name}-{play.__name__}" for name, play in RIGHT]
+)
+def test_another_right_answer_passes(name: str, play: Any):
+    assert EXERCISES[name](play).proven
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_has_two_wrong_answers_or_more(name: str):
+    count = sum(case.exercise == name for case in WRONG)
+    assert count >= 2, f"{name} has {count} in {ANSWERS.name}/: add wrong answers that it catches"
+
+
+def test_every_lab_with_checks_has_its_notebook():
+    assert {name.split(".")[0] for name in EXERCISES} <= LABS.keys()
+
+
+def test_a_mean_may_be_a_number_of_numpy():
+    def average(comm: Any, value: float) -> Any:
+        x = torch.tensor(value)
+        comm.all_reduce(x)
+        return np.float32(x / comm.size)
+
+    assert EXERCISES["00.average"](average).proven
+
+
+def test_the_best_known_score_of_lab_00_can_be_reached():
+    def find_max(comm: Any, values: torch.Tensor) -> tuple[int, int]:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        winner = torch.zeros(1, dtype=torch.uint8)
+        if comm.rank == 0:
+            maxima = [values.max().reshape(1)] + [torch.empty(1) for _ in others]
+            for other in others:
+                comm.recv(maxima[other], other)
+            winner[0] = int(torch.cat(maxima).argmax())
+            for other in others:
+                comm.send(winner, other)
+        else:
+            comm.send(values.max().reshape(1), 0)
+            comm.recv(winner, 0)
+        index = values.argmax().to(torch.int16).reshape(1)
+        if comm.rank == winner:
+            for other in others:
+                comm.send(index, other)
+        else:
+            comm.recv(index, int(winner))
+        return int(winner), int(index)
+
+    score = EXERCISES["00.find_max"](find_max).score
+    assert score is not None and score.value == score.best
+
+
+def test_the_best_known_score_of_lab_02_can_be_reached():
+    """Three pieces in five steps: each step as (from, to, piece)."""
+    plan = [
+        [(0, 2, 0)],
+        [(0, 4, 1), (2, 3, 0)],
+        [(0, 3, 2), (3, 1, 0), (2, 4, 0), (4, 5, 1)],
+        [(4, 3, 1), (5, 2, 1), (0, 4, 2), (2, 5, 0), (3, 1, 2)],
+        [(4, 5, 2), (0, 1, 1), (1, 2, 2)],
+    ]
+
+    def broadcast(comm: Any, x: torch.Tensor) -> None:
+        pieces = x.tensor_split(3)
+        for messages in plan:
+            under_way = [comm.isend(pieces[k], b) for a, b, k in messages if a == comm.rank]
+            under_way += [comm.irecv(pieces[k], a) for a, b, k in messages if b == comm.rank]
+            for one in under_way:
+                one.wait()
+
+    score = EXERCISES["02.my_best_broadcast"](broadcast).score
+    assert score is not None and score.value == score.best
+
+
+def test_the_recipes_of_lab_02_draw_what_the_solutions_do():
+    prose = [cell.source for cell in solved(LABS["02"]).cells if cell.cell_type == "markdown"]
+    recipes = re.findall(
+        r"^```\n(plot\.movement.*?)```", "\n".join(prose), re.DOTALL | re.MULTILINE
+    )
+    assert len(recipes) == 2
+    with World(4, backend="gloo") as world:
+        for recipe in recipes:
+            assert eval(recipe, names_of("02", "solved") | {"world": world}).axes
+
+
+# ---- what goes wrong on a rank, in words
+
+
+def message(play: Any, size: int = 2) -> str:
+    with pytest.raises(CheckFailed) as caught:
+        run(size, play)
+    return str(caught.value)
+
+
+def test_an_exception_shows_the_students_own_line():
+    def play(comm: Any) -> float:
+        return 1 / comm.rank  # the line
+
+    text = message(play)
+    assert text.startswith("rank 0 raised ZeroDivisionError: float division by zero.") or (
+        text.startswith("rank 0 raised ZeroDivisionError: division by zero.")
+    )
+    assert "1 / comm.rank  # the line" in text and "ranks.py" not in text
+
+
+def test_the_line_shown_is_of_the_rank_that_is_told_of():
+    def play(comm: Any) -> None:
+        if comm.rank == 0:
+            raise ValueError("zero")  # line of rank 0
+        raise ValueError("one")  # line of rank 1
+
+    text = message(play)
+    assert text.startswith("rank 0 raised ValueError: zero.")
+    assert "line of rank 0" in text and "line of rank 1" not in text
+
+
+def test_what_is_not_implemented_is_not_always_the_stub():
+    def play(comm: Any) -> None:
+        raise NotImplementedError("torch has no such kernel")
+
+    assert message(play).startswith("ranks 0 and 1 raised NotImplementedError: torch has no")
+
+
+def test_an_operation_that_fails_under_way_is_no_hang():
+    def play(comm: Any) -> None:
+        raise CommError("all_reduce failed: no such dtype")
+
+    text = message(play)
+    assert text.startswith("ranks 0 and 1 raised CommError") and "hang" not in text
+    assert 'CommError("all_reduce' in text and "Each receive" not in text
+
+
+def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
+    def forgets(comm: Any) -> None:
+        comm.isend(torch.ones(3), 1 - comm.rank)
+
+    assert "rank 0 returns before its send is over" in message(forgets)
+
+    def swaps(comm: Any) -> float:
+        theirs = torch.zeros(3)
+        handle = comm.isend(torch.full((3,), 5.0), 1 - comm.rank)
+        comm.recv(theirs, 1 - comm.rank)
+        handle.wait()
+        return theirs[0].item()
+
+    assert run(2, swaps).values == [5.0, 5.0]
+
+
+def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(labkit.check.ranks, "LIMIT_S", 1.0)
+
+    def play(comm: Any) -> None:
+        while comm.rank == 0:
+            time.sleep(0.1)
+
+    assert "did not come back within 1 s" in message(play)
+    assert run(2, lambda comm: comm.size).values == [2, 2]
+
+
+def test_a_value_that_cannot_travel_is_named():
+    assert "cannot travel between processes" in message(lambda comm: (i for i in "ab"))
+
+
+def test_ranks_are_there_again_after_a_failure():
+    message(lambda comm: comm.barrier() if comm.rank else None)
+    assert run(2, lambda comm: comm.rank).values == [0, 1]
+
+
+def test_a_run_counts_bytes_operations_and_memory():
+    def play(comm: Any) -> None:
+        x = torch.ones(250)  # 1,000 bytes
+        y = x * 2
+        del x
+        y.add_(1)
+        comm.all_reduce(y)
+
+    ran = run(2, play)
+    assert ran.ops == [["all_reduce"]] * 2
+    assert ran.sent_bytes == ran.wire_bytes == [1000, 1000]
+    cast = run(2, lambda comm: comm.broadcast(torch.ones(250)))
+    assert cast.sent_bytes == [1000, 1000]
+    assert cast.wire_bytes == [1000, 0], "rank 1 only receives"
+    assert ran.peak_bytes == [2000, 2000]
+
+
+def test_measuring_memory_does_not_load_the_compiler():
+    """It would take seconds. (Of the ranks, only the first ones do not have it already.)"""
+    code = (
+        "import sys, torch\nfrom labkit.check.peak import PeakMemory\n"
+        "with PeakMemory():\n    torch.ones(3)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
+    before = torch.zeros(50)
+    with PeakMemory() as memory:
+        before.add_(1)
+        assert memory.peak_bytes == 0, "it was there before"
+        x = torch.zeros(100)
+        x.view(10, 10)[2:4].mul_(3)
+        assert memory.held_bytes == memory.peak_bytes == 400
+        del x
+        assert (memory.held_bytes, memory.peak_bytes) == (0, 400)
+
+
+def test_memory_of_a_storage_that_is_resized_is_what_it_has():
+    with PeakMemory() as memory:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        assert memory.held_bytes == 0
+        x.untyped_storage().resize_(1000)
+        torch.zeros(1)
+        assert memory.peak_bytes == 1004
+
+
+# ---- comparing values
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "says"),
+    [
+        (None, 1.0, "rank 1 returned None"),
+        (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
+        ("x", 1.5, "a str, but a number is right"),
+        (3, 4, "3, but 4 is right"),
+        (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
+        (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
+        (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
+        (
+            torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
+            "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
+        ),
+        (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
+        (float("nan"), 0.0, "nan, but 0.0 is right"),
+        ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
+        ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
+        ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
+        (7, (7, 0), "an int, but a tuple is right"),
+        ("b", "a", "'b', but 'a' is right"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_told(found: Any, right: Any, says: str):
+    with pytest.raises(CheckFailed) as caught:
+        equal([right, found], [right, right], hint="look there")
+    assert says in str(caught.value) and "rank 1" in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        (1.5 + 1e-9, 1.5),
+        (torch.tensor([1.5]), 1.5),
+        (2, 2.0),
+        ([1, 2], (1, 2)),
+        (None, None),
+        (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
+        (np.float32(1.5), 1.5),
+        (np.array([1.5]), 1.5),
+        ((np.int64(1), torch.tensor(2)), (1, 2)),
+    ],
+)
+def test_what_is_equal_passes(found: Any, right: Any):
+    equal([found], [right])
+
+
+@pytest.mark.parametrize("found", [[1.0, 2.0], np.ones(2), "12"])
+@pytest.mark.parametrize("right", [torch.ones(2), 1.5])
+def test_a_hint_about_the_value_is_for_who_has_the_right_kind(found: Any, right: Any):
+    with pytest.raises(CheckFailed) as caught:
+        equal([found], [right], hint="look there")
+    assert "look there" not in str(caught.value)
+
+
+# ---- how it is shown
+
+
+def passing(student: Any) -> Any:
+    """A check."""
+    student()
+    yield "it ran"
+    yield Score(48, 21, "bytes sent")
+
+
+def test_a_pass_is_a_short_box():
+    passed = Exercise("00.example", 2, passing)(lambda: None)
+    assert repr(passed).splitlines() == [
+        "✓ 00.example passed: 2 points",
+        "  - it ran",
+        "  - your score: 48 bytes sent, the best known: 21",
+    ]
+    assert "<li>it ran</li>" in passed._repr_html_()
+
+
+def test_a_score_below_the_best_known_is_welcome():
+    assert "you have beaten it" in str(Score(20, 21, "bytes sent"))
+    assert "you have beaten it" not in str(Score(21, 21, "bytes sent"))
+
+
+def test_a_failure_is_its_message_alone():
+    def failing(student: Any) -> Any:
+        yield "a beginning"
+        fail("rank 1 sends 8 bytes.", expected="4 bytes", found="8", hint="send it once")
+
+    with pytest.raises(CheckFailed) as caught:
+        Exercise("00.example", 1, failing)(lambda: None)
+    lines = caught.value._render_traceback_()
+    assert "✗ 00.example: rank 1 sends 8 bytes." in lines[0]
+    assert lines[1:] == ["  expected: 4 bytes", "  found:    8", "  hint:     send it once"]
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_call_instead_of_a_function_is_told():
+    with pytest.raises(CheckFailed, match="this is a float; the check runs your function itself"):
+        Exercise("00.example", 1, passing)(3.5)  # type: ignore[arg-type]
+
+
+def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
+    one, two = Exercise("77.one", 1, passing), Exercise("77.two", 3, passing)
+    monkeypatch.setitem(EXERCISES, "77.one", one)
+    monkeypatch.setitem(EXERCISES, "77.two", two)
+    two(lambda: None)
+    text = repr(report("77")).splitlines()
+    assert text[0] == "77.one    0 of 1"
+    assert text[1].startswith("77.two  ✓ 3 of 3   your score: 48")
+    assert text[2] == "in all    3 of 4"
+    with pytest.raises(ValueError, match="no exercise is known"):
+        report("78")
+
+
+# ---- predictions
+
+
+def test_a_prediction_stands_beside_what_was_measured():
+    guess = predict(sent_bytes=4096, messages=2)
+    assert repr(guess) == "predicted: sent (bytes) = 4,096, messages = 2"
+    lines = repr(guess.beside(messages=3, sent_bytes=4096)).splitlines()
+    assert lines[1].split() == ["sent", "(bytes)", "4,096", "4,096", "✓", "equal"]
+    assert lines[2].endswith("✗ measured is 1.5 × the prediction")
+    assert "✗" in repr(predict(x=0).beside(x=1))
+    assert "<td" in guess.beside(messages=3, sent_bytes=4096)._repr_html_()
+
+
+def test_what_stands_beside_a_prediction_says_where_it_is_from():
+    beside = predict(sent_bytes=4096).beside("the formula's", sent_bytes=8192)
+    head, row = repr(beside).splitlines()
+    assert head.split() == ["predicted", "the", "formula's"]
+    assert row.endswith("✗ the formula's is 2 × the prediction")
+    assert "<th>the formula&#x27;s</th>" in beside._repr_html_()
+    assert "measured" not in repr(beside) + beside._repr_html_()
+
+
+def test_a_whole_number_has_no_decimals_however_it_was_computed():
+    guess = predict(sent_bytes=2 * 4096 / 2, s=0.5)
+    assert repr(guess) == "predicted: sent (bytes) = 4,096, s = 0.5"
+    assert "4,096.0" not in repr(guess.beside(sent_bytes=4096, s=float("inf")))
+
+
+def test_a_prediction_must_be_made():
+    with pytest.raises(CheckFailed, match="sent_bytes is not predicted yet"):
+        predict(sent_bytes=...)  # type: ignore[arg-type]
+    with pytest.raises(CheckFailed, match="sent_bytes is a str, but a number is wanted"):
+        predict(sent_bytes="4 MB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give the same names"):
+        predict(sent_bytes=4).beside(messages=3)
+    with pytest.raises(CheckFailed, match="no name: 3, 2") as unnamed:
+        predict(3, 2)
+    assert "Name each, as in" in unnamed.value.hint
+    with pytest.raises(CheckFailed, match="nothing is predicted yet") as nothing:
+        predict().beside(sent_bytes=4)
+    assert "in step 3 first" in nothing.value.hint
+
+
+def test_a_pass_without_a_score_has_none():
+    assert Passed(Exercise("00.x", 1, passing), ["a"]).score is None

@@ -1,0 +1,201 @@
+"""Checks of exercises: a student's values are compared as what they are, whatever they say of
+themselves; no answer runs for ever; and a prediction that was skipped is named."""
+
+import inspect
+import os
+import re
+import threading
+import time
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+
+import labkit.check.ranks as check_ranks
+import liars
+import test_checks
+from labkit.check import EXERCISES, CheckFailed, equal, predict, run
+from labkit.check.findings import difference, honest
+from labkit.course.editions import solved, sources, student
+from labkit.schedules.actions import Action
+from liars import LIARS, LyingTensor, changed, wrong
+
+cloudpickle.register_pickle_by_value(liars)
+
+
+# ---- values that say that they are equal to anything
+
+
+class Point(tuple):
+    __slots__ = ()
+    __eq__ = lambda *_: True  # noqa: E731
+    __hash__ = tuple.__hash__
+
+
+@pytest.mark.parametrize(
+    ("liar", "right"),
+    [
+        (LIARS[float](2.0), 1.5),
+        (LIARS[int](3), 4),
+        (LIARS[int](3), 4.0),
+        (LIARS[str]("x"), "y"),
+        (LIARS[tuple]((1, 2)), (1, 3)),
+        (LIARS[list]([1, 2]), [1, 3]),
+        (LIARS[dict]({"a": 1}), {"a": 2}),
+        ([LIARS[float](2.0)], [1.5]),
+        ({"a": (LIARS[int](1),)}, {"a": (2,)}),
+        (torch.ones(2).as_subclass(LyingTensor), torch.zeros(2)),
+        ([torch.ones(2).as_subclass(LyingTensor)], [torch.zeros(2)]),
+        (torch.ones(()).as_subclass(LyingTensor), 2.0),
+        (Point((1, 2)), (1, 3)),
+    ],
+)
+def test_a_liar_is_compared_as_what_it_is(liar: Any, right: Any) -> None:
+    assert difference(liar, right, 1e-6)
+    with pytest.raises(CheckFailed):
+        equal([right, liar], [right, right])
+    assert not difference(honest(right), right, 1e-6)
+
+
+def test_honest_values_stay_the_same_objects() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    action = Action("forward", 0, 1)
+    thing = [1, 2.0, True, "x", None, (parameter, {"a": torch.ones(3).size()}), action]
+    assert honest(thing) is thing
+    found = honest([LIARS[int](7), action, Action("forward", LIARS[int](0), 1)])
+    assert type(found[0]) is int and found[1] is action
+    assert type(found[2]) is Action and type(found[2].microbatch) is int
+    with_gradient = (parameter * 2).as_subclass(LyingTensor)
+    assert type(honest(with_gradient)) is torch.Tensor and honest(with_gradient).requires_grad
+
+
+def wrong_answer(solution: Any, lies: bool) -> Any:
+    """Of a function what it returns is changed, of a class what its methods do; of a
+    torch.autograd.Function what is applied."""
+    if not inspect.isclass(solution):
+        return wrong(solution, lies)
+    members = {
+        name: wrong(method, lies)
+        for name, method in vars(solution).items()
+        if inspect.isfunction(method) and name != "__init__"
+    }
+    if issubclass(solution, torch.autograd.Function):
+
+        def apply(cls: Any, *given: Any) -> Any:
+            return changed(super(changed_class, cls).apply(*given), lies)
+
+        members = {"apply": classmethod(apply)}
+    changed_class: Any = type(solution.__name__, (solution,), members)
+    return changed_class
+
+
+FEW = ("02.crossover_bytes", "10.update", "17.global_norm", "00.average", "14.choose")
+
+
+def of_all() -> list[Any]:
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EXERCISES]
+
+
+@pytest.mark.parametrize("name", of_all())
+def test_no_exercise_falls_for_a_liar(name: str) -> None:
+    """Where a wrong value in exact types fails, the same value fails that lies."""
+    solution = test_checks.answer(name, "solved")
+
+    def passes(lies: bool) -> bool:
+        try:
+            EXERCISES[name](wrong_answer(solution, lies))
+        except CheckFailed:
+            return False
+        return True
+
+    assert not passes(lies=True) or passes(lies=False)
+
+
+def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
+    """10.runs_in asks for torch's types; a text or a number in their place is wrong."""
+    for value in ("torch.float32", 1.0, 1):
+        with pytest.raises(CheckFailed):
+            EXERCISES["10.runs_in"](lambda *_, value=value: LIARS[type(value)](value))
+
+
+# ---- the limit of time
+
+
+def endless_when_watched(comm: Any, x: torch.Tensor) -> None:
+    while comm.rank == 0:
+        time.sleep(0.05)
+
+
+def ends_of(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def watched_too_long() -> None:
+    pids = run(3, lambda comm: os.getpid()).values
+    with pytest.raises(CheckFailed, match=r"did not come back within 1 s(.|\n)*a loop that does"):
+        check_ranks.watch(3, "all_reduce", endless_when_watched)
+    assert ends_of(pids), "the ranks that looped are left"
+    assert run(3, lambda comm: comm.size).values == [3] * 3
+    assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+
+
+def test_a_watched_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_ranks, "LIMIT_S", 1.0)
+    watched_too_long()
+
+
+def test_a_watched_loop_is_ended_on_another_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_ranks, "LIMIT_S", 1.0)
+    errors: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            watched_too_long()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive() and not errors, errors
+
+
+# ---- predictions that were skipped
+
+
+def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
+    """In the student edition each name that a prediction gets is an empty one from the first cell
+    on; what is then compared with it says so in one sentence."""
+    for source in sources():
+        cells = [cell.source for cell in student(source).cells if cell.cell_type == "code"]
+        names = re.findall(r"^(\w+) = predict\(", "\n".join(cells[1:]), re.MULTILINE)
+        assert names or source.stem[:2] not in ("00", "04", "18")
+        lines = [line for line in cells[0].splitlines() if "= predict()" in line]
+        there: dict[str, Any] = {"predict": predict}
+        exec("\n".join(lines), there)
+        for name in names:
+            with pytest.raises(CheckFailed, match="^nothing is predicted yet") as caught:
+                there[name].beside(anything=1)
+            assert "step 3" in caught.value.hint
+            with pytest.raises(CheckFailed, match="^nothing is predicted yet"):
+                there[name].numbers["anything"]
+
+
+def test_the_solved_edition_is_as_its_source_says() -> None:
+    """The line is for students alone: solved cells keep their ids and outputs."""
+    for source in sources():
+        first = next(cell for cell in solved(source).cells if cell.cell_type == "code")
+        assert first.source in source.read_text().replace("# %load_ext", "%load_ext")
+
+
+def test_a_number_that_lies_is_no_global_norm() -> None:
+    with pytest.raises(CheckFailed):
+        EXERCISES["17.global_norm"](lambda *_: LIARS[float](99.0))

@@ -1,0 +1,212 @@
+"""Labs in the JupyterLab that students use, in a real browser: they run from top to bottom, a
+slider changes its picture, and the stop button ends a hang.
+
+Runs where a chromium or Google Chrome is installed. LABKIT_SCREENSHOTS=some/folder keeps a
+picture of every screen of every lab there.
+"""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from devtools import HEIGHT, WIDTH, Browser, Page, browser, missing
+from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
+from places import SUPPORT
+from provoke import ROOT, alive
+
+jupytext = pytest.importorskip("jupytext", reason="needs jupytext, to build the sample lab")
+pytest.importorskip("jupyterlab", reason="needs JupyterLab")
+pytest.importorskip("ipywidgets", reason="needs ipywidgets, for sliders")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+
+SAMPLES = ("sample_lab.py", "hanging_lab.py")
+# The first lab, and those with something to move that the sample does not have: what else a lab
+# does, nbval runs without a browser (tests/course/test_notebooks.py).
+WIDGETS = ("plot.steps(", "plot.view(", "what_if(", "plot.flip_bits(", "plot.plan_view(")
+SAMPLE = (SUPPORT / SAMPLES[0]).read_text(encoding="utf-8")
+LABS = [
+    lab
+    for lab in sorted((ROOT / "notebooks/solutions").glob("*.ipynb"))
+    if lab.name.startswith("00")
+    or any(word in lab.read_text(encoding="utf-8") and word not in SAMPLE for word in WIDGETS)
+]
+LAB_WITHIN_S = 240.0  # a lab takes 25 s on two cores that have nothing else to do
+
+
+def write_notebooks(root: Path) -> None:
+    """The samples and the real labs, as one who has just got them: nothing has run."""
+    root.mkdir()
+    for name in SAMPLES:
+        source = jupytext.read(SUPPORT / name, fmt="py:percent")
+        jupytext.write(source, root / name.replace(".py", ".ipynb"))
+    for lab in LABS:
+        content = json.loads(lab.read_text(encoding="utf-8"))
+        for cell in content["cells"]:
+            if cell["cell_type"] == "code":
+                cell.update(outputs=[], execution_count=None)
+        content["metadata"].pop("widgets", None)
+        (root / lab.name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def pictures_folder(otherwise: Path) -> Path:
+    return Path(os.environ.get("LABKIT_SCREENSHOTS") or otherwise).resolve()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
+    folder = tmp_path_factory.mktemp("jupyterlab")
+    write_notebooks(folder / "notebooks")
+    with jupyterlab(folder, folder / "notebooks") as running:
+        yield running
+    assert running.left == [], "these did not end when the server ended"
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    folder = tmp_path_factory.mktemp("browser")
+    with browser(folder, pictures_folder(folder)) as running:
+        yield running
+
+
+def all_ran(cells: list[Cell]) -> bool:
+    return all(cell.count is not None and not cell.running for cell in cells)
+
+
+def all_ran_or_one_failed(cells: list[Cell]) -> bool:
+    return all_ran(cells) or any(cell.failed for cell in cells)
+
+
+def keep_pictures(opened: LabPage, folder: Path) -> None:
+    """Every screen of the notebook in both themes, for those who asked for them."""
+    if "LABKIT_SCREENSHOTS" in os.environ:
+        opened.photograph_all(folder)
+        opened.theme("JupyterLab Dark")
+        opened.photograph_all(folder / "dark")
+        opened.theme("JupyterLab Light")
+
+
+# ---- every lab
+
+
+# The sliders with a picture in the same output. They are remembered: a picture may be away for a
+# moment while it is drawn anew.
+SLIDERS = """window.sliders = [...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
+    handle => handle.closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img"))"""
+PICTURE = """(async () => {
+    const picture = sliders[%d].closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img");
+    if (!picture?.complete || !picture.naturalWidth) return null;  // it is being changed
+    const bytes = await (await fetch(picture.src)).arrayBuffer();
+    const digest = await crypto.subtle.digest("SHA-256", bytes);
+    return [...new Uint8Array(digest)].join(" ");
+})()"""
+
+
+def move_slider(page: Page, index: int) -> None:
+    """Move the slider `index` by a key; its picture becomes another one."""
+    before = page.until(PICTURE % index, f"the picture of slider {index}")
+    value = page.value(f"sliders[{index}].ariaValueNow")
+    page.click(f"(sliders[{index}])", f"slider {index}")
+    page.press("ArrowRight")
+    if page.value(f"sliders[{index}].ariaValueNow") == value:  # it was at its end
+        page.press("ArrowLeft")
+    other = f"{PICTURE % index}.then(now => now && now !== {json.dumps(before)})"
+    page.until(other, f"another picture, after slider {index} was moved from {value}")
+
+
+@pytest.mark.parametrize("name", ["sample_lab.ipynb", *(lab.name for lab in LABS)])
+def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
+    lab: JupyterLab, chrome: Browser, name: str
+):
+    with notebook(lab, chrome, name) as opened:
+        assert not any(cell.count or cell.outputs for cell in opened.cells())
+        opened.run_all()
+        cells = opened.wait_for(all_ran_or_one_failed, "every cell ran", LAB_WITHIN_S)
+        assert [cell.source + "\n" + cell.text for cell in cells if cell.failed] == []
+        sliders = opened.page.value(f"({SLIDERS}).length")
+        for index in range(sliders):
+            move_slider(opened.page, index)
+        if name == "sample_lab.ipynb":
+            assert sliders == 2 + 1 + 3 + 5 + 1, "its own, then those of the labs' widgets"
+            opened.page.click("(document.querySelector('.widget-toggle-button'))", "the sign bit")
+            flipped = "document.body.innerText.includes('towards zero: -')"
+            opened.page.until(flipped, "the number with its sign flipped")
+            assert [cell.error for cell in cells if cell.error] == ["RankError"]
+            text = "\n".join(cell.text for cell in cells)
+            assert "[10.5, 10.5]" in text and "rank 1: [2.0, 2.0, 2.0]" in text
+        keep_pictures(opened, chrome.pictures)
+
+
+# ---- the stop button
+
+
+def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chrome: Browser):
+    with notebook(lab, chrome, "hanging_lab.ipynb") as opened:
+        opened.run_all()
+        opened.wait_for(lambda cells: "rank 1 waits" in cells[1].text, "it hangs")
+        opened.tool("notebook:interrupt-kernel")
+        stopped = opened.wait_for(lambda cells: not cells[1].running, "the hang ended")
+        assert stopped[1].error == "RankInterrupt"
+        assert "the 2 ranks were stopped, and the next run starts new ones" in stopped[1].text
+        assert stopped[2].count is None, "a cell after the one that was stopped has run"
+
+        opened.select(2)
+        opened.tool("notebook:run-cell-and-select-next")
+        cells = opened.wait_for(lambda cells: all_ran(cells[2:]), "the next cell ran")
+        assert cells[2].text == "[0, 10]"
+        keep_pictures(opened, chrome.pictures)
+
+
+# ---- a notebook as a picture
+
+
+def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
+    write_notebooks(tmp_path / "notebooks")
+    out = tmp_path / "lab.png"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "tests/support/browser.py")),
+            *(str(tmp_path / "notebooks/sample_lab.ipynb"), str(out), "--dark"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    width, height = struct.unpack(">II", out.read_bytes()[16:24])  # of PNG's first chunk
+    assert width == WIDTH and height > HEIGHT
+
+
+# ---- what is left
+
+
+def test_nothing_is_left_of_server_kernel_ranks_and_browser(tmp_path: Path):
+    """Though the ranks hang, and nobody interrupts them."""
+    write_notebooks(tmp_path / "notebooks")
+    with (
+        browser(tmp_path / "browser") as chrome,
+        jupyterlab(tmp_path / "jupyterlab", tmp_path / "notebooks") as lab,
+    ):
+        opened = LabPage(lab, chrome, "hanging_lab.ipynb")
+        opened.run_all()
+        opened.wait_for(lambda cells: "rank 1 waits" in cells[1].text, "it hangs")
+        browsers, labs = family(chrome.process.pid), family(lab.process.pid)
+        assert len(browsers) > 2, "a chromium is several processes"
+        assert len(labs) >= 5, "the server, its kernel, the kernel's warm server, two ranks"
+    assert chrome.left == [] and lab.left == [], "these had to be killed"
+    assert [pid for pid in browsers + labs if alive(pid)] == []
+
+
+def family(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -1,0 +1,261 @@
+"""Lab 01: each of the six classic bugs is named by labkit's error, with rank, operation and line;
+the clinic tells apart what plain torch does; the best known placement is the best there is.
+"""
+
+import ast
+import os
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.check import CheckFailed, lab_01
+from labkit.check import lab_01_nodes as nodes
+from labkit.check.clinic import Clinic, Finding, clinic, through_the_door, through_torch
+from labkit.runtime.plain import LauncherStore
+from places import ROOT
+
+LAB = ROOT / "notebooks" / "src" / "01_ranks_and_groups.py"
+
+
+# ---- the six, as they stand in the notebook
+
+
+def program(name: str) -> tuple[Callable[[Any], Any], int]:
+    """A function of the notebook, and the line it begins at."""
+    tree = ast.parse(LAB.read_text())
+    (found,) = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
+    names: dict[str, Any] = {"__name__": "lab 01", "torch": torch}
+    exec(compile(ast.Module([found], []), str(LAB), "exec"), names)
+    return names[name], found.lineno
+
+
+DISAGREE = "the ranks disagree about collective 1 of group default:"
+STUCK = "Who stood where:"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "skips",
+            [
+                "rank 1 returned without calling what rank 0 waits for", STUCK,
+                "rank 0: waits in all_reduce(sum) float32 [8]", "1 of group default, at +3",
+                "rank 1: has returned",
+            ],
+        ),
+        (
+            "other_order",
+            [
+                DISAGREE, "rank 0: all_reduce(sum) float32 [8]  at +3",
+                "rank 1: broadcast(src=0) float32 [8]  at +6",
+            ],
+        ),
+        (
+            "other_shape",
+            [
+                DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
+                "rank 1: all_reduce(sum) float32 [8]  at +2",
+            ],
+        ),
+        (
+            "other_dtype",
+            [
+                DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
+                "rank 1: all_reduce(sum) int32 [4]  at +2",
+            ],
+        ),
+        (
+            "sends_to_nobody",
+            [
+                "rank 2 returned without calling what rank 0 waits for", STUCK,
+                "rank 0: waits in send(to 2) float32 [4]", "group default 0->2 tag 0, at +2",
+                "rank 2: has returned",
+            ],
+        ),
+        (
+            "other_group",
+            [
+                "ranks 0, 1 and 2 wait for each other: none can go on", STUCK,
+                "collective 1 of group 1 (ranks 0, 1), at +4",
+                "rank 1: waits in all_reduce(sum) float32 [4]", "2 of group default, at +6",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_each_classic_is_named_with_rank_operation_and_line(name: str, says: list[str]):
+    play, first = program(name)
+    text = through_the_door(play, 3)
+    for words in says:
+        words, plus, lines = words.partition("+")
+        where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
+        assert words + where in text, text
+
+
+def test_a_program_that_is_right_is_left_alone():
+    def right(comm: Any) -> list[float]:
+        x = torch.ones(2)
+        comm.all_reduce(x)
+        return x
+
+    assert through_the_door(right, 3) == ""
+    assert through_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
+
+
+# ---- what plain torch does
+
+
+@pytest.mark.slow
+def test_a_wait_in_vain_on_plain_torch_is_a_hang():
+    ending, says = through_torch(program("skips")[0], 2)
+    assert ending == "hang"
+    assert "Timed out" in says[0] and says[0].startswith("rank 0: ")
+    assert says[1].startswith("rank 1: returns [1.0")
+
+
+@pytest.mark.slow
+def test_a_wait_in_a_group_of_plain_torch_ends_as_well():
+    """A group has a timeout of its own: half an hour, were it torch's."""
+    assert through_torch(program("other_group")[0], 3)[0] == "hang"
+
+
+def test_another_dtype_passes_on_plain_torch_with_wrong_numbers():
+    ending, says = through_torch(program("other_dtype")[0], 3)
+    assert ending == "silent"
+    assert "[3.0, 3.0, 3.0, 3.0]" not in "".join(says)
+
+
+def test_a_rank_that_is_killed_on_plain_torch_is_told_with_its_last_words():
+    def dies(comm: Any) -> None:
+        if comm.rank == 1:
+            os.write(2, b"  what():  [enforce fail at /built/here/pair.cc:456] 8 vs 4.\n")
+            os.abort()
+        comm.barrier()
+
+    ending, says = through_torch(dies, 2)
+    assert ending == "crash"
+    assert says == ["rank 1 was killed by SIGABRT", "[pair.cc:456] 8 vs 4."]
+
+
+def test_an_error_on_plain_torch_is_a_crash():
+    def raises(comm: Any) -> None:
+        raise RuntimeError("no such thing\nwith details")
+
+    assert through_torch(raises, 2) == ("crash", ["ranks 0 and 1: RuntimeError: no such thing"])
+
+
+def test_messages_have_their_two_ends_on_plain_torch_too():
+    def passes_on(comm: Any) -> float:
+        x = torch.tensor([float(comm.rank)])
+        pair = comm.subgroup([0, 2])
+        assert (pair is None) == (comm.rank == 1)
+        if comm.rank == 0:
+            pair.send(x + 5, dst=1)
+        if comm.rank == 2:
+            pair.recv(x, src=0)
+        if pair:
+            pair.broadcast(x, src=1)
+        return x
+
+    says = through_torch(passes_on, 3)[1]
+    assert says == ["ranks 0 and 2: returns [5.0]", "rank 1: returns [1.0]"]
+
+
+# ---- the table
+
+
+def test_the_clinic_runs_each_and_compares_the_guesses(capsys: pytest.CaptureFixture[str]):
+    def passes(comm: Any) -> None:
+        comm.barrier()
+
+    found = clinic([passes, program("other_dtype")[0]], {"passes": "hang", "other_dtype": "silent"})
+    assert found["passes"].verdict == "✗ silent (you: hang)"
+    assert found["passes"].labkit_says == ""
+    assert found["other_dtype"].verdict == "✓ silent"
+    assert "rank 1: all_reduce(sum) int32 [4]" in found["other_dtype"].labkit_says
+    assert "labkit: the ranks disagree" in repr(found)
+    assert capsys.readouterr().out == "", "its worlds say nothing of themselves"
+
+
+def test_a_guess_must_be_one_of_the_three():
+    def passes(comm: Any) -> None: ...
+
+    with pytest.raises(CheckFailed, match="your guess for passes is 'slow'") as caught:
+        clinic([passes], {"passes": "slow"})
+    assert caught.value.expected == "hang or crash or silent"
+
+
+@pytest.mark.parametrize(
+    ("guesses", "says"),
+    [
+        ({}, "no guess yet for passes, waits"),
+        ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
+        (
+            {"passes": "silent", "waits": "hang", "deadlock": "hang"},
+            "no program is called 'deadlock'",
+        ),
+    ],
+)
+def test_guesses_that_are_missing_or_of_no_program_are_refused(guesses: Any, says: str):
+    def passes(comm: Any) -> None: ...
+
+    def waits(comm: Any) -> None: ...
+
+    with pytest.raises(CheckFailed, match=says):
+        clinic([passes, waits], guesses)
+
+
+# ---- a launcher's store
+
+
+def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
+    meeting = LauncherStore()
+    key = "default_pg/0//cpu//0/0"
+    meeting.store.set(key, bytes([2, 0, 0xA0, 0x3F, 127, 0, 0, 1, 0, 0]))
+    assert meeting.addresses(1) == {key: f"127.0.0.1:{0xA03F}"}
+    with pytest.raises(RuntimeError, match="1 of 2 ranks came to the store within 0.1 s"):
+        meeting.addresses(2, within_s=0.1)
+
+
+def test_a_table_shows_words_as_they_are():
+    html = Clinic([Finding("p", "hang", ["a < b"], "c & d")])._repr_html_()
+    assert "a &lt; b" in html and "c &amp; d" in html and ">hang<" in html
+    assert ">nothing<" in Clinic([Finding("p", "silent", [], "")])._repr_html_()
+
+
+# ---- the open exercise
+
+
+def test_the_best_known_placement_is_the_best_of_all():
+    places = [(dp, pp, tp) for dp in range(3) for pp in range(2) for tp in range(2)]
+
+    def crossing(*shares: tuple[nodes.Place, ...]) -> int:
+        node_of = {place: node for node, share in enumerate(shares) for place in share}
+        sent = [(place, to, n) for place in places for to, n in nodes.messages(place)]
+        return sum(nbytes for place, to, nbytes in sent if node_of[place] != node_of[to])
+
+    found = []
+    for others in combinations(places[1:], 3):
+        first = (places[0], *others)
+        left = [place for place in places if place not in first]
+        for more in combinations(left[1:], 3):
+            second = (left[0], *more)
+            found.append(crossing(first, second, tuple(x for x in left if x not in second)))
+    assert len(found) == 5_775
+    assert min(found) == nodes.BEST
+
+
+@pytest.mark.slow
+def test_the_best_known_placement_can_be_reached():
+    order = [
+        *((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)),
+        *((1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)),
+        *((1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)),
+    ]
+    passed = lab_01.place(lambda rank: order[rank])
+    score = passed.score
+    assert score is not None and score.value == score.best == nodes.BEST
+    assert "nobody can do better" in passed.proven[-1]

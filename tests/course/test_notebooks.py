@@ -1,0 +1,420 @@
+"""The labs: editions in step with their source, written in the form that every lab has, and
+running as they are shown.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from places import ROOT
+
+pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+pytest.importorskip("nbclient", reason="the labs are run by nbclient")
+
+import nbformat
+
+from labkit.check import EXERCISES
+from labkit.course import build, editions
+from labkit.course.build import out_of_step
+from labkit.course.editions import (
+    BEGIN,
+    END,
+    checked,
+    exercises,
+    solved,
+    solved_path,
+    sources,
+    student,
+    without_solutions,
+)
+from labkit.course.source import show
+
+LABS = sources()
+each_lab = pytest.mark.parametrize("source", LABS, ids=lambda source: source.stem)
+
+STEPS = [
+    "The question", "The idea", "Predict", "Read it", "Run it", "Break it", "Build it",
+    "In the wild",
+]  # fmt: skip
+MOST_LINES = 25  # of a cell
+MOST_WORDS = 130  # of the prose of a cell
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+# ---- in step
+
+
+@each_lab
+def test_the_editions_are_in_step_with_the_source(source: Path):
+    assert out_of_step(source) == []
+
+
+@each_lab
+def test_building_twice_gives_the_same(source: Path):
+    assert nbformat.writes(student(source)) == nbformat.writes(student(source))
+    assert nbformat.writes(solved(source)) == nbformat.writes(solved(source))
+
+
+def test_there_is_no_notebook_without_a_source():
+    known = {source.stem for source in LABS}
+    folder = ROOT / "notebooks"
+    assert {path.stem for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*")]} == known
+
+
+@pytest.mark.parametrize("page", ["README.md", "notebooks/README.md"])
+@each_lab
+def test_every_lab_is_in_the_tables(source: Path, page: str):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert f"{source.stem}.ipynb)" in text and f"solutions/{source.stem}.ipynb)" in text
+
+
+@each_lab
+def test_all_the_code_that_it_shows_is_there(source: Path):
+    """Where code has moved, this says so at once, and nbval a quarter of an hour later."""
+    shown = []
+    for cell in solved(source).cells:
+        if cell.cell_type == "code" and re.search(r"^show\(\s*\"", cell.source, re.MULTILINE):
+            calls = [one for one in ast.walk(ast.parse(cell.source)) if isinstance(one, ast.Call)]
+            of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
+            shown += [eval(ast.unparse(one), {"show": show}) for one in of_show]
+    assert all(code.text for code in shown)
+
+
+# ---- the form of a lab (one sentence for each thing that is wrong)
+
+
+def form_problems(source: Path) -> list[str]:
+    notebook = solved(source)
+    cells, problems = notebook.cells, []
+    if not re.match(r"# .+", cells[0].source) or cells[0].cell_type != "markdown":
+        problems.append("the first cell is not a title: # Lab 00: ...")
+    for cell in cells:
+        problems += size_problems(cell)
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    headings = re.findall(r"^## (\d)\. ([^:\n]+)", "\n".join(prose), re.MULTILINE)
+    if headings != [(str(i), step) for i, step in enumerate(STEPS, 1)]:
+        problems.append(f"the eight steps are not there in their order, but {headings}")
+    glossary = [text for text in prose if "glossary" in text.lower()]
+    rows = [row for text in glossary for row in text.splitlines() if row.startswith("|")]
+    if sum(bool(CHINESE.search(row)) for row in rows) < 4:
+        problems.append("no glossary: a table with the Chinese words beside the English ones")
+    return problems + exercise_problems(notebook, exercises(source.stem[:2]))
+
+
+def size_problems(cell: Any) -> list[str]:
+    begin, text = repr(cell.source[:40]), cell.source
+    lines = text.splitlines()
+    found = []
+    if len(lines) > MOST_LINES:
+        found.append(f"the cell {begin} has {len(lines)} lines: at most {MOST_LINES}, split it")
+    if cell.cell_type == "markdown":
+        pictures = re.compile(r"```.*?```|^\|.*?$", re.DOTALL | re.MULTILINE)
+        words = len(pictures.sub("", text).split())
+        if words > MOST_WORDS:
+            found.append(f"the cell {begin} has {words} words: at most {MOST_WORDS}, split it")
+    return found
+
+
+def exercise_problems(notebook: Any, declared: dict[str, Any]) -> list[str]:
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    called = [name for cell in code if (name := checked(cell.source))]
+    problems = [f"{name} has a check, but no cell" for name in declared.keys() - set(called)]
+    problems += [f"check.{name} is not declared" for name in set(called) - declared.keys()]
+    if len(called) < 3:
+        problems.append(f"{len(called)} exercises: a lab has three or more")
+    headings = sum(cell.source.count("### Exercise") for cell in notebook.cells)
+    if headings != len(called):
+        problems.append(f"{headings} headings '### Exercise ...' for {len(called)} checks")
+    for cell in code:
+        if checked(cell.source) and BEGIN in cell.source:
+            problems.append("a check stands in a cell of its own, without the solution")
+    return problems
+
+
+@each_lab
+def test_a_lab_has_the_form_of_a_lab(source: Path):
+    problems = form_problems(source)
+    assert problems == [], "\n".join(["", *problems])
+
+
+@each_lab
+def test_the_student_edition_gives_nothing_away(source: Path):
+    notebook = student(source)
+    text = nbformat.writes(notebook)
+    assert BEGIN not in text and END not in text
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert text.count("your turn") + text.count("...") >= 3, "stubs say that it is one's turn"
+
+
+@each_lab
+def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(source: Path):
+    notebook = nbformat.read(solved_path(source), as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    outputs = nbformat.writes(notebook)
+    for trace in (str(ROOT), str(Path.home()) + "/", "/tmp/", "ipykernel_"):
+        assert trace not in outputs, f"an output has {trace}"
+
+
+# ---- running
+
+
+@pytest.mark.slow
+@each_lab
+def test_the_solved_edition_runs_as_it_is_shown(source: Path):
+    """nbval runs every cell, and compares the outputs of those tagged nbval-check-output."""
+    pytest.importorskip("nbval", reason="compares the outputs of notebooks")
+    done = run_nbval(solved_path(source))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def run_nbval(*paths: Path) -> "subprocess.CompletedProcess[str]":
+    options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=60"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.slow
+def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
+    pytest.importorskip("nbval", reason="compares the outputs of notebooks")
+    for name, output in (("same", "2"), ("changed", "3")):
+        notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+        cell = nbformat.v4.new_code_cell(
+            "1 + 1", execution_count=1, metadata={"tags": ["nbval-check-output"]}
+        )
+        cell.outputs = [nbformat.v4.new_output("execute_result", {"text/plain": output})]
+        notebook.cells = [cell]
+        nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    said = run_nbval(tmp_path / "same.ipynb", tmp_path / "changed.ipynb").stdout
+    assert "Cell outputs differ" in said and "1 failed, 1 passed" in said, said
+
+
+# ---- the builder, on a lab of its own
+
+LAB = '''# %% [markdown]
+# # Lab 99: A test
+
+# %%
+def half(x):
+    """Half of x."""
+    ### BEGIN SOLUTION
+    return x / 2
+    ### END SOLUTION
+
+
+# %% stub="guess = ..."
+### BEGIN SOLUTION
+guess = 4
+### END SOLUTION
+
+# %% tags=["answer"]
+print("the answer is 4")
+
+# %%
+half(8) if callable(half) else guess
+'''
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
+    source = tmp_path / "notebooks" / "src" / "99_test.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(LAB)
+    return source
+
+
+def test_stubs_stand_where_the_solutions_are(lab: Path):
+    texts = [cell.source for cell in student(lab).cells]
+    assert texts[1] == (
+        'def half(x):\n    """Half of x."""\n    raise NotImplementedError("your turn: write half")'
+    )
+    assert texts[2] == "guess = ..."
+    assert len(texts) == 4 and "the answer is 4" not in "".join(texts)
+    assert "stub" not in nbformat.writes(student(lab))
+    assert "return x / 2" in solved(lab).cells[1].source
+
+
+def test_cells_keep_their_ids_when_others_come(lab: Path):
+    before = [cell.id for cell in solved(lab).cells]
+    lab.write_text(LAB.replace("# %%\ndef", "# %%\nx = 1\n\n# %%\ndef", 1))
+    after = [cell.id for cell in solved(lab).cells]
+    assert len(after) == len(before) + 1 and set(before) < set(after)
+    lab.write_text(LAB + "\n# %%\n1\n\n# %%\n1\n")
+    ids = [cell.id for cell in solved(lab).cells]
+    assert len(ids) == len(set(ids)), "two cells with the same text have ids of their own"
+
+
+def test_blank_lines_between_cells_change_nothing(lab: Path):
+    """ruff puts two before a function, and that is not the lab's affair."""
+    before = nbformat.writes(solved(lab))
+    lab.write_text(LAB.replace("\n\n# %%", "\n\n\n# %%"))
+    assert nbformat.writes(solved(lab)) == before
+
+
+def test_cells_carry_what_nbgrader_wants(lab: Path, monkeypatch: pytest.MonkeyPatch):
+    from labkit.check import Exercise
+
+    monkeypatch.setitem(EXERCISES, "99.half", Exercise("99.half", 3, lambda student: []))
+    imports = "\n# %%\nimport torch\nfrom labkit.check import lab_99 as check\n"
+    lab.write_text(LAB + imports + "\n# %%\ncheck.half(half)\n")
+    cells = solved(lab).cells
+    assert cells[-2].metadata.nbgrader == {  # what gives the points is not to be replaced
+        "grade_id": "99-imports", "grade": False, "solution": False, "locked": True, "task": False,
+        "schema_version": 3,
+    }  # fmt: skip
+    assert cells[1].metadata.nbgrader == {
+        "grade_id": "99-half", "grade": False, "solution": True, "locked": False, "task": False,
+        "schema_version": 3,
+    }  # fmt: skip
+    assert cells[-1].metadata.nbgrader == {
+        "grade_id": "99-half-check", "grade": True, "solution": False, "locked": True,
+        "points": 3, "task": False, "schema_version": 3,
+    }  # fmt: skip
+    assert "nbgrader" not in cells[4].metadata
+
+
+@pytest.mark.slow
+def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert [text.split(":")[1].strip() for text in out_of_step(lab)] == ["run `make notebooks`"] * 2
+    build.build(["99"])
+    assert out_of_step(lab) == []
+    assert "99_test: built, ran in" in capsys.readouterr().out
+    build.build([])
+    assert "99_test: in step" in capsys.readouterr().out
+    outputs = [cell.get("outputs") for cell in nbformat.read(solved_path(lab), 4).cells]
+    assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
+
+
+@pytest.mark.slow
+def test_a_widget_is_kept_as_its_picture_alone():
+    pytest.importorskip("ipywidgets", reason="makes the widget")
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+    notebook.cells = [nbformat.v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider()")]
+    (output,) = build.execute(notebook).cells[0].outputs
+    assert list(output.data) == ["text/plain"]
+    assert notebook.metadata.keys() == editions.METADATA.keys()
+
+
+@pytest.mark.slow
+def test_a_bar_is_gone_from_what_is_kept():
+    lines = [
+        "from time import sleep",
+        "from labkit import progress",
+        "for _ in progress(range(4)):",
+    ]
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+    notebook.cells = [
+        nbformat.v4.new_code_cell("\n".join([*lines, "    sleep(0.3)", "print('on')"]))
+    ]
+    (output,) = build.execute(notebook).cells[0].outputs
+    assert output.text == "on\n"
+
+
+@pytest.mark.parametrize("edition", ["student", "solved"])
+@pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
+def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):
+    for make, path in [(student, editions.student_path), (solved, solved_path)]:
+        build.write(make(lab), path(lab))
+    assert out_of_step(lab) == []
+    path = (editions.student_path if edition == "student" else solved_path)(lab)
+    notebook = nbformat.read(path, as_version=4)
+    if change == "source":
+        notebook.cells[0].source += " by hand"
+    elif change == "metadata":
+        notebook.cells[1].metadata["tags"] = ["mine"]
+    elif change == "id":
+        notebook.cells[1].id = "mine"
+    else:
+        notebook.cells.pop()
+    nbformat.write(notebook, path)
+    (problem,) = out_of_step(lab)
+    assert path.name in problem and "run `make notebooks`" in problem
+    assert ("solutions/" in problem) == (edition == "solved")
+
+
+def test_outputs_do_not_put_an_edition_out_of_step(lab: Path):
+    build.write(student(lab), editions.student_path(lab))
+    notebook = solved(lab)
+    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="at 12:31")]
+    build.write(notebook, solved_path(lab))
+    assert out_of_step(lab) == []
+
+
+def test_a_lab_that_is_not_there_is_refused(lab: Path):
+    with pytest.raises(ValueError, match="no source for all of 42; there are 99_test"):
+        build.build(["42"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{BEGIN}\nx = 1",
+        f"x = 1\n{END}",
+        f"{BEGIN}\n{BEGIN}\nx = 1\n{END}",
+        f"{BEGIN}\nx = 1\n{END}\n{END}",
+        f"x = 1  {BEGIN}\n",
+    ],
+)
+def test_markers_that_do_not_pair_are_refused(text: str):
+    with pytest.raises(ValueError, match=BEGIN):
+        without_solutions(text)
+
+
+def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
+    long = "\n# %%\n" + "\n".join(f"x{i} = {i}" for i in range(30))
+    wordy = "\n\n# %% [markdown]\n# " + "word " * 200
+    lab.write_text(LAB.replace("# # Lab", "# Lab") + long + wordy + "\n\n# %%\ncheck.gone(half)\n")
+    text = "\n".join(form_problems(lab))
+    for words in [
+        "first cell is not a title", "has 30 lines", "has 200 words", "eight steps",
+        "no glossary", "1 exercises: a lab has three", "check.gone is not declared", "0 headings",
+    ]:  # fmt: skip
+        assert words in text, words
+
+
+# ---- the library's own code
+
+
+def test_code_is_shown_from_the_library_as_it_is():
+    code = show("comm/collectives/broadcast.py:tree_broadcast")
+    assert code.text.startswith("def tree_broadcast(") and code.text.endswith("return sent_bytes")
+    assert re.fullmatch(r"labkit/comm/collectives/broadcast.py, lines \d+ to \d+", code.caption)
+    file = (ROOT / "labkit" / "comm" / "algorithms" / "broadcast.py").read_text().splitlines()
+    first, last = map(int, re.findall(r"\d+", code.caption))
+    assert file[first - 1 : last] == code.text.splitlines()
+    assert "<span" in code._repr_html_() and code.caption in repr(code)
+
+
+def test_a_piece_of_a_method_is_shown_without_its_indent():
+    code = show("runtime/world.py:World.close", since="self._closed", until="self._stop")
+    lines = ['self._closed, self._asked_to_stop = True, "closed"', "with self._busy:"]
+    assert code.text.splitlines() == lines
+    first, last = map(int, re.findall(r"\d+", code.caption))
+    file = (ROOT / "labkit" / "world" / "world.py").read_text().splitlines()
+    assert [line.strip() for line in file[first - 1 : last]] == lines
+
+
+def test_a_whole_module_begins_at_line_1():
+    assert "lines 1 to " in show("comm/link.py").caption
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "says"),
+    [
+        ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
+        ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
+        ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
+    ],
+)
+def test_code_that_is_gone_is_an_error(place: str, words: str, says: str):
+    with pytest.raises(ValueError, match=says):
+        show(place, since=words)

@@ -1,0 +1,164 @@
+"""A faulty algorithm must turn the tests of the algorithms red; so must every message that is
+lost, or sent twice."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import comm_faults as faults
+from algorithm_cases import EVERY, Case, same_bits, serves, sizes_for, two_nodes
+from comm_faults import replaced
+from fake_wire import Deadlock, Mailbox, drive
+from labkit.comm import collectives as algorithms
+from labkit.comm.collectives import (
+    ALGORITHMS,
+    Algorithm,
+)
+from labkit.events import chunk_sizes
+from labkit.runtime.transports.wire import Wire
+
+pytestmark = pytest.mark.slow
+
+
+def messages_of(collective: str, name: str, n: int) -> int:
+    case = Case(collective, name, sizes_for(collective, name, n, 23), nodes=two_nodes(n))
+    case.check()
+    return case.mailbox.sent
+
+
+@pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
+def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
+    """One that is lost, or sent twice, whichever it is, is found."""
+    for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
+        for k in range(messages_of(collective, name, n)):
+            for fault in ("lost", "doubled"):
+                sizes = sizes_for(collective, name, n, 23)
+                case = Case(collective, name, sizes, dtype=torch.float64, nodes=two_nodes(n))
+                for rank, x in enumerate(case.whole):  # no zeros, which would not be missed
+                    x.copy_(torch.arange(len(x)) + 100.0 * (rank + 1))
+                setattr(case.mailbox, fault, k)
+                with pytest.raises(AssertionError):
+                    case.check()
+
+
+def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
+    """A barrier to which rank `late` never comes."""
+    if wire.rank == late:
+        yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
+    return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
+
+
+def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
+    """A barrier without its last round."""
+    heard, distance = torch.empty_like(note), 1
+    while 2 * distance < wire.size:
+        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
+        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
+        yield receive
+        distance *= 2
+    return 0
+
+
+def test_nobody_passes_a_barrier_before_all_have_come() -> None:
+    for n in range(2, 9):
+        for late in range(n):
+            with pytest.raises(Deadlock) as told:
+                start = partial(passes, late=late, algorithm=ALGORITHMS["barrier"]["dissemination"])
+                drive(Mailbox(n, late=True), start)
+            assert str(told.value) == f"ranks {list(range(n))} wait for each other", "nobody left"
+    with pytest.raises(Deadlock) as told:  # without the last round, some do
+        drive(Mailbox(8, late=True), partial(passes, late=0, algorithm=one_round_less))
+    assert str(told.value) != f"ranks {list(range(8))} wait for each other"
+
+
+def adds_its_own_first(
+    wire: Wire, x: torch.Tensor, reduce: Any, divide_by: int, tag: int
+) -> Algorithm:
+    """Recursive doubling in which the order of adding depends on the rank."""
+    reach, sent_bytes = 1, 0
+    while reach < wire.size:
+        theirs = torch.empty_like(x)
+        receive = wire.irecv(theirs, wire.rank ^ reach, tag)
+        yield wire.isend(x, wire.rank ^ reach, tag)
+        yield receive
+        reduce(x, theirs)
+        sent_bytes += x.nbytes
+        reach *= 2
+    return sent_bytes
+
+
+def test_an_order_of_adding_that_depends_on_the_rank_is_found() -> None:
+    """The sums are right; only bits show it."""
+    with replaced(algorithms, "recursive_doubling_all_reduce", adds_its_own_first):
+        Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
+        with pytest.raises(AssertionError):
+            same_bits("recursive_doubling", "min", 4)
+
+
+FAULTS = [
+    (faults.skips_a_step, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.skips_a_step, "ring_reduce_scatter", "all_reduce"),
+    (faults.writes_on_its_input, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.is_an_all_reduce_inside, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.is_an_all_reduce_inside_and_hides_it, "ring_reduce_scatter", "reduce_scatter"),
+    (faults.gathers_twice, "ring_all_gather", "all_gather"),
+    (faults.gathers_twice_and_hides_it, "ring_all_gather", "all_gather"),
+    (faults.counts_half, "ring_all_gather", "all_gather"),
+    (faults.gathers_in_another_order, "ring_all_gather", "all_gather"),
+    (faults.stops_a_round_early, "tree_broadcast", "broadcast"),
+    (faults.sends_all_from_the_root, "tree_broadcast", "broadcast"),
+    (faults.forgets_the_last_peer, "pairwise_all_to_all", "all_to_all"),
+    (faults.gives_back_its_own, "next_ring_exchange", "ring_exchange"),
+]
+
+
+@pytest.mark.parametrize(("fault", "function", "collective"), FAULTS)
+def test_the_faults_of_the_door_are_found_here_too(
+    fault: Callable[..., Algorithm], function: str, collective: str
+) -> None:
+    name = {"broadcast": "tree", "all_to_all": "pairwise", "ring_exchange": "next"}
+    case = Case(collective, name.get(collective, "ring"), chunk_sizes(24, 4))
+    with replaced(algorithms, function, fault), pytest.raises(AssertionError):
+        case.check()
+
+
+def test_the_mailbox_finds_what_is_read_or_written_too_early() -> None:
+    def swap(wire: Wire, early: str) -> Algorithm:
+        x, y = torch.full((3,), float(wire.rank)), torch.zeros(3)
+        receive = wire.irecv(y, 1 - wire.rank, 0)
+        send = wire.isend(x, 1 - wire.rank, 0)
+        if early == "write":
+            x.fill_(9.0)
+        if early != "read":
+            yield receive
+            yield send
+        assert y.tolist() == [1.0 - wire.rank] * 3
+        if early == "read":
+            yield receive
+            yield send
+        return 12
+
+    assert drive(Mailbox(2, late=True), lambda wire: swap(wire, "nothing")) == [12, 12]
+    for early in ("read", "write"):
+        with pytest.raises(AssertionError):
+            drive(Mailbox(2, late=True), partial(swap, early=early))
+
+
+def test_the_mailbox_finds_deadlocks_and_messages_left_over() -> None:
+    def all_receive_first(wire: Wire) -> Algorithm:
+        yield wire.irecv(torch.zeros(1), 1 - wire.rank, 0)
+        yield wire.isend(torch.zeros(1), 1 - wire.rank, 0)
+        return 4
+
+    def sends_to_nobody(wire: Wire) -> Algorithm:
+        wire.isend(torch.zeros(1), 1 - wire.rank, 0)
+        yield from ()
+        return 4
+
+    with pytest.raises(Deadlock, match="wait for each other"):
+        drive(Mailbox(2, late=False), all_receive_first)
+    with pytest.raises(AssertionError, match="only one of the two knows"):
+        drive(Mailbox(2, late=False), sends_to_nobody)

@@ -1,0 +1,130 @@
+"""Faulty data parallelism must turn the contract red: a test that cannot fail proves nothing."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from data_parallel_contract import check_equal_to_single
+from labkit import DDP, Comm, NaiveDDP, World
+from labkit.parallel.ddp.buckets import Bucket
+
+pytestmark = pytest.mark.slow
+
+
+class SkipsABucket(DDP):
+    """The second bucket stays home."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module, bucket_mb=0.01)
+
+    def _send_next(self) -> None:
+        if self._sent == 1:
+            self._next.handle = Comm().all_reduce(torch.zeros(1), async_op=True)
+            self._sent += 1
+        else:
+            super()._send_next()
+
+
+class DividesTwice(DDP):
+    def _finish(self) -> None:
+        super()._finish()
+        for bucket in self._buckets:
+            bucket.flat.div_(self.comm.size)
+
+
+class ForgetsToDivide(DDP):
+    def _finish(self) -> None:
+        super()._finish()
+        for bucket in self._buckets:
+            bucket.flat.mul_(self.comm.size)
+
+
+class AveragesWeights(nn.Module):
+    """Local steps, then the mean of the weights: the bytes are right, the training is not."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.comm = Comm()
+        for x in module.state_dict().values():
+            self.comm.broadcast(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                self.comm.all_reduce(parameter, "mean")
+        return self.module(x)  # type: ignore[no-any-return]
+
+
+class NeverSends(DDP):
+    """n models that know nothing of each other."""
+
+    def _send_next(self) -> None:
+        self._next.handle = None
+        self._sent += 1
+
+    def _finish(self) -> None:
+        self._reset()
+
+
+class SendsTwice(NaiveDDP):
+    """Right weights, double the bytes."""
+
+    def _average(self) -> None:
+        super()._average()
+        super()._average()
+
+
+class KeepsOwnStart(DDP):
+    """Replicas that begin as they are."""
+
+    def __init__(self, module: nn.Module):
+        before = {name: x.clone() for name, x in module.state_dict().items()}
+        super().__init__(module)
+        module.load_state_dict(before)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=20) as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [SkipsABucket, DividesTwice, ForgetsToDivide, AveragesWeights, NeverSends, SendsTwice,
+     KeepsOwnStart],
+)  # fmt: skip
+def test_a_faulty_strategy_turns_the_contract_red(
+    pair: World, faulty: Callable[[nn.Module], nn.Module]
+) -> None:
+    with pytest.raises(AssertionError):
+        check_equal_to_single(pair, faulty, "gpt")
+
+
+def test_a_bucket_that_forgets_what_was_not_used_turns_red(
+    pair: World,
+) -> None:
+    """An unused parameter whose stale memory is averaged gets a gradient that Single has not."""
+
+    class Forgetful(DDP):
+        def __init__(self, module: nn.Module):
+            super().__init__(module)
+            for bucket in self._buckets:
+                bucket.flat.fill_(1.0)
+                bucket.__class__ = _ForgetfulBucket
+
+    with pytest.raises(AssertionError):
+        check_equal_to_single(pair, Forgetful, "awkward")
+
+
+class _ForgetfulBucket(Bucket):
+    def send(self, comm: Comm, meanwhile: bool, *_: object) -> None:
+        self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
+
+
+def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:
+    for strategy in (NaiveDDP, DDP):
+        check_equal_to_single(pair, strategy, "gpt")

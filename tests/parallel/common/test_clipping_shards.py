@@ -1,0 +1,256 @@
+"""Clipping and loss scaling under tensor parallelism: one norm and one decision, as one process."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import (
+    Comm,
+    GradScaler,
+    MasterWeights,
+    Mesh,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+    listen,
+)
+from labkit.parallel.common.shards import Shard, mark_shard, shard_of
+from shard_cases import STRATEGIES, Model, alone, built, cut, fresh, loss_of, whole_of
+
+AGREE = 1e-10
+NORMS = (2.0, 1.0, float("inf"))
+SGD = partial(torch.optim.SGD, lr=0.1)
+DP_TP = {"dp": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[World]:
+    with World(3, timeout_s=20) as world:
+        yield world
+
+
+def clipped_step(
+    strategy: str, axes: dict[str, int], norm_type: float, max_norm: float, scaled: bool = False
+) -> tuple[float, float]:
+    """How far the norm, and the weights after a step, are from those of torch in one process."""
+    mesh = Mesh(**axes)
+    model, optimizer = built(strategy, mesh, SGD)
+    scaler = GradScaler(enabled=scaled)
+    scaler.scale(loss_of(model, 0, mesh.dp)).backward()
+    scaler.unscale_(optimizer)
+    if isinstance(model, ZeRO3):
+        norm = model.clip_grad_norm_(max_norm, norm_type)
+    else:
+        norm = clip_grad_norm(optimizer, max_norm, norm_type)
+    scaler.step(optimizer)
+
+    single, its_optimizer = alone(SGD)
+    loss_of(single, 0, None).backward()
+    expected = nn.utils.clip_grad_norm_(single.parameters(), max_norm, norm_type)
+    its_optimizer.step()
+    assert norm.dtype == expected.dtype
+    found = whole_of(model)
+    far = max(float((found[name] - x).abs().max()) for name, x in single.state_dict().items())
+    return float((norm - expected).abs() / expected), far
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tensor_parallel_ranks_clip_as_a_single_process(
+    world2: World, trio: World, world4: World, size: int, norm_type: float
+) -> None:
+    world = {2: world2, 3: trio, 4: world4}[size]
+    for max_norm in (0.01, 100.0):
+        for far in world.run(clipped_step, "plain", {"dp": 1, "tp": size}, norm_type, max_norm):
+            assert max(far) < AGREE
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
+def test_on_a_mesh_every_strategy_clips_as_a_single_process(
+    world4: World, strategy: str, scaled: bool
+) -> None:
+    for norm_type in NORMS:
+        for far in world4.run(clipped_step, strategy, DP_TP, norm_type, 0.01, scaled):
+            assert max(far) < AGREE
+
+
+def test_zero_3_may_be_given_instead_where_all_is_in_pieces(world4: World) -> None:
+    def run() -> float:
+        mesh = Mesh(**DP_TP)
+        model = ZeRO3(cut(fresh(), mesh.tp), mesh.dp)
+        loss_of(model, 0, mesh.dp).backward()
+        return float(clip_grad_norm(model, 0.1))
+
+    single, _ = alone(SGD)
+    loss_of(single, 0, None).backward()
+    expected = nn.utils.clip_grad_norm_(single.parameters(), 0.1)
+    for norm in world4.run(run):
+        assert norm == pytest.approx(float(expected), abs=AGREE)
+
+
+def test_pieces_cut_at_other_places_on_the_tensor_ranks(world4: World) -> None:
+    """Shards of other sizes: then a data-parallel rank may have pieces of them on one tensor rank,
+    and none on the other. Nobody waits for a sum that another does not make."""
+
+    def run() -> float:
+        mesh = Mesh(**DP_TP)
+        start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
+        module = nn.Linear(1, 8, bias=True).double()
+        module.weight = nn.Parameter(torch.arange(8.0).double().view(8, 1)[start:stop].clone())
+        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
+        (module.weight.square().sum() / 2 + module.bias.sum() * 0 + module.bias[0]).backward()
+        return float(clip_grad_norm(optimizer, 1.0))
+
+    expected = (sum(k * k for k in range(8)) + 1) ** 0.5
+    for norm in world4.run(run):
+        assert norm == pytest.approx(expected, abs=AGREE)
+
+
+def test_who_knows_a_part_of_the_gradients_is_refused(world2: World) -> None:
+    """With or without marks, it would clip each rank's part by that part's norm."""
+
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=1)
+        for strategy in ("zero-1", "zero-2", "zero-3"):
+            model, _optimizer = built(strategy, mesh, SGD)
+            loss_of(model, 0, mesh.dp).backward()
+            with pytest.raises(
+                ValueError, match="has these gradients in pieces.*call it with the Z"
+            ):
+                clip_grad_norm(list(model.parameters())[1:], 1.0)
+
+    world2.run(run)
+
+
+# ---- 16 bits: what the optimizer unscales in its step
+
+
+def wanted(dtype: torch.dtype) -> Model:
+    """A model whose weights stand for gradients: multiples of 1/64, exact in 16 bits."""
+    known = fresh(seed=3)
+    with torch.no_grad():
+        for p in known.parameters():
+            p.copy_((p * 8).round().clamp(-15, 15) / 64)
+    return known.to(dtype)
+
+
+def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
+    """A loss whose gradients are the weights of `like`."""
+    pairs = zip(model.parameters(), like.parameters(), strict=True)
+    return torch.stack([(p * g).sum(dtype=torch.float32) for p, g in pairs]).sum()
+
+
+@pytest.mark.parametrize("strategy", ["masters", "zero-1", "zero-2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
+    world4: World, strategy: str, dtype: torch.dtype
+) -> None:
+    def run(norm_type: float) -> tuple[float, float]:
+        mesh = Mesh(**DP_TP)
+        model, optimizer = built(strategy, mesh, SGD, dtype=dtype)
+        masters = fresh().to(dtype).float()
+        gradients = cut(wanted(dtype), mesh.tp)
+        scaler = GradScaler(init_scale=16.0)
+        scaler.scale(with_gradients(model, gradients)).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm(optimizer, 0.5, norm_type)
+        scaler.step(optimizer)
+
+        whole = wanted(torch.float32)
+        for p, g in zip(masters.parameters(), whole.parameters(), strict=True):
+            p.grad = g.detach().clone()
+        expected = nn.utils.clip_grad_norm_(masters.parameters(), 0.5, norm_type)
+        SGD(masters.parameters()).step()
+        found, right = whole_of(model), masters.state_dict()
+        # Rounded to the model's dtype: at most one bit apart.
+        far = max(float(((found[n].float() - x) / x.abs().clamp(0.1)).abs().max())
+                  for n, x in right.items())  # fmt: skip
+        return float(norm / expected), far
+
+    for norm_type in NORMS:
+        for ratio, far in world4.run(run, norm_type):
+            assert ratio == pytest.approx(1, abs=1e-6)
+            assert far <= torch.finfo(dtype).eps
+
+
+# ---- what travels
+
+
+def test_one_number_travels_over_each_axis(world4: World) -> None:
+    """8 bytes for the shards, 8 for what is whole: two over dp together, one over tp."""
+
+    def run() -> list[tuple[str, int, int]]:
+        mesh = Mesh(**DP_TP)
+        model, optimizer = built("zero-1", mesh, SGD)
+        loss_of(model, 0, mesh.dp).backward()
+        with listen() as events:
+            clip_grad_norm(optimizer, 1.0)
+        return [(event.op, event.payload_bytes, len(event.ranks)) for event in events]
+
+    for events in world4.run(run):
+        assert events == [("all_reduce", 16, 2), ("all_reduce", 8, 2)]
+
+
+def test_without_marks_nothing_travels_that_did_not(world2: World) -> None:
+    def run() -> list[str]:
+        model = fresh()
+        loss_of(model, 0, None).backward()
+        with listen() as events:
+            clip_grad_norm(MasterWeights(model.parameters(), torch.optim.SGD, lr=1), 1.0)
+        return [event.op for event in events]
+
+    assert world2.run(run) == [[], []]
+
+
+# ---- one decision
+
+
+def spoiled(model: nn.Module, optimizer: Any) -> None:
+    """One of this rank's shards has an inf among its gradients."""
+    if hasattr(optimizer, "gradient_pieces"):
+        pieces = optimizer.gradient_pieces()[0]
+    else:
+        pieces = [p.grad for p in model.parameters() if p.grad is not None and shard_of(p)]
+    next(x for x in pieces if x.numel()).view(-1)[0] = torch.inf
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_inf_in_one_shard_makes_all_skip(world4: World, strategy: str) -> None:
+    def run() -> tuple[float, int, bool]:
+        mesh = Mesh(**({"dp": 1, "tp": 4} if strategy == "plain" else DP_TP))
+        model, optimizer = built(strategy, mesh, SGD)
+        before = whole_of(model)
+        scaler = GradScaler(init_scale=8.0)
+        scaler.scale(loss_of(model, 0, mesh.dp)).backward()
+        if Comm().rank == 3:
+            spoiled(model, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        after = whole_of(model)
+        return (
+            scaler.get_scale(),
+            scaler.skipped,
+            all(torch.equal(after[n], before[n]) for n in after),
+        )
+
+    assert world4.run(run) == [(4.0, 1, True)] * 4
+
+
+def test_a_scaler_over_the_replicas_alone_is_refused(world4: World) -> None:
+    def run() -> None:
+        mesh = Mesh(**DP_TP)
+        for strategy in ("plain", "ddp", "zero-1", "zero-3"):
+            model, optimizer = built(strategy, mesh, SGD)
+            scaler = GradScaler(comm=mesh.dp)
+            scaler.scale(loss_of(model, 0, mesh.dp)).backward()
+            with pytest.raises(ValueError, match="are cut over ranks .* with a comm of all"):
+                scaler.step(optimizer)
+
+    world4.run(run)

@@ -1,0 +1,256 @@
+"""A tensor-parallel model under every data-parallel strategy is the model of a single process, and
+the mark of its parameters goes wherever they go."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Iterator
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from labkit import (
+    DDP,
+    Comm,
+    Mesh,
+    NaiveDDP,
+    RankError,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    full_state_dict,
+)
+from labkit.parallel.common.agreement import claim
+from labkit.parallel.common.shards import (
+    Shard,
+    check_replicas,
+    check_whole_sequences,
+    comms_of,
+    mark_sequence,
+    mark_shard,
+    marked_as,
+    sequence_comm_of,
+    shard_of,
+)
+from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
+
+AGREE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[World]:
+    with World(3, timeout_s=20) as world:
+        yield world
+
+
+class Ranks:
+    """As much of a Comm as a mark is asked for."""
+
+    def __init__(self, *ranks: int):
+        self.ranks, self.rank, self.size = ranks, 0, len(ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
+
+def layer(*ranks: int) -> tuple[nn.Linear, Shard]:
+    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)  # type: ignore[arg-type]
+    mark_shard(module.weight, shard)
+    return module, shard
+
+
+# ---- the mark
+
+
+def test_a_mark_stays_where_a_parameter_changes() -> None:
+    module, shard = layer(0, 1)
+    assert shard_of(module.weight) is shard and shard_of(module.bias) is None
+    module.double()
+    module.weight.data = torch.zeros(2, 3)
+    module.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(4)})
+    assert shard_of(module.weight) is shard
+
+
+def test_a_copy_has_the_mark_and_a_copy_of_it_too() -> None:
+    module, shard = layer(0, 1)
+    other = nn.Linear(3, 4)
+    other.weight = module.weight
+    copied = copy.deepcopy(nn.ModuleList([module, other]))
+    again = copy.deepcopy(copied)
+    assert shard_of(again[0].weight) is shard
+    assert again[0].weight is again[1].weight and again[0].weight is not copied[0].weight
+    assert shard_of(again[0].bias) is None
+
+
+def test_a_mark_keeps_no_parameter_alive() -> None:
+    module, _ = layer(0, 1)
+    gone = weakref.ref(module.weight)
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_piece_gets_the_mark_of_its_parameter() -> None:
+    module, shard = layer(0, 1)
+    piece = torch.zeros(5)
+    assert marked_as(module.weight, piece) is piece and shard_of(piece) is shard
+    assert shard_of(marked_as(module.bias, torch.zeros(2))) is None
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "cloudpickle", "deepcopy"])
+def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> None:
+    """In one piece as a module: tied weights stay one, frozen ones frozen; nobody owns them yet."""
+    (module, shard), other = layer(0, 1), nn.Linear(3, 4)
+    other.weight = module.weight
+    other.bias.requires_grad_(False)
+    mark_sequence(other.bias, shard.comm)
+    mark_sequence(module.weight, shard.comm)
+    both, owner = nn.ModuleList([module, other]), nn.Identity()
+    if how != "deepcopy":
+        claim(both.named_parameters(), owner)
+    for _ in range(2):  # and what travelled can travel on
+        both = travelled(both, how)
+    one, two = both
+    assert one.weight is two.weight and type(one.weight) is nn.Parameter
+    assert torch.equal(one.weight, module.weight) and one.weight is not module.weight
+    assert one.weight.requires_grad and not two.bias.requires_grad
+    assert shard_of(one.weight) == shard and sequence_comm_of(one.weight) == shard.comm
+    assert sequence_comm_of(two.bias) == shard.comm and shard_of(two.bias) is None
+    assert shard_of(one.bias) is None and sequence_comm_of(one.bias) is None
+    claim(both.named_parameters(), owner)
+
+
+def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
+    if how == "deepcopy":
+        return copy.deepcopy(module)
+    if how == "torch.save":
+        torch.save(module, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    return pickle.loads((pickle if how == "pickle" else cloudpickle).dumps(module))
+
+
+def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
+    module, _ = layer(0, 2)
+    mark_sequence(module.bias, Ranks(0, 1))  # type: ignore[arg-type]
+    named = list(module.named_parameters())
+    for ranks in ((0,), (0, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'):
+            check_whole_sequences(named, Ranks(*ranks))  # type: ignore[arg-type]
+    check_whole_sequences(named, Ranks(0, 1, 4, 5))  # type: ignore[arg-type]
+
+
+def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
+    (one, _), (two, _), (same, _) = layer(0, 1), layer(0, 2), layer(0, 1)
+    found = comms_of([one.bias, one.weight, two.weight, same.weight])
+    assert [comm.ranks for comm in found] == [(0, 1), (0, 2)]
+
+
+def test_a_mark_that_cannot_be_is_refused() -> None:
+    comm: Comm = Ranks(0, 1)  # type: ignore[assignment]
+    for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
+        with pytest.raises(ValueError, match="start:stop of 0:whole"):
+            Shard(comm, dim, start, stop, whole)
+    for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
+        with pytest.raises(ValueError, match=r"\[4, 3\] cannot be 0:"):
+            mark_shard(nn.Linear(3, 4).weight, shard)
+
+
+# ---- replicas have the same part
+
+
+def test_ranks_with_different_parts_are_no_replicas() -> None:
+    module, _ = layer(0, 1)
+    with pytest.raises(ValueError, match=r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"):
+        check_replicas(module.named_parameters(), Ranks(0, 1, 2))  # type: ignore[arg-type]
+    check_replicas(module.named_parameters(), Ranks(0, 2))  # type: ignore[arg-type]
+
+
+def test_a_strategy_over_the_tensor_ranks_is_refused(world4: World) -> None:
+    def run() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        for comm in (None, mesh.tp):
+            for strategy in (DDP, NaiveDDP, ZeRO3):
+                with pytest.raises(ValueError, match="is cut over ranks"):
+                    strategy(cut(fresh(), mesh.tp), comm)
+            with pytest.raises(ValueError, match="is cut over ranks"):
+                model = cut(fresh(), mesh.tp)
+                ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
+
+    world4.run(run)
+
+
+def test_replicas_with_other_parts_are_found(world2: World) -> None:
+    """Ranks that should have the same rows have the others'."""
+
+    def run() -> None:
+        comm = Comm()
+        module = nn.Linear(3, 4)
+        ranks = Ranks(comm.rank)
+        mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))  # type: ignore[arg-type]
+        DDP(module)
+
+    with pytest.raises(RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
+        world2.run(run)
+
+
+# ---- composition
+
+
+def differences(strategy: str, axes: dict[str, int], steps: int = 3) -> dict[str, float]:
+    """After some steps, from a single process: of each weight."""
+    mesh = Mesh(**axes)
+    model, optimizer = built(strategy, mesh)
+    single, its_optimizer = alone()
+    for step in range(steps):
+        for one, its, dp in ((model, optimizer, mesh.dp), (single, its_optimizer, None)):
+            its.zero_grad()
+            loss_of(one, step, dp).backward()
+            its.step()
+    expected = single.state_dict()
+    found = whole_of(model)
+    assert list(found) == list(expected)
+    return {name: float((found[name] - x).abs().max()) for name, x in expected.items()}
+
+
+def test_the_hand_cut_model_is_the_whole_one(trio: World) -> None:
+    for found in trio.run(differences, "plain", {"dp": 1, "tp": 3}):
+        assert max(found.values()) < AGREE, found
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
+def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
+    for found in world4.run(differences, strategy, {"dp": 2, "tp": 2}):
+        assert max(found.values()) < AGREE, found
+
+
+def test_the_whole_state_of_a_wrapped_model(world4: World) -> None:
+    """Under any strategy: plain names, whole tensors, the same on all ranks."""
+
+    def run(strategy: str) -> None:
+        mesh, expected = Mesh(dp=2, tp=2), fresh().state_dict()
+        model, _ = built(strategy, mesh)
+        found = full_state_dict(model)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert found["rows.weight"] is found["cuts.weight"], "a tied one is put together once"
+
+    for strategy in ("plain", "ddp", "zero-1", "zero-3"):
+        world4.run(run, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
+def test_three_replicas_of_one_shard(trio: World, strategy: str) -> None:
+    """A tensor axis of one rank is the same code path."""
+    for found in trio.run(differences, strategy, {"dp": 3, "tp": 1}):
+        assert max(found.values()) < AGREE, found

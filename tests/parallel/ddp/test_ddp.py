@@ -1,0 +1,243 @@
+"""DDP to production strength: order of buckets, static graph, hooks, accumulation, bad input."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_checks
+from ddp_checks import Branching
+from labkit import DDP, Comm, Link, NaiveDDP, World
+from labkit.parallel.ddp.comm_hooks import (
+    Hook,
+    UnderWay,
+    bf16_compress_hook,
+    compressed,
+    fp16_compress_hook,
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=20) as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        ddp_checks.buckets_follow_the_order_of_arrival,
+        ddp_checks.ranks_with_other_orders_agree,
+        ddp_checks.a_static_graph_sends_what_is_used,
+        ddp_checks.a_static_graph_may_not_change,
+        ddp_checks.accumulation_equals_one_batch,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_ddp(pair: World, check: Callable[[Any], None]) -> None:
+    pair.run(check, DDP)
+
+
+@pytest.mark.parametrize(
+    ("hook", "dtype"),
+    [(fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)],
+    ids=["fp16", "bf16"],
+)
+def test_a_compressing_hook_halves_the_bytes(pair: World, hook: Hook, dtype: torch.dtype) -> None:
+    pair.run(ddp_checks.a_hook_halves_the_bytes, DDP, hook, dtype)
+
+
+def test_division_before_the_cast_keeps_fp16_from_overflow(pair: World) -> None:
+    def gradient() -> list[float]:
+        module = nn.Linear(2, 1, bias=False)
+        x = torch.tensor([[60_000.0, 1e-9]])  # twice the one is too large, the other too small
+        model = DDP(module, hook=fp16_compress_hook)
+        model(x).sum().backward()
+        return module.weight.grad[0].tolist()  # type: ignore[index]
+
+    assert pair.run(gradient) == [[60_000.0, 0.0]] * 2
+
+
+def test_what_a_hook_makes_zero_is_not_taken_for_unused(pair: World) -> None:
+    """-1e-9 is -0.0 in fp16, which would say that nobody used it; only rank 0 does."""
+
+    def gradients() -> list[Any]:
+        module = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3)])
+        model = DDP(module, hook=fp16_compress_hook)
+        value = module[0](torch.ones(1, 1)).sum()
+        if Comm().rank == 0:
+            value = value + module[1](torch.full((1, 1), -1e-9)).sum()
+        value.backward()
+        del model
+        return [None if p.grad is None else p.grad.item() for p in module.parameters()]
+
+    assert pair.run(gradients) == [[1.0, 0.0, None]] * 2
+
+
+def test_a_hook_is_a_plain_function(pair: World) -> None:
+    """It need not be quick, nor say when it is done; complex numbers and small ones go, too."""
+
+    def gradients() -> tuple[list[float], Any, str]:
+        def twice(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+            comm.all_reduce(flat)
+            flat.mul_(2)
+            return None
+
+        module = nn.Linear(2, 1, bias=False)
+        model = DDP(module, hook=twice)
+        model(torch.ones(1, 2)).sum().backward()
+        waves = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
+        model = DDP(waves, hook=bf16_compress_hook)
+        model(torch.ones(1, 1, dtype=torch.complex64)).real.sum().backward()
+        half = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        model = DDP(half, hook=bf16_compress_hook)
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        assert half.weight.grad is not None and half.weight.grad.item() == 1
+        with pytest.raises(ValueError) as caught:
+            compressed(torch.int8)
+        return module.weight.grad[0].tolist(), waves.weight.grad.item(), str(caught.value)  # type: ignore[index,union-attr]
+
+    assert pair.run(gradients)[1] == (
+        [2.0, 2.0], 1 + 0j, "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
+    )  # fmt: skip
+
+
+def test_accumulation_that_is_left_early_sends_again(pair: World) -> None:
+    def run() -> bool:
+        model = DDP(nn.Linear(1, 1))
+        for _ in model.accumulate([1, 2, 3]):
+            break
+        assert model._synchronise
+        with model.no_sync():
+            with model.no_sync():
+                pass
+            assert not model._synchronise, "the inner block does not end the outer one"
+        return list(model.accumulate([])) == []
+
+    assert pair.run(run) == [True, True]
+
+
+def test_torchs_keyword_for_unused_parameters_is_taken(pair: World) -> None:
+    def run() -> bool:
+        model = DDP(Branching(), find_unused_parameters=True)
+        model(torch.ones(1, 64), deep=False).sum().backward()
+        return model.module.never.weight.grad is None
+
+    assert pair.run(run) == [True, True]
+
+
+def test_an_error_in_the_first_backward_leaves_the_order_to_the_next(pair: World) -> None:
+    def run() -> bool:
+        def fail(_: torch.Tensor) -> None:
+            raise RuntimeError("on purpose")
+
+        module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        model = DDP(module, static_graph=True)
+        hook = module[0].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(torch.ones(1, 3)).sum().backward()
+        hook.remove()
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+        return model._came is None
+
+    assert pair.run(run) == [True, True]
+
+
+# ---- bad input, of both strategies
+
+
+both = pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
+
+
+@both
+@pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
+def test_ranks_with_different_models_are_told_before_anything_is_sent(
+    pair: World, strategy: type[nn.Module], kind: str
+) -> None:
+    def run() -> str:
+        class Model(nn.Module):
+            def __init__(self, rank: int) -> None:
+                super().__init__()
+                names = ["one", "two"]
+                for name in reversed(names) if kind == "order" and rank else names:
+                    setattr(self, name, nn.Linear(2, 3 if kind == "shape" and rank else 2))
+                if kind == "frozen" and rank:
+                    self.requires_grad_(False)
+
+        module = Model(Comm().rank)
+        before = [p.detach().clone() for p in module.parameters()]
+        with pytest.raises(ValueError) as caught:
+            strategy(module)
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
+        return str(caught.value)
+
+    one, other = pair.run(run)
+    assert one == other and "parameter 0 is one.weight [2, 2] float32 on rank 0 and " in one
+
+
+@both
+def test_a_module_is_wrapped_once(pair: World, strategy: type[nn.Module]) -> None:
+    def run() -> str:
+        module = nn.Linear(2, 2)
+        first = strategy(module)
+        said = ""
+        try:
+            strategy(nn.Sequential(first))
+        except ValueError as error:
+            said = str(error)
+        del first
+        strategy(module)
+        return said
+
+    assert f"0.module.weight belongs to a {strategy.__name__} already" in pair.run(run)[0]
+
+
+@both
+def test_parameters_changed_after_wrapping_are_named(
+    pair: World, strategy: type[nn.Module]
+) -> None:
+    def run() -> str:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = strategy(module)
+        module[1].bias = nn.Parameter(torch.zeros(2))
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        with pytest.raises(ValueError) as caught:
+            model(torch.ones(1, 2))
+        return str(caught.value)
+
+    assert "1.bias is another tensor after the module was wrapped" in pair.run(run)[0]
+
+
+def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:
+    """Its gradients are still on the wire when the next one fills the buckets."""
+
+    def off() -> float:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
+        model = DDP(module, bucket_mb=0.03)
+        x = torch.randn(4, 64, dtype=torch.float64) * (1 + Comm().rank)
+
+        def gradients(fails: bool) -> list[torch.Tensor]:
+            def fail(_: torch.Tensor) -> None:
+                raise KeyError("on purpose")
+
+            hook = module[0].weight.register_hook(fail) if fails else None
+            model.zero_grad()
+            with suppress(KeyError):
+                (model(x).square().sum() * (100 if fails else 1)).backward()
+            if hook:
+                hook.remove()
+            return [p.grad for p in module.parameters() if p.grad is not None]
+
+        expected = [g.clone() for g in gradients(False)]
+        gradients(True)
+        return max(float((a - b).abs().max()) for a, b in zip(gradients(False), expected))
+
+    with World(2, link=Link(gbps=0.05)) as slow:
+        assert max(slow.run(off)) < 1e-12

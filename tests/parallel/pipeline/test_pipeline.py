@@ -1,0 +1,358 @@
+"""A pipeline does what one process does, sends what it must, and keeps no more than it says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipeline_cases as cases
+from labkit import Comm, Link, World
+from labkit.parallel.pipeline.deferred_weights import deferring, run_later
+from labkit.parallel.pipeline.paced_stage import PacedStage
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import layers_of, measure_costs, split
+from labkit.schedules import parse_schedule
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with World(4, timeout_s=30) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[World]:
+    with World(3, timeout_s=30) as world:
+        yield world
+
+
+# ---- as one process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["naive", "gpipe", "1f1b"], ["interleaved", "zb-h1", "zb-h2"]])
+def test_every_schedule_is_as_one_process(four: World, names: list[str]) -> None:
+    """On 1 to 4 stages, with every admissible number of micro-batches from 1 to 9."""
+    compared = four.run(cases.equals_one_process, [1, 2, 3, 4], names)
+    wanted = [
+        sum(len(cases.admissible(name, size)) for name in names for size in range(rank + 1, 5))
+        if rank
+        else sum(len(cases.admissible(name, size)) for name in names for size in range(1, 5))
+        for rank in range(4)
+    ]
+    assert compared == wanted
+
+
+def test_a_schedule_of_each_kind_is_as_one_process(three: World) -> None:
+    def few() -> None:
+        for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4)):
+            cases.equals_one_process([3], [name], ms=[m])
+
+    three.run(few)
+
+
+def test_a_tied_embedding_and_frozen_parameters(three: World) -> None:
+    def all_of_it() -> None:
+        for name in ("1f1b", "interleaved", "zb-h1"):
+            cases.a_gpt_with_a_tied_embedding(3, name, 6)
+        cases.a_gpt_with_a_tied_embedding(3, "zb-h1", 4, freeze=True)
+        cases.a_gpt_with_a_tied_embedding(2, "1f1b", 3, freeze=True)
+        cases.a_gpt_with_a_tied_embedding(1, "gpipe", 3)
+
+    three.run(all_of_it)
+
+
+def test_owners_in_a_part_of_the_world_sum_without_a_group(four: World) -> None:
+    """As in a mesh, whose line of 3 ranks cannot make a group of 2."""
+    four.run(cases.a_gpt_with_a_tied_embedding, 3)
+
+
+def test_gradients_add_up_over_steps(three: World) -> None:
+    """Two steps without zero_grad: twice the gradient, of a tied parameter, too."""
+
+    def ratio() -> list[float]:
+        comm = Comm()
+        torch.manual_seed(4)
+        x, y = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (4, 5))
+        pipe = Pipeline(split(cases.gpt(), 3), comm, "1f1b", 4, cases.tokens_loss)
+        pipe.step(x, y)
+        once = [p.grad.clone() for p in pipe.parameters()]  # type: ignore[union-attr]
+        pipe.step(x, y)
+        pairs = zip(pipe.parameters(), once, strict=True)
+        return [(p.grad - 2 * g).abs().max().item() for p, g in pairs]  # type: ignore[operator]
+
+    assert max(max(one) for one in three.run(ratio)) < 1e-14
+
+
+def test_without_gradients_a_step_evaluates(three: World) -> None:
+    """The loss, and nothing that goes back; the gradients stay as they were."""
+
+    def run() -> tuple[Any, Any, bool]:
+        from labkit import listen
+
+        torch.manual_seed(4)
+        x, y = torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (4, 5))
+        pipe = Pipeline(split(cases.gpt(), 3), Comm(), "zb-h1", 3, cases.tokens_loss)
+        trained = pipe.step(x, y)
+        before = [p.grad.clone() for p in pipe.parameters()]  # type: ignore[union-attr]
+        with torch.no_grad(), listen() as events:
+            loss = pipe.step(x, y)
+        assert not any(e.tag == 102 or e.op == "all_reduce" for e in events)
+        same = all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), before, strict=True))  # type: ignore[arg-type]
+        state = pipe.full_state_dict()
+        whole = cases.gpt().state_dict()
+        same &= state.keys() == whole.keys()
+        return trained, loss, same and all(torch.equal(whole[k], x) for k, x in state.items())
+
+    first, _, (trained, loss, same) = three.run(run)
+    assert trained == loss and same and first == (None, None, True)
+
+
+@pytest.mark.parametrize("own", ["gpipe of one's own", "halves and wholes", "chunks"])
+def test_a_schedule_of_ones_own(three: World, own: str) -> None:
+    text = {
+        "gpipe of one's own": """
+            F1 F0 B0 B1
+            F1 F0 B0 B1
+            F1 F0 B0 B1""",
+        "halves and wholes": """
+            F0 F1 F2 I0 B1 I2 W2 W0
+            F0 F1 F2 B0 I1 B2 W1
+            F0 I0 F1 W0 B1 F2 B2""",
+        "chunks": """
+            F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1
+            F0 F1 F0.1 F1.1 I0.1 I1.1 B0 W0.1 B1 W1.1
+            F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1""",
+    }[own]
+    three.run(cases.own_schedule, parse_schedule(text))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_recompute_is_equal_to_the_bit(three: World, name: str) -> None:
+    three.run(cases.recompute_is_equal_to_the_bit, name)
+
+
+def test_bf16_travels_as_bf16(three: World) -> None:
+    """Half the bytes, and the gradients of one process in bf16, as near as its rounding."""
+
+    def off() -> float:
+        from labkit import listen
+
+        comm = Comm()
+        x, y = (one.bfloat16() for one in cases.batch(rows=6))
+        whole = nn.Sequential(*cases.layers(3)).bfloat16()
+        F.mse_loss(whole(x), y).backward()
+        pipe = Pipeline([one.bfloat16() for one in cases.layers(3)], comm, "zb-h1", 3, F.mse_loss)
+        with listen() as events:
+            pipe.step(x, y)
+        sizes = {e.bus_bytes for e in events if e.op == "send" and e.tag != 103}
+        assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
+        wanted = dict(whole.named_parameters())
+        grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
+        return max(((a - b).norm() / b.norm()).item() for a, b in grads)  # type: ignore[operator,union-attr]
+
+    assert max(three.run(off)) < 0.03
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_replicas_synchronise_once_in_a_step(four: World, name: str) -> None:
+    four.run(cases.replicas_synchronise_once, name)
+
+
+def test_stages_may_be_cut_by_tensor_parallelism(four: World) -> None:
+    def several() -> None:
+        for name in ("1f1b", "interleaved", "zb-h1"):
+            cases.stages_cut_by_tensor_parallelism(name)
+
+    four.run(several)
+
+
+def test_pipedream_is_as_one_process_with_stale_weights(three: World) -> None:
+    def several() -> None:
+        for m in (1, 3, 7):
+            cases.pipedream_equals_stale_weights(m)
+
+    three.run(several)
+
+
+# ---- bytes, memory, order
+
+
+def test_exactly_its_bytes(three: World) -> None:
+    def several() -> None:
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1"):
+            cases.sends_exactly_its_bytes(name)
+
+    three.run(several)
+
+
+def test_activations_are_freed_as_the_schedule_says(three: World) -> None:
+    def several() -> None:
+        for name, m in (("gpipe", 6), ("1f1b", 7), ("interleaved", 6), ("zb-h1", 5)):
+            cases.frees_activations(name, m)
+        for name, m in (("gpipe", 6), ("1f1b", 7), ("zb-h1", 7), ("zb-h2", 7)):
+            cases.frees_what_is_saved(name, m)
+        cases.outputs_go_when_they_are_sent()
+
+    three.run(several)
+
+
+def test_sends_overlap_compute_and_nobody_waits_to_send(three: World) -> None:
+    def both() -> None:
+        cases.sends_overlap_compute()
+        cases.does_not_wait_for_sends()
+
+    three.run(both)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"backend": "gloo"}, {"link": Link(gbps=1.0, latency_us=300)}])
+def test_other_transports_carry_it_too(how: dict[str, Any]) -> None:
+    with World(3, timeout_s=20, **how) as world:
+        world.run(cases.equals_one_process, [3], ["1f1b", "interleaved", "zb-h1"], ms=[3])
+
+
+def test_looks_are_told_again_when_they_change(three: World) -> None:
+    """Another width of the rest, then another type: told once each; the rows alone change none."""
+
+    def told() -> list[int]:
+        from labkit import listen
+
+        pipe = Pipeline([nn.Tanh() for _ in range(3)], Comm(), "gpipe", 2, F.mse_loss)
+        counts = []
+        for x in (torch.ones(4, 3), torch.ones(5, 3), torch.ones(4, 2, 3), torch.ones(4, 3).half()):
+            with listen() as events:
+                pipe.step(x, x)
+            counts.append(sum(e.op == "send" and e.tag == 103 for e in events))
+        return counts
+
+    assert three.run(told) == [[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]]
+
+
+# ---- stages
+
+
+def test_split_cuts_a_gpt_under_its_own_names() -> None:
+    model = cases.gpt(5)
+    parts = split(model, 3)
+    names = [[name for name, _ in part.named_children()] for part in parts]
+    assert names == [["embed", "blocks"], ["blocks"], ["blocks", "norm", "head"]]
+    assert [list(part.blocks._modules) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]  # type: ignore[union-attr,operator]
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    for part in parts:
+        assert all(p is whole[name] for name, p in part.named_parameters())
+    tokens = torch.randint(0, 11, (2, 5))
+    x: Any = tokens
+    for part in parts:
+        x = part(x)
+    assert torch.equal(x, model(tokens))
+
+
+def test_split_by_cost_makes_the_dearest_stage_cheap() -> None:
+    model = cases.gpt(4)
+    costs = [0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 3.0]  # a dear head
+    parts = split(model, 2, costs)
+    assert [len(part.layers) for part in parts] == [5, 2]  # type: ignore[arg-type,operator]
+    even = split(nn.Sequential(*cases.layers(7)), 3)
+    assert [list(part.layers) for part in even] == [["0", "1", "2"], ["3", "4"], ["5", "6"]]  # type: ignore[call-overload,operator]
+    assert [len(part.layers) for part in split(cases.layers(3), 3)] == [1, 1, 1]  # type: ignore[arg-type,operator]
+
+
+def test_measured_costs_see_a_dear_layer() -> None:
+    stages = [PacedStage(0.0), PacedStage(0.004), PacedStage(0.0)]
+    x = torch.ones(2, 8)
+    costs = measure_costs(stages, x)
+    assert costs[1] > 5 * max(costs[0], costs[2]) and costs[1] >= 0.012
+    assert all(p.grad is None for one in stages for p in one.parameters())
+    assert [len(part.layers) for part in split(stages, 2, [1, 9, 1])] in ([2, 1], [1, 2])  # type: ignore[arg-type,operator]
+    assert list(layers_of(cases.gpt(1))) == ["embed", "blocks.0", "norm", "head"]
+
+
+# ---- the halves of backward
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen weight", "frozen bias", "shared", "no input", "autocast"]
+)
+def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
+    """Weights have no gradient after the first half, and all of it after the second."""
+
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4)
+        made = nn.Sequential(linear, nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        if kind == "autocast":
+            made = made.float()
+        if kind == "shared":
+            made = nn.Sequential(linear, nn.GELU(), linear, nn.Linear(4, 3)).double()
+        if kind.startswith("frozen"):
+            getattr(linear, kind.split()[1]).requires_grad_(False)
+        return made
+
+    def run(halves: bool) -> tuple[Any, Any, Any]:
+        one, later = module(), []
+        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1))
+        x = x if kind == "autocast" else x.double()
+        x.requires_grad_(kind != "no input")
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+        if not halves:
+            with cast:
+                y = one(x)
+            y.pow(2).sum().backward()
+            return x.grad, [p.grad for p in one.parameters()], None
+        with deferring(one, later), cast:
+            y = one(x)
+        y.pow(2).sum().backward()
+        between = [p.grad for p in one.parameters()]
+        hooked: list[bool] = []
+        for p in one.parameters():
+            if p.requires_grad:  # (a hook that kept its parameter would keep it for good)
+                p.register_post_accumulate_grad_hook(lambda _: hooked.append(True))
+        run_later(later)
+        assert later == [] and hooked
+        return x.grad, [p.grad for p in one.parameters()], between
+
+    dx, wanted, _ = run(False)
+    other, found, between = run(True)
+    assert (dx is None and other is None) or torch.allclose(dx, other, rtol=1e-13)
+    assert between[-1] is None and between[-2] is None
+    for one, two in zip(wanted, found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.allclose(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_no_plain_linear_layer_is_left_alone() -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    later: list[Any] = []
+    with deferring(normed, later):
+        normed(torch.ones(1, 3)).sum().backward()
+    assert later == [] and all(p.grad is not None for p in normed.parameters())
+
+
+def test_a_paced_stage_takes_its_time_and_computes() -> None:
+    import time
+
+    stage, later = PacedStage(0.01, input_s=0.02, weight_s=0.03, width=2), []
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    spans = []
+
+    def timed(run: Any) -> Tensor | None:
+        began_s = time.monotonic()
+        result = run()
+        spans.append(time.monotonic() - began_s)
+        return result
+
+    with deferring(stage, later):
+        y = timed(lambda: stage(x))
+    assert y is not None and torch.equal(y, x)
+    timed(lambda: y.backward(torch.ones(2, 2)))
+    assert stage.weight.grad is None and torch.equal(x.grad, torch.ones(2, 2))  # type: ignore[arg-type]
+    timed(lambda: run_later(later))
+    assert torch.equal(stage.weight.grad, torch.tensor([4.0, 6.0]))  # type: ignore[arg-type]
+    assert all(took >= told for took, told in zip(spans, [0.01, 0.02, 0.03], strict=True))
+    timed(lambda: stage(x).sum().backward())
+    assert spans[-1] >= 0.06 and PacedStage(0.5).backward_s == 1.0
+    assert "paced" in repr(stage)

@@ -1,0 +1,350 @@
+"""Bad input to a pipeline: an error that names stage, micro-batch and rank, and never a hang."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipeline_cases as cases
+from labkit import DDP, Comm, CommError, RankError, World
+from labkit.parallel.pipeline.paced_stage import PacedStage
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
+from labkit.parallel.pipeline.virtual_stage import StageError
+from labkit.schedules import Action, ScheduleError, schedule
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=15) as world:
+        yield world
+
+
+def stages(count: int = 2) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 3) for _ in range(count)]
+
+
+def make(*args: Any, **how: Any) -> Pipeline:
+    return Pipeline(*args, **{"loss_fn": F.mse_loss, "microbatches": 2, **how})
+
+
+X = torch.ones(4, 3)
+SGD = torch.optim.SGD
+
+
+# ---- what all ranks refuse before anything runs
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "fewer stages than ranks": (
+        lambda: make(stages(1)),
+        "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2",
+    ),
+    "stages that do not divide": (lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
+    "other chunks": (
+        lambda: make(stages(4), schedule="interleaved", chunks=3),
+        "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages",
+    ),
+    "chunks for a schedule without": (lambda: make(stages(4)), "1f1b has one piece of the model"),
+    "a model instead of stages": (
+        lambda: make(cases.gpt()),
+        "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it",
+    ),
+    "no module": (lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
+    "an unknown schedule": (lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
+    "too few micro-batches": (lambda: make(stages(), schedule="zb-h2"), "zb-h2"),
+    "no micro-batch": (lambda: make(stages(), microbatches=0), "microbatches=0"),
+    "too few rows": (
+        lambda: make(stages(), microbatches=5).step(X, X),
+        "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row",
+    ),
+    "x that is none": (
+        lambda: make(stages()).step(None, X),  # type: ignore[arg-type]
+        "x is a NoneType; give the batch [rows, ...], the same on every rank",
+    ),
+    "no loss": (
+        lambda: make(stages(), loss_fn=None),
+        "stage 1 is the last and computes the loss, on rank 1, which has no loss_fn; it was given "
+        "on no rank",
+    ),
+    "a loss on the wrong stage": (
+        lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
+        "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1",
+    ),
+    "a schedule of other stages": (
+        lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
+        "the schedule is of 3 stages, and there are 2 ranks",
+    ),
+    "a schedule of more chunks": (
+        lambda: make(stages(), schedule=schedule("interleaved", 2, 2, 2)),
+        "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4",
+    ),
+    "a schedule of other micro-batches": (
+        lambda: make(stages(), schedule=schedule("gpipe", 2, 3), microbatches=2),
+        "there are 2 micro-batches",
+    ),
+    "two schedules": (
+        lambda: make(stages(), schedule="gpipe" if Comm().rank else "1f1b"),
+        "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0",
+    ),
+    "two numbers of micro-batches": (
+        lambda: make(stages(), microbatches=2 + Comm().rank),
+        "rank 1 has another schedule than rank 0",
+    ),
+    "two models": (
+        lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
+        "stage 0 is another on rank 1 than on rank 0: it has weight [4, 3] float32, and not "
+        "weight [3, 3] float32",
+    ),
+    "an update without an optimizer": (
+        lambda: make(stages(), schedule="pipedream"),
+        "this schedule updates the weights after each micro-batch; give an optimizer",
+    ),
+    "an optimizer without an update": (
+        lambda: make(stages(), optimizer=lambda ps: SGD(ps, 0.1)),
+        "this schedule has no update, so optimizer= would never step",
+    ),
+    "updates of a tied parameter": (
+        lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
+        "a parameter is tied over several ranks, and this schedule updates each stage at its own",
+    ),
+    "updates in DDP": (
+        lambda: make(
+            [DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD
+        ),
+        "a stage is in DDP, which averages once in a step",
+    ),
+}  # fmt: skip
+
+
+def alone() -> Comm:
+    """A group of this rank only."""
+    found = [Comm().subgroup([rank]) for rank in range(Comm().size)]
+    return next(one for one in found if one is not None)
+
+
+def test_all_ranks_refuse_it(pair: World) -> None:
+    """The same error on every rank, and no rank waits for one that has refused."""
+
+    def refusals() -> dict[str, str]:
+        told = {}
+        for name, (run, _) in REFUSED.items():
+            try:
+                run()
+            except ValueError as error:
+                told[name] = str(error)
+        return told
+
+    first, second = pair.run(refusals)
+    for name, (_, expected) in REFUSED.items():
+        assert name in first and name in second, f"{name}: nobody refused it"
+        assert expected in first[name] and expected in second[name], f"{name}: {first[name]}"
+
+
+def test_a_broken_schedule_is_refused_with_its_first_broken_rule(pair: World) -> None:
+    def told() -> tuple[str, str]:
+        lists = schedule("1f1b", 2, 2)
+        lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
+        lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
+        with pytest.raises(ScheduleError) as caught:
+            make(stages(), schedule=lists)
+        return caught.value.rule, str(caught.value)
+
+    for rule, text in pair.run(told):
+        assert rule == "backward after forward"
+        assert "stage 1 does B0 at position 0, before its F0 at position 1" in text
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
+        (lambda: split(cases.gpt(2), 3), "3 stages cannot be made of 2 blocks"),
+        (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
+        (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
+        (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
+        (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
+        (lambda: split(_WithMore(), 2), "which also has extra, and does not say where they run"),
+        (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
+        (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
+        (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
+    ],
+)
+def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        run()
+    assert expected in str(caught.value)
+
+
+class _WithMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.extra = nn.Tanh(), nn.Tanh(), nn.Tanh()
+        self.blocks = nn.ModuleList(stages(3))
+
+
+# ---- what one rank finds while it runs: the others do not wait for it
+
+
+class Returns(nn.Module):
+    """Whatever it is told to make of its input."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x * self.weight)
+
+
+def stages_that_do_not_meet() -> None:
+    make([nn.Linear(3, 5), nn.Linear(3, 3)]).step(X, X)
+
+
+def two_outputs() -> None:
+    make([Returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X)
+
+
+def rows_that_vanish() -> None:
+    make([Returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X)
+
+
+def a_shape_of_each_micro_batch() -> None:
+    widths = iter([3, 2])
+    make([Returns(lambda x: x[:, : next(widths)]), nn.Tanh()], schedule="gpipe").step(X, X)
+
+
+def a_loss_that_is_no_scalar() -> None:
+    make(stages(), loss_fn=lambda out, y: out - y).step(X, X)
+
+
+def targets_of_other_rows() -> None:
+    make(stages()).step(X, X[:3])
+
+
+def a_parameter_frozen_meanwhile() -> None:
+    pipe = make(stages())
+    pipe.step(X, X)
+    next(pipe.parameters()).requires_grad_(False)
+    pipe.step(X, X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "ranks", "expected"),
+    [
+        (
+            stages_that_do_not_meet,
+            (1,),
+            "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: ",
+        ),
+        (two_outputs, (0,), "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
+        (
+            rows_that_vanish,
+            (0,),
+            "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows",
+        ),
+        (
+            a_shape_of_each_micro_batch,
+            (0,),
+            "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], and was float32 "
+            "[rows, 3] before",
+        ),
+        (
+            a_loss_that_is_no_scalar,
+            (1,),
+            "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar",
+        ),
+        (
+            targets_of_other_rows,
+            (1,),
+            "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows",
+        ),
+        (a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_one_rank_says_it_and_no_rank_hangs(
+    pair: World, run: Callable[[], None], ranks: tuple[int, ...], expected: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        pair.run(run)
+    assert expected in str(caught.value) and caught.value.ranks == ranks
+
+
+@pytest.mark.slow
+def test_batches_that_differ_between_the_ranks_are_found(pair: World) -> None:
+    def run() -> None:
+        make(stages()).step(X[: 4 - Comm().rank], X[: 4 - Comm().rank])
+
+    with pytest.raises(RankError) as caught:
+        pair.run(run)
+    assert "the batch of a pipeline" in str(caught.value)
+
+
+class Dies(nn.Module):
+    """At its third micro-batch, on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        if self.times == 3 and Comm().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_ends_the_run() -> None:
+    """The world names it; the ranks that waited for it do not hang."""
+
+    def run() -> None:
+        make([nn.Linear(3, 3), Dies(), nn.Linear(3, 3)], microbatches=4).step(X, X)
+
+    with World(3, timeout_s=15) as world, pytest.raises(RankError) as caught:
+        world.run(run)
+    assert "SIGKILL" in str(caught.value) and caught.value.ranks == (1,), str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_message_that_does_not_come_is_named() -> None:
+    """Where no world watches, the rank that waits says for what."""
+
+    def run() -> str:
+        pipe = make(stages(), microbatches=4, schedule="gpipe")
+        if Comm().rank == 0:
+            with pytest.raises(CommError) as caught:
+                pipe.step(X, X)
+            with pytest.raises(RuntimeError, match="the last step of this pipeline ended in an"):
+                pipe.step(X, X)
+            return str(caught.value)
+        pipe._mail.send = lambda message, x: None  # type: ignore[method-assign]
+        with suppress(CommError):
+            pipe.step(X, X)
+        return ""
+
+    with World(2, timeout_s=3, check=False) as world:
+        text, _ = world.run(run)
+    assert (
+        "stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), and it "
+        "did not come: recv failed" in text
+    )
+
+
+def test_the_error_of_a_stage_keeps_its_cause() -> None:
+    from labkit.parallel.pipeline.virtual_stage import VirtualStage
+
+    stage = VirtualStage(nn.Linear(3, 3), 2, 1, [Action("forward", 4)], False, None, None)
+    with pytest.raises(StageError) as caught:
+        stage.do(Action("forward", 4), torch.ones(1, 2))
+    assert "stage 2 (rank 1), micro-batch 4" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)

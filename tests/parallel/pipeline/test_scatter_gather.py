@@ -1,0 +1,402 @@
+"""Scatter/gather of pipeline sends: the same numbers, to the bit, in 1/t of the bytes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit import (
+    DDP,
+    GPT,
+    Comm,
+    Mesh,
+    RankError,
+    World,
+    context_parallel,
+    dry_run,
+    listen,
+    split,
+    tensor_parallel,
+)
+from labkit import comm as door
+from labkit.events import all_gather_bus_bytes, chunk_sizes
+from labkit.parallel.pipeline import mail as pipeline_mail
+from labkit.parallel.pipeline import scatter_gather
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.scatter_gather import ScatterGather
+from pipeline_cases import DATA, Fault, descend, layers, piped, tokens_loss
+
+ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
+SENT = [("send", tag) for tag in DATA.values()]
+SHAPES = [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 3}]
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[World]:
+    with World(6, timeout_s=20) as world:
+        yield world
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
+    """A tied GPT in stages, cut over mesh.tp."""
+    torch.manual_seed(3)
+    model = GPT(12, WIDTH, mesh.pp.size * chunks, 3 if mesh.tp.size == 3 else 2, LENGTH).double()
+    return split(tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
+
+
+def trained(
+    make: Callable[[], list[nn.Module]], mesh: Mesh, parts: bool, x: Tensor, loss: Any, **how: Any
+) -> tuple[list[float], list[Tensor]]:
+    """Losses and weights of two steps."""
+    tp = mesh.tp if parts else None
+    pipe = Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=tp, **how)
+    losses = piped(pipe, x, x, 2)
+    return losses, [p.detach().clone() for p in pipe.parameters()]
+
+
+def assert_same_bits(
+    make: Callable[[], list[nn.Module]],
+    mesh: Mesh,
+    x: Tensor,
+    loss: Any,
+    fault: Fault = nullcontext,
+    **how: Any,
+) -> None:
+    losses, weights = trained(make, mesh, False, x, loss, **how)
+    with fault():
+        found, others = trained(make, mesh, True, x, loss, **how)
+    assert found == losses, f"losses {found}, and {losses} without scatter/gather"
+    same = [torch.equal(a, b) for a, b in zip(weights, others, strict=True)]
+    assert all(same), f"{same.count(False)} of {len(same)} parameters are others"
+
+
+def a_gpt_has_the_same_bits(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+    mesh = Mesh(**axes)
+    assert_same_bits(
+        lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, fault, schedule="1f1b", microbatches=3
+    )
+
+
+# ---- the same numbers
+
+
+def test_a_gpt_has_the_same_weights_to_the_bit(six: World) -> None:
+    for axes in SHAPES:
+        six.run(a_gpt_has_the_same_bits, axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("pipedream", 1)]
+)
+def test_any_schedule_has_the_same_bits(six: World, schedule: str, chunks: int) -> None:
+    """With chunks, with backward in halves, recomputed, and with updates on the way."""
+
+    def run(axes: dict[str, int]) -> None:
+        mesh = Mesh(**axes)
+        how: dict[str, Any] = {"schedule": schedule, "microbatches": 6}
+        if schedule == "pipedream":
+            how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+            x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(2)).double()
+            assert_same_bits(lambda: layers(mesh.pp.size), mesh, x, F.mse_loss, **how)
+        else:
+            how["recompute"] = schedule == "gpipe"
+            assert_same_bits(lambda: gpt_on(mesh, chunks), mesh, tokens(), tokens_loss, **how)
+
+    for axes in SHAPES:
+        six.run(run, axes)
+
+
+class Turned(nn.Module):
+    """Hands on what does not lie in one piece: [rows, n, n] -> [rows, n, n], turned."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).transpose(1, 2)
+
+
+ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
+    "7-elements": lambda p: ([nn.Linear(7, 7) for _ in range(p)], torch.ones(3, 7)),
+    "fewer-elements-than-ranks": lambda p: ([nn.Linear(1, 1) for _ in range(p)], torch.ones(3, 1)),
+    "no-elements": lambda p: ([nn.Linear(0, 0) for _ in range(p)], torch.ones(3, 0)),
+    "bf16": lambda p: ([nn.Linear(5, 5).bfloat16() for _ in range(p)], torch.ones(3, 5).bfloat16()),
+    "not-contiguous": lambda p: ([Turned(5) for _ in range(p)], torch.ones(3, 5, 5)),
+    "without-gradient": lambda p: ([nn.Tanh() for _ in range(p)], torch.ones(3, 5)),
+    "uneven-rows": lambda p: ([nn.Linear(3, 3) for _ in range(p)], torch.ones(5, 3)),
+}
+
+
+def test_odd_sizes_types_and_layouts_have_the_same_bits(six: World) -> None:
+    """Stages that tensor-parallel ranks have whole are as good as any."""
+
+    def run(axes: dict[str, int]) -> None:
+        mesh = Mesh(**axes)
+        for made in ODD.values():
+            torch.manual_seed(0)
+            x = made(mesh.pp.size)[1]
+
+            def make(made: Any = made) -> list[nn.Module]:
+                torch.manual_seed(0)
+                return made(mesh.pp.size)[0]
+
+            def loss(out: Tensor, y: Tensor) -> Tensor:
+                return (out.float() - 2).square().sum()
+
+            assert_same_bits(make, mesh, x, loss, microbatches=3)
+
+    for axes in SHAPES:
+        six.run(run, axes)
+
+
+def test_one_rank_and_one_stage_are_the_same_code(six: World) -> None:
+    """pp x 1 has nobody to share with; of 1 x tp nothing travels, chunks or not."""
+
+    def run() -> None:
+        mesh = Mesh(pp=6, tp=1)
+        x = torch.ones(6, 2, 3).double()
+        assert_same_bits(lambda: layers(6), mesh, x, F.mse_loss, microbatches=3)
+        mesh = Mesh(pp=1, tp=6)
+        pipe = Pipeline(
+            layers(2), mesh.pp, "interleaved", 2, F.mse_loss, chunks=2, scatter_gather=mesh.tp
+        )
+        with listen() as events:
+            pipe.step(x, x)
+        assert not events
+
+    six.run(run)
+
+
+# ---- what travels, and when
+
+
+def sends_its_part(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+    """A boundary, direction and micro-batch: b s h / t elements from each rank, and an all-gather
+    where it arrives; nothing else but what the stages themselves send."""
+    mesh = Mesh(**axes)
+    t, m, whole_bytes = mesh.tp.size, 3, ROWS // 3 * LENGTH * WIDTH * 8
+    found: list[Counter[Any]] = []
+    with fault():
+        for parts in (None, mesh.tp):
+            pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", m, tokens_loss, scatter_gather=parts)
+            pipe.step(tokens(), tokens())  # the first tells what travels looks like
+            descend(pipe)
+            with listen() as events:
+                pipe.step(tokens(), tokens())
+            found.append(
+                Counter((e.op, e.tag, e.peer, e.bus_bytes) for e in events if e.op != "recv")
+            )
+    plain, shared = found
+    stage, last = mesh.pp.rank, mesh.pp.size - 1
+    right: Counter[Any] = Counter(plain)
+    mine = chunk_sizes(whole_bytes // 8, t)[mesh.tp.rank] * 8
+    for tag, there, peer in (
+        (DATA["activation"], stage < last, stage + 1),
+        (DATA["gradient"], stage > 0, stage - 1),
+    ):
+        assert plain["send", tag, peer, whole_bytes] == (m if there else 0)
+        right[("send", tag, peer, whole_bytes)] -= m * there
+        right[("send", tag, peer, mine)] += m * there
+    sizes = [n * 8 for n in chunk_sizes(whole_bytes // 8, t)]
+    joined = all_gather_bus_bytes(sizes, mesh.tp.rank)
+    gathers = m * ((stage > 0) + (stage < last))
+    kinds = [key for key in shared if key[0] == "all_gather" and key[-1] == joined]
+    more = sum(shared[key] - plain[key] for key in kinds)
+    assert more == gathers, f"{more} all-gathers of {joined} bytes, not {gathers}"
+    for key in kinds:
+        right[key] = shared[key]
+    assert shared == +right, f"{shared - right} too much, {right - shared} missing"
+    assert joined == whole_bytes * (t - 1) // t
+
+
+def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World) -> None:
+    for axes in SHAPES:
+        six.run(sends_its_part, axes)
+
+
+def test_receives_are_posted_ahead_and_joined_when_taken(six: World) -> None:
+    """By the order of events: the receive of micro-batch k + 1 stands before forward k runs, and
+    its all-gather does not begin before forward k is done."""
+
+    def run() -> None:
+        mesh, m = Mesh(pp=3, tp=2), 5
+        log: list[tuple[str, int]] = []
+
+        stages = [nn.Linear(4, 4) for _ in range(3)]
+        for one in stages:
+            one.register_forward_pre_hook(lambda *_: log.append(("forward", 0)))
+        pipe = Pipeline(stages, mesh.pp, "gpipe", m, F.mse_loss, scatter_gather=mesh.tp)
+        x = torch.ones(m, 4)
+        pipe.step(x, x)
+        log.clear()
+        with door.listen_with(lambda event: log.append((event.op, event.tag))):
+            pipe.step(x, x)
+        if mesh.pp.rank == 0:
+            return
+        forwards = [i for i, (what, _) in enumerate(log) if what == "forward"]
+        posts = [i for i, one in enumerate(log) if one == ("recv", DATA["activation"])]
+        joins = [i for i, (what, _) in enumerate(log) if what == "all_gather"][:m]
+        assert len(posts) == len(forwards) == len(joins) == m
+        assert all(
+            posts[k + 1] < forwards[k] < joins[k + 1] < forwards[k + 1] for k in range(m - 1)
+        )
+
+    six.run(run)
+
+
+@pytest.mark.slow
+def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
+    """A dry run, in which no number is looked at, issues what a rank issues."""
+
+    def work() -> list[Any]:
+        mesh = Mesh(pp=3, tp=2)
+        pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", 3, tokens_loss, scatter_gather=mesh.tp)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        x = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        for _ in range(2):
+            with listen() as events:
+                pipe.step(x, x)
+            optimizer.step()
+        return list(events)
+
+    def issued(events: list[Any]) -> list[tuple[str, int, int]]:
+        ours = [e for e in events if e.op == "all_gather" or (e.op, e.tag) in SENT]
+        return [(e.op, e.tag, e.bus_bytes) for e in ours]
+
+    on_paper = issued([e for e in dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
+    part_bytes = ROWS // 3 * LENGTH * WIDTH * 8 // 2
+    assert Counter(on_paper) == Counter(
+        {("send", DATA["activation"], part_bytes): 3, ("all_gather", 0, part_bytes): 3}
+    )
+    assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
+
+
+# ---- what cannot be
+
+
+def cut_sequence() -> None:
+    mesh = Mesh(pp=3, tp=2)
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
+    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.tp)
+
+
+def parts_of_sequences() -> None:
+    mesh = Mesh(pp=3, cp=2)
+    model = context_parallel(GPT(12, 6, 3, 2, 6), mesh.cp)
+    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.cp)
+
+
+def stages_of_the_pipeline() -> None:
+    mesh = Mesh(pp=3, tp=2)
+    Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mesh.pp)
+
+
+def other_ranks_than_the_cut() -> None:
+    mesh = Mesh(pp=3, tp=2)
+    across = [Comm().subgroup(ranks) for ranks in ([0, 3], [2, 5], [1, 4])]
+    mine = next(one for one in across if one is not None)
+    Pipeline(gpt_on(mesh), mesh.pp, loss_fn=tokens_loss, scatter_gather=mine)
+
+
+def not_on_all_stages() -> None:
+    mesh = Mesh(pp=3, tp=2)
+    mine = mesh.tp if mesh.pp.rank < 2 else None
+    Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mine)
+
+
+def other_data() -> None:
+    """Data-parallel ranks in place of tensor-parallel ones."""
+    mesh = Mesh(pp=3, dp=2)
+    stages = [DDP(one, mesh.dp) if i == mesh.pp.rank else one for i, one in enumerate(layers(3))]
+    pipe = Pipeline(stages, mesh.pp, "1f1b", 2, F.mse_loss, scatter_gather=mesh.dp)
+    x = torch.full((2, 2, 3), float(mesh.dp.rank)).double()
+    pipe.step(x, x)
+
+
+REFUSED = [
+    (cut_sequence, "is cut along the sequence (sequence=True), so each rank has a part of its own"),
+    (parts_of_sequences, "have parts of one sequence (context_parallel); leave it out"),
+    (stages_of_the_pipeline, "have other stages of this pipeline"),
+    (other_ranks_than_the_cut, "are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"),
+    (not_on_all_stages, "scatter_gather is not given on rank 2 of the pipeline and rank 0 of 2 on"),
+    (other_data, "the output of stage 0 (rank 0), micro-batch 0, differs between the ranks"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
+def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
+    with pytest.raises(RankError) as caught:
+        six.run(run)
+    assert expected in str(caught.value)
+
+
+# ---- faults
+
+
+def sends_the_part_of_the_next_rank() -> AbstractContextManager[Any]:
+    def part(self: Any, x: Tensor, what: str) -> Tensor:
+        parts = self.parts(x.contiguous())
+        mine = parts[self.comm.rank]
+        return parts[(self.comm.rank + 1) % self.comm.size][: mine.numel()].clone()
+
+    return patch.object(ScatterGather, "own_part", part)
+
+
+def shares_over_replicas() -> AbstractContextManager[Any]:
+    """Over the data-parallel ranks, which have other data; where ranks compare no notes."""
+    of = partial(Pipeline, scatter_gather=Mesh(pp=2, dp=3).dp)
+    stack = ExitStack()
+    stack.enter_context(patch.object(scatter_gather, "check_same", lambda *_: None))
+    stack.enter_context(patch(f"{__name__}.Pipeline", of))
+    return stack
+
+
+def replicas_compute_their_own(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+    mesh = Mesh(pp=2, dp=3)
+    x = torch.full((2, 2, 3), float(mesh.dp.rank)).double()
+    right = F.mse_loss(nn.Sequential(*layers(2))(x), x).item()
+    with fault():
+        loss = Pipeline(layers(2), mesh.pp, "1f1b", 2, F.mse_loss).step(x, x)
+    assert loss is None or abs(loss.item() - right) < 1e-10
+
+
+def sends_all_of_it() -> AbstractContextManager[Any]:
+    """The whole goes over the wires, and each takes its part: the numbers are right."""
+
+    def init(real: Any) -> Any:
+        def made(self: Any, comm: Any, schedule: Any, parts: Any = None) -> None:
+            real(self, comm, schedule, None)
+
+        return made
+
+    return patch.object(pipeline_mail.Mail, "__init__", init(pipeline_mail.Mail.__init__))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (sends_the_part_of_the_next_rank, a_gpt_has_the_same_bits),
+        (shares_over_replicas, replicas_compute_their_own),
+        (sends_all_of_it, sends_its_part),
+    ],
+)
+def test_a_fault_turns_its_check_red(six: World, fault: Fault, check: Any) -> None:
+    six.run(check, {"pp": 3, "tp": 2})
+    with pytest.raises(RankError, match="AssertionError"):
+        six.run(check, {"pp": 3, "tp": 2}, fault)

@@ -1,0 +1,159 @@
+"""Dropout under tensor parallelism: replicas drop the same, parts do not, and with the ranks' own
+masks a single process trains to the same weights."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensor_contract as contract
+from labkit import GPT, Comm, World
+from labkit.models.attention import PlainAttention
+from labkit.models.dropout import Dropout
+from labkit.parallel.tensor.random_state import own_numbers
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from tensor_contract import check_runs, predicted, with_sequence
+
+WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
+ways = pytest.mark.parametrize("way", WAYS)
+Masks = dict[str, list[Tensor]]  # by the dropout's name: of each call
+
+
+class Noted(Dropout):
+    """Draws its mask and tells which; or plays those it is given."""
+
+    def __init__(self, p: float, given: list[Tensor] | None = None):
+        super().__init__(p)
+        self.given, self.masks = given, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.given is not None:
+            return x * self.given.pop(0) / (1 - self.p)
+        y, mask = torch.native_dropout(x, self.p, True)
+        self.masks.append(mask)
+        return y
+
+
+def with_noted_dropout(model: GPT, given: Masks | None = None) -> dict[str, Noted]:
+    """Plain attention, and every dropout one that tells."""
+    for block in model.blocks:
+        block.attn.core = PlainAttention(block.dropout.p)  # type: ignore[union-attr]
+    found = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Dropout):
+            noted = Noted(module.p, None if given is None else given[name])
+            model.set_submodule(name, noted)
+            found[name] = noted
+    return found
+
+
+def trained(way: str, given: Masks | None = None, recompute: Any = None) -> Any:
+    """On a rank: train with dropout; weights, losses, and the masks."""
+    masks: dict[str, Noted] = {}
+
+    def edit(model: nn.Module, comm: Comm) -> nn.Module:
+        assert isinstance(model, GPT)
+        masks.update(with_noted_dropout(model, given))
+        torch.manual_seed(1)
+        return model if way == "single" else WAYS[way](model, comm)
+
+    run = contract.trained(edit, recompute, dropout=0.2)
+    return run, {name: noted.masks for name, noted in masks.items()}
+
+
+def put_together(masks: list[Masks], way: str) -> Masks:
+    """The whole model's: replicas are equal; heads and parts of the sequence are not."""
+    whole: Masks = defaultdict(list)
+    for name in masks[0]:
+        for parts in zip(*(one[name] for one in masks), strict=True):
+            if "core" not in name and way == "tensor":
+                assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs"
+                whole[name].append(parts[0])
+            else:
+                assert not any(torch.equal(part, parts[0]) for part in parts[1:]), f"{name} agrees"
+                whole[name].append(torch.cat(parts, dim=1))  # [b, h, s, s] or [b, s, w]
+    return whole
+
+
+def check_masks(world: World, way: str) -> list[Masks]:
+    runs, masks = zip(*world.run(trained, way), strict=True)
+    expected, _ = world.run(trained, "single", put_together(list(masks), way))[0]
+    check_runs(list(runs), expected)
+    return list(masks)
+
+
+@ways
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_single_process_with_the_ranks_masks_trains_to_the_same_weights(
+    size: int, way: str
+) -> None:
+    with World(size, timeout_s=20) as world:
+        masks = check_masks(world, way)
+    dropped = torch.cat([mask.flatten() for one in masks[0].values() for mask in one])
+    assert abs(dropped.double().mean() - 0.8) < 0.01
+
+
+@ways
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_recompute_draws_the_same_masks(world2: World, way: str, what: Any) -> None:
+    """The weights are those of training that keeps all, and the bytes add the forward's."""
+    runs = [run for run, _ in world2.run(trained, way)]
+    again = [run for run, _ in world2.run(trained, way, None, what)]
+    for one, other in zip(again, runs, strict=True):
+        check_runs([one], other)
+        assert one.sent == predicted(2, way == "sequence", what == "full", dropout=True)
+
+
+def test_dropout_of_replicas_alone_is_that_of_a_single_process(world2: World) -> None:
+    """Nothing else draws, so a seed gives the masks of one process; with one rank, always."""
+
+    def only_replicas(model: nn.Module, comm: Comm) -> nn.Module:
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.attn.core.dropout = 0.0  # type: ignore[union-attr]
+        torch.manual_seed(1)
+        return model if comm.size == 1 else tensor_parallel(model, comm)
+
+    def all_of_them(model: nn.Module, comm: Comm) -> nn.Module:
+        torch.manual_seed(1)
+        return model
+
+    with World(1) as one:
+        expected = one.run(contract.trained, only_replicas, dropout=0.2)[0]
+        alone = one.run(contract.trained, all_of_them, dropout=0.2)
+        cut = one.run(
+            contract.trained, lambda m, c: tensor_parallel(all_of_them(m, c), c), dropout=0.2
+        )
+    check_runs(world2.run(contract.trained, only_replicas, dropout=0.2), expected)
+    check_runs(cut, alone[0])
+
+
+def test_nothing_is_dropped_in_evaluation(world2: World) -> None:
+    def run() -> bool:
+        model = tensor_parallel(contract.model_of(dropout=0.2), Comm(), sequence=True).eval()
+        state = torch.get_rng_state()
+        tokens = torch.zeros(2, 12, dtype=torch.long)
+        same = torch.equal(model(tokens), model(tokens))
+        return same and torch.equal(torch.get_rng_state(), state)
+
+    assert world2.run(run) == [True, True]
+
+
+def test_own_numbers(world2: World) -> None:
+    """Others on each rank and in each block, the same from the same seed; what follows agrees."""
+
+    def run() -> list[list[float]]:
+        comm, drawn = Comm(), []
+        for _ in range(2):
+            torch.manual_seed(7)
+            for _ in range(2):
+                with own_numbers(comm):
+                    drawn.append(torch.rand(3).tolist())
+                drawn.append(torch.rand(3).tolist())
+        return drawn
+
+    one, other = world2.run(run)
+    assert one[:4] == one[4:] and other[:4] == other[4:]
+    assert one[1] == other[1] and one[3] == other[3]
+    assert len({tuple(numbers) for numbers in (*one, *other)}) == 6

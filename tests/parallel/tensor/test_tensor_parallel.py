@@ -1,0 +1,386 @@
+"""Tensor and sequence parallelism: the same model for every size, the bytes of the formula."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensor_contract as contract
+from labkit import (
+    Comm,
+    Link,
+    Mesh,
+    RankError,
+    Text,
+    World,
+    ZeroOptimizer,
+    autocast,
+    listen,
+    loss,
+)
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.ddp.ddp import DDP
+from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
+
+WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(
+    scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))]
+)
+def world(request: Any) -> Iterator[World]:
+    with World(request.param, timeout_s=20) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=20) as world:
+        yield world
+
+
+# ---- the same model
+
+
+@ways
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_weights_losses_and_bytes(world: World, way: str, recompute: Any) -> None:
+    check_with_bytes(world, WAYS[way], way == "sequence", recompute)
+
+
+@ways
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_heads": 6}, {"vocab": 257}, {"tied": False}],
+    ids=["grouped queries", "odd vocabulary", "untied"],
+)
+def test_other_models(world: World, way: str, changes: dict[str, Any]) -> None:
+    if world.size == 4 and "kv_heads" in changes:
+        changes = {"kv_heads": 4}
+    check_equal_to_single(world, WAYS[way], **changes)
+
+
+def test_the_formula_of_the_paper(pair: World) -> None:
+    """8 (t-1)/t b s w elements a layer, and 10 (t-1)/t: what one layer more adds."""
+
+    def of_a_layer(sequence: bool) -> float:
+        sent = []
+        for depth in (1, 2):
+            model = tensor_parallel(model_of(depth=depth), Comm(), sequence=sequence)
+            with listen() as events:
+                model(torch.zeros(3, 8, dtype=torch.long)).sum().backward()
+            sent.append(sum(event.bus_bytes for event in events))
+        return (sent[1] - sent[0]) / 8 / (3 * 8 * contract.WIDTH)
+
+    assert pair.run(of_a_layer, False) == [8 / 2] * 2
+    small = 6 * contract.WIDTH * 2 / 2 / (3 * 8 * contract.WIDTH)  # gradients of norms, biases
+    assert pair.run(of_a_layer, True) == [10 / 2 + small] * 2
+
+
+@pytest.mark.slow
+@ways
+def test_on_a_mesh_with_ddp(way: str) -> None:
+    """Two replicas of a model over two ranks, each with its row of the batch."""
+
+    def run() -> list[float]:
+        mesh = Mesh(dp=2, tp=2)
+        expected = contract.trained(None).weights
+        model = DDP(WAYS[way](model_of(), mesh.tp), mesh.dp)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(contract.STEPS):
+            batch = Text().batch(step, contract.ROWS, contract.LENGTH)
+            batch = batch.slice(mesh.dp.rank, mesh.dp.size)
+            optimizer.zero_grad()
+            loss(model(batch.x), batch).backward()
+            optimizer.step()
+        return [
+            float((contract.whole(p) - expected[name]).abs().max())
+            for name, p in model.module.named_parameters()
+        ]
+
+    with World(4, timeout_s=20) as four:
+        assert max(max(off) for off in four.run(run)) <= contract.AGREE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_arrive_during_forward_are_waited_for(stage: int) -> None:
+    """q multiplies for k and v, too, whose new weights may still be on a slow wire."""
+
+    def run() -> float:
+        mesh = Mesh(dp=2, tp=2)
+        expected = contract.trained(None).weights
+        model = tensor_parallel(model_of(), mesh.tp)
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.AdamW, stage, mesh.dp, bucket_mb=0.0001,
+            gather_in=model, lr=1e-2, weight_decay=0.1,
+        )  # fmt: skip
+        for step in range(contract.STEPS):
+            batch = Text().batch(step, contract.ROWS, contract.LENGTH)
+            batch = batch.slice(mesh.dp.rank, mesh.dp.size)
+            optimizer.zero_grad()
+            loss(model(batch.x), batch).backward()
+            optimizer.step()
+        optimizer.wait()
+        return max(
+            float((contract.whole(p) - expected[name]).abs().max())
+            for name, p in model.named_parameters()
+        )
+
+    with World(4, timeout_s=20, link=Link(gbps=0.002)) as slow:
+        assert max(slow.run(run)) <= contract.AGREE
+
+
+@ways
+def test_logits_that_stay_where_they_are(pair: World, way: str) -> None:
+    """Each rank has those of its part of the vocabulary, and the loss of all."""
+
+    def run() -> float:
+        comm = Comm()
+        found = []
+        batch = Text().batch(0, contract.ROWS, contract.LENGTH)
+        for gather in (True, False):
+            model = tensor_parallel(
+                model_of(vocab=257), comm, sequence=way == "sequence", gather_logits=gather
+            )
+            logits = model(batch.x)
+            assert logits.shape[-1] == (257 if gather else 129)
+            if gather:
+                loss(logits, batch).backward()
+            else:
+                vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
+            found.append([p.grad for p in model.parameters()])
+        return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
+
+    assert max(pair.run(run)) <= contract.AGREE
+
+
+def test_a_copy_is_a_model_of_its_own(pair: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
+        tokens = torch.arange(24).view(2, 12)
+        before, other = model(tokens), deepcopy(model)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
+        assert torch.equal(model(tokens), before)
+        after = other(tokens)
+        assert not torch.allclose(after, before)
+        after.sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is not None and shard_of(p) == shard_of(q) for p, q in zip(
+            other.parameters(), model.parameters(), strict=True
+        ))  # fmt: skip
+
+    pair.run(run)
+
+
+def test_what_a_rank_holds(pair: World) -> None:
+    """1/t of what is cut, the rest whole; every part has its mark."""
+
+    def run() -> None:
+        comm, whole = Comm(), model_of()
+        model = tensor_parallel(model_of(), comm)
+        for name, p in model.named_parameters():
+            was, shard = whole.get_parameter(name), shard_of(p)
+            if name.endswith(("out.bias", "down.bias", "positions.weight")) or "norm" in name:
+                assert shard is None and torch.equal(p, was)
+                continue
+            assert shard is not None and p.numel() == was.numel() // 2 and p.is_contiguous()
+            assert p.untyped_storage().nbytes() == p.nbytes, "the whole is not kept alive"
+            assert (shard.start, shard.stop) == (comm.rank * len(p), (comm.rank + 1) * len(p)) or (
+                shard.dim == 1 and name.endswith(("out.weight", "down.weight"))
+            )
+            assert torch.equal(p, was.narrow(shard.dim, shard.start, shard.stop - shard.start))
+        assert model.head.weight is model.embed.tokens.weight  # type: ignore[union-attr]
+
+    pair.run(run)
+
+
+def test_a_model_starts_as_rank_0s(pair: World) -> None:
+    def run() -> bool:
+        model = model_of()
+        if Comm().rank == 1:
+            nn.init.zeros_(model.norm.bias)
+            nn.init.zeros_(model.blocks[0].mlp.up.weight)  # type: ignore[union-attr, arg-type]
+        tensor_parallel(model, Comm())
+        return bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())  # type: ignore[union-attr, operator]
+
+    assert pair.run(run) == [True, True]
+
+
+# ---- overlap
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_input_gradient_travels_while_the_weights_is_computed(
+    pair: World, sequence: bool
+) -> None:
+    contract.check_overlap(pair, sequence)
+
+
+def test_one_input_is_gathered_and_its_gradient_sent_once(pair: World) -> None:
+    """q, k and v: not three times."""
+
+    def run() -> list[str]:
+        model = tensor_parallel(model_of(), Comm(), sequence=True)
+        attention = model.blocks[0].attn  # type: ignore[union-attr, index]
+        x = torch.randn(2, 6, contract.WIDTH, dtype=torch.float64, requires_grad=True)
+        with listen() as events:
+            attention(x).sum().backward()  # type: ignore[operator]
+        return [event.op for event in events]
+
+    gather, scatter, reduce = "all_gather", "reduce_scatter", "all_reduce"
+    forward, backward = [gather, scatter], [reduce, gather, gather, scatter]  # of the bias first
+    assert [sorted(ops) for ops in pair.run(run)] == [sorted(forward + backward)] * 2
+
+
+# ---- the layers by themselves
+
+
+def test_layers_without_a_model(pair: World) -> None:
+    """Used twice, without bias, with a frozen weight, of two dims; by sizes as by `from_linear`."""
+
+    def run() -> None:
+        comm = Comm()
+        torch.manual_seed(0)
+        up, down = nn.Linear(6, 8).double(), nn.Linear(8, 6, bias=False).double()
+        up.weight.requires_grad_(False)
+        column = ColumnParallelLinear.from_linear(up, comm)
+        row = RowParallelLinear.from_linear(down, comm)
+        assert not column.weight.requires_grad and "(4, 6) of (8, 6)" in repr(column)
+        for shape in ((6,), (3, 6), (2, 3, 6)):
+            results = []
+            for first, last in ((up, down), (column, row)):
+                torch.manual_seed(1)
+                x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+                once = last(torch.tanh(first(x)))
+                last(torch.tanh(first(once))).square().sum().backward()
+                results.append((once.detach(), x.grad))
+            for a, b in zip(*results, strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
+        mine = up.bias.grad.chunk(2)[comm.rank]
+        assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        mine = down.weight.grad.chunk(2, 1)[comm.rank]
+        assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        made = ColumnParallelLinear(6, 8, comm)
+        assert torch.equal(made.weight.double(), column.weight)
+
+    pair.run(run)
+
+
+@ways
+@pytest.mark.parametrize("casting", ["labkit", "torch", "module"])
+def test_bfloat16(pair: World, way: str, casting: str) -> None:
+    """Autocast or a model in bf16: what layers send has 2 bytes, gradients have the type of their
+    parameters, and the loss is near that of fp64."""
+
+    def run() -> tuple[float, float, set[str]]:
+        tokens = torch.arange(24).view(2, 12)
+        expected = float(model_of()(tokens).logsumexp(-1).mean())
+        model: Any = WAYS[way](model_of().float(), Comm())
+        x = torch.ones(2, 12 // (1 + (way == "sequence")), contract.WIDTH, requires_grad=True)
+        if casting == "module":
+            model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+        cast = {
+            "labkit": lambda: autocast(torch.bfloat16),
+            "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+            "module": torch.enable_grad,
+        }[casting]
+        with cast():
+            value = model(tokens).float().logsumexp(-1).mean()
+        value.backward()
+        for p in model.parameters():
+            assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
+        with listen() as events:
+            with cast():
+                y = model.blocks[0](x)
+            y.sum().backward()
+        layers = [event for event in events if len(event.shape) == 3]
+        assert len(layers) == (10 if way == "sequence" else 4)
+        return expected, float(value), {event.dtype for event in layers}
+
+    for expected, found, dtypes in pair.run(run):
+        assert abs(found - expected) < 0.05 * abs(expected)
+        assert dtypes == {"bfloat16"}
+
+
+# ---- bad input
+
+
+def test_heads_that_do_not_divide() -> None:
+    def cut(**changes: Any) -> None:
+        tensor_parallel(model_of(**changes), Comm())
+
+    with World(3) as trio:
+        with pytest.raises(
+            RankError, match="8 query heads of blocks.0.attn.*3 tensor.*: 1, 2, 4, 8"
+        ):
+            trio.run(cut, heads=8)
+        with pytest.raises(RankError, match="4 key-value heads .*3 tensor-.*: 1, 2, 4"):
+            trio.run(cut, kv_heads=4)
+        with pytest.raises(RankError, match="10 features|10 long.* over 3 .*: 1, 2, 5, 10"):
+            trio.run(lambda: ColumnParallelLinear(4, 10, Comm()))
+
+
+def test_a_layer_edited_twice(pair: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(), Comm())
+        tensor_parallel(model, Comm())
+
+    with pytest.raises(RankError, match="blocks.0.attn.q is cut over 2 ranks already"):
+        pair.run(run)
+
+
+def test_a_model_in_which_nothing_is_found(pair: World) -> None:
+    with pytest.raises(RankError, match="Sequential has nothing that tensor_parallel knows to cut"):
+        pair.run(lambda: tensor_parallel(nn.Sequential(nn.Linear(2, 2)), Comm()))
+
+
+def test_a_sequence_that_does_not_divide(pair: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(), Comm(), sequence=True)
+        model(torch.zeros(2, 11, dtype=torch.long))
+
+    with pytest.raises(RankError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):
+        pair.run(run)
+
+
+def test_an_input_that_differs_is_found(pair: World) -> None:
+    def run(by_name: bool) -> None:
+        model = tensor_parallel(model_of(), Comm())
+        tokens = torch.full((2, 12), Comm().rank)
+        model(tokens=tokens) if by_name else model(tokens)
+
+    for by_name in (True, False):
+        with pytest.raises(RankError, match="the input differs between the ranks(.|\n)*same batch"):
+            pair.run(run, by_name)
+
+
+def test_a_random_state_that_differs_is_found(pair: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(dropout=0.1), Comm())
+        torch.manual_seed(Comm().rank)
+        model(torch.zeros(2, 12, dtype=torch.long))
+
+    with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
+        pair.run(run)
+
+
+def test_without_checks_nothing_is_compared() -> None:
+    def run() -> bool:
+        model = tensor_parallel(model_of(), Comm())
+        tokens = torch.full((2, 12), Comm().rank)
+        return bool(model(tokens).isfinite().all())
+
+    with World(2, check=False) as unchecked:
+        assert unchecked.run(run) == [True, True]

@@ -1,0 +1,304 @@
+"""The vocabulary cut over 1 to 4 ranks, also where it does not divide: embedding, head and loss."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vocab_checks
+from labkit import Comm, World, dry_run, listen, recompute
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor import vocab as vocab_parallel
+from labkit.parallel.tensor.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    padded_vocab,
+    vocab_parallel_cross_entropy,
+)
+from vocab_checks import Tiny, own_logits
+
+VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, timeout_s=20) as world:
+        yield world
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        vocab_checks.embedding_is_torchs,
+        vocab_checks.loss_is_torchs,
+        vocab_checks.tied_weights_train_as_one,
+        vocab_checks.bytes_are_the_formulas,
+        vocab_checks.sequence_parts_are_torchs,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_it_is_torchs(world: World, check: Callable[[Any, int], None], vocab: int) -> None:
+    world.run(check, vocab_parallel, vocab)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("gather", [True, False])
+def test_the_head_is_torchs(world: World, vocab: int, gather: bool) -> None:
+    world.run(vocab_checks.head_is_torchs, vocab_parallel, vocab, gather)
+
+
+def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks(world: World) -> None:
+    def parts() -> tuple[Any, Any, Any]:
+        torch.manual_seed(1)
+        comm = Comm()
+        embedding = VocabParallelEmbedding(7, 3, comm)
+        head = VocabParallelHead(3, 7, comm, bias=True)
+        assert head.bias is not None
+        cuts = [shard_of(p) for p in (embedding.weight, head.weight, head.bias)]
+        assert cuts[0] == cuts[1] == cuts[2] and cuts[0] is not None
+        real = cuts[0].stop - cuts[0].start
+        return embedding.weight[:real], head.weight[:real], head.bias[:real]
+
+    torch.manual_seed(1)
+    table, linear = nn.Embedding(7, 3), nn.Linear(3, 7)
+    found = [torch.cat(of) for of in zip(*world.run(parts), strict=True)]
+    for one, other in zip(found, (table.weight, linear.weight, linear.bias), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_huge_logits_do_not_overflow(world: World) -> None:
+    """exp(1e4) is infinite in every dtype; the highest logit is taken off before."""
+    world.run(vocab_checks.loss_is_torchs, vocab_parallel, 10, 1e4)
+
+
+def test_a_rank_whose_logits_are_far_below_the_others_adds_nothing(world4: World) -> None:
+    def off() -> float:
+        comm = Comm()
+        whole = torch.zeros(1, 8) + torch.tensor([1e30, 1e30, 0, 0, -1e30, -1e30, -math.inf, 0])
+        y = torch.tensor([1])
+        found = vocab_parallel_cross_entropy(own_logits(whole, comm), y, comm)
+        return abs(float(found - F.cross_entropy(whole, y)))
+
+    assert max(world4.run(off)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_byte_logits_are_computed_in_float32(world4: World, dtype: torch.dtype) -> None:
+    def run() -> None:
+        comm = Comm()
+        torch.manual_seed(2)
+        whole = (torch.randn(40, 1000) * 3).to(dtype)
+        y = torch.randint(0, 1000, (40,))
+        there = whole.clone().requires_grad_()
+        here = own_logits(whole, comm).clone().requires_grad_()
+        expected = F.cross_entropy(there.float(), y)
+        with listen() as events:
+            loss = vocab_parallel_cross_entropy(here, y, comm)
+        assert loss.dtype == torch.float32 and {e.dtype for e in events} == {"float32"}
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        expected.backward()
+        loss.backward()
+        assert here.grad is not None and there.grad is not None and here.grad.dtype == dtype
+        own = there.grad.chunk(4, -1)[comm.rank]
+        torch.testing.assert_close(here.grad, own, rtol=0.01, atol=1e-7)
+
+    world4.run(run)
+
+
+def test_the_embedding_of_two_byte_rows_is_exact(world4: World) -> None:
+    """One rank has the row and the others zeros: their sum rounds nothing."""
+
+    def run() -> bool:
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 3, dtype=torch.bfloat16)
+        tokens = torch.arange(10).unsqueeze(0)
+        return torch.equal(
+            VocabParallelEmbedding.from_embedding(table, Comm())(tokens), table(tokens)
+        )
+
+    assert world4.run(run) == [True] * 4
+
+
+def test_one_row_that_is_not_a_number_stays_with_its_token(world2: World) -> None:
+    def run() -> bool:
+        table = nn.Embedding(4, 2)
+        with torch.no_grad():
+            table.weight[2] = math.nan  # row 0 of rank 1, where it looks up others' tokens
+        x = VocabParallelEmbedding.from_embedding(table, Comm())(torch.tensor([[0, 1, 3]]))
+        return bool(x.isfinite().all())
+
+    assert world2.run(run) == [True, True]
+
+
+def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen(world2: World) -> None:
+    def run() -> None:
+        table = nn.Embedding(5, 2, padding_idx=-2)  # row 3, on rank 1
+        tokens = torch.tensor([[0, 3, 4, 3]])
+        with torch.no_grad():
+            table.weight[3] = 7.0
+        cut = VocabParallelEmbedding.from_embedding(table, Comm())
+        table(tokens).sum().backward()
+        x = cut(tokens)
+        assert torch.equal(x, table(tokens))
+        x.sum().backward()
+        assert table.weight.grad is not None and cut.weight.grad is not None
+        assert torch.equal(cut.weight.grad, vocab_checks.own_rows(table.weight.grad, Comm()))
+        frozen = nn.Embedding(5, 2).requires_grad_(False)
+        cut = VocabParallelEmbedding.from_embedding(frozen, Comm())
+        assert not cut.weight.requires_grad and not cut(tokens).requires_grad
+
+    world2.run(run)
+
+
+def test_a_module_used_twice_under_recompute(world2: World) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        plain = Tiny(5).double()
+        comm = Comm()
+        embedding = VocabParallelEmbedding.from_embedding(plain.tokens, comm)
+        head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
+        tokens = torch.tensor([[0, 4, 2, 1]])
+
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            logits = head(embedding(x) * embedding(x.flip(1)))
+            return vocab_parallel_cross_entropy(logits, x, comm)
+
+        recompute(twice, tokens).backward()
+        x = plain.tokens(tokens) * plain.tokens(tokens.flip(1))
+        weight = plain.head.weight.detach().clone().requires_grad_()
+        F.cross_entropy((x @ weight.t()).flatten(0, 1), tokens.flatten()).backward()
+        for cut, whole in ((embedding.weight, plain.tokens.weight), (head.weight, weight)):
+            assert cut.grad is not None and whole.grad is not None
+            vocab_checks.near(cut.grad, vocab_checks.own_rows(whole.grad, comm), "a gradient")
+
+    world2.run(run)
+
+
+def test_nothing_counts(world2: World) -> None:
+    """As in torch: the mean of no targets is no number, their sum is 0; no tokens, no error."""
+
+    def run() -> tuple[bool, float]:
+        comm = Comm()
+        logits, y = torch.randn(3, 2), torch.full((3,), -100)
+        mean = vocab_parallel_cross_entropy(logits, y, comm)
+        none = vocab_parallel_cross_entropy(logits[:0], y[:0], comm, reduction="sum")
+        total = vocab_parallel_cross_entropy(logits, y, comm, reduction="sum")
+        return bool(mean.isnan()), float(none + total)
+
+    assert world2.run(run) == [(True, 0.0)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_targets_of_any_integers(world2: World, dtype: torch.dtype) -> None:
+    def off() -> float:
+        comm = Comm()
+        torch.manual_seed(0)
+        whole, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(0, 10, (6,))
+        found = vocab_parallel_cross_entropy(own_logits(whole, comm), y.to(dtype), comm)
+        return abs(float(found - F.cross_entropy(whole, y)))
+
+    assert max(world2.run(off)) < 1e-12
+
+
+def test_under_autocast_the_loss_is_still_in_float32(world2: World) -> None:
+    def run() -> None:
+        comm = Comm()
+        torch.manual_seed(0)
+        plain = Tiny(10)
+        head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
+        x, y = torch.randn(2, 6, 3), torch.randint(0, 10, (2, 6))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, expected = head(x), plain.head(x)
+            loss = vocab_parallel_cross_entropy(logits, y, comm)
+        assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+        right = F.cross_entropy(expected.float().flatten(0, 1), y.flatten())
+        torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
+        loss.backward()
+        right.backward()
+        assert head.weight.grad is not None and plain.head.weight.grad is not None
+        own = vocab_checks.own_rows(plain.head.weight.grad, comm)
+        torch.testing.assert_close(head.weight.grad, own, rtol=0.02, atol=1e-3)
+
+    world2.run(run)
+
+
+def test_it_runs_on_paper() -> None:
+    """Nobody looks at a number, so that a vocabulary of any size is recorded without data."""
+
+    def work() -> None:
+        comm = Comm()
+        model = Tiny(50257)
+        model.tokens = VocabParallelEmbedding.from_embedding(model.tokens, comm)  # type: ignore[assignment]
+        model.head = VocabParallelHead.from_linear(model.head, comm, gather_output=False)  # type: ignore[assignment]
+        model.head.weight = model.tokens.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.zeros(2, 8, dtype=torch.long)
+        vocab_parallel_cross_entropy(model(x), x, comm).backward()
+        optimizer.step()
+
+    one = dry_run(work, ranks=8, step=0).ranks[0]
+    reduced = [event.payload_bytes for event in one.comms]
+    assert reduced == [2 * 8 * 3 * 4, 2 * 8 * 4, 2 * 2 * 8 * 4, 2 * 8 * 3 * 4]
+
+
+# ---- bad input
+
+
+def test_padded_vocab() -> None:
+    assert [padded_vocab(50257, size) for size in (1, 2, 3, 8)] == [50257, 50258, 50259, 50264]
+    assert padded_vocab(3, 8) == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[0, 5]])), "a token is 5, and"),
+        (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[-1]])), "a token is -1, and"),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([6]), c),
+            "a target is 6, and the vocabulary has 0 to 5",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([5]), c, vocab=5),
+            "a target is 5, and the vocabulary has 0 to 4",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([-1]), c),
+            "a target is -1",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([1, 2]), c),
+            "logits [1, 3] do not fit targets [2]",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([0.5]), c),
+            "targets [1] of torch.float32",
+        ),
+        (
+            lambda c: vocab_parallel_cross_entropy(
+                torch.ones(1, 3), torch.tensor([0]), c, reduction="max"
+            ),
+            "reduction='max'",
+        ),
+        (
+            lambda c: VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, max_norm=1.0), c),
+            "max_norm=1.0",
+        ),
+        (
+            lambda c: VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, sparse=True), c),
+            "sparse=True",
+        ),
+    ],
+)
+def test_bad_input_is_told(world2: World, wrong: Callable[[Comm], Any], words: str) -> None:
+    def run() -> str:
+        with pytest.raises(ValueError) as caught:
+            wrong(Comm())
+        return str(caught.value)
+
+    assert all(words in said for said in world2.run(run))

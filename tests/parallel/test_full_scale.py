@@ -1,0 +1,88 @@
+"""What a rank holds at full scale, counted without data, beside what the ZeRO paper says it holds.
+
+The model is a GPT of 7.5 billion parameters in four layers of GPT-3's width: few tensors, for what
+takes time without data is their number. With 36 layers of width 4096, the model of that size in
+arXiv 2104.04473, Table 1, a rank holds as much; recording it takes minutes.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from labkit import DDP, GPT, Batch, MasterWeights, ZeRO3, ZeroOptimizer, dry_run, loss, predict
+from labkit.trace import CATEGORIES, MemoryPoint
+
+SIZES = {"vocab": 18432, "width": 12288, "depth": 4, "heads": 96, "context": 2048}
+RANKS, LR = 64, 1e-4
+# GB for a model of 7.5B on 64 ranks: ZeRO, arXiv 1910.02054, Table 1 (zero_memory.csv; that these
+# are the rows of the file, tests/predict/test_predict.py shows).
+HELD_GB = {0: 120, 1: 31.4, 2: 16.6, 3: 1.88}
+STATES = ("parameters", "gradients", "optimizer state")
+
+
+def train(stage: int) -> None:
+    """Two steps; in stage 0 with DDP."""
+    if stage == 3:
+        with ZeRO3.init():
+            model = GPT(**SIZES)
+    else:
+        model = GPT(**SIZES)
+    if stage == 3:
+        model = ZeRO3(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    else:
+        model = model.to(torch.bfloat16)
+        if stage == 0:
+            model = DDP(model)
+            optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=LR)
+        else:
+            optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=stage, lr=LR)
+    x = torch.zeros(1, 64, dtype=torch.long)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(x), Batch(x, x, x.numel())).backward()
+        optimizer.step()
+
+
+@cache
+def recorded(stage: int) -> list[MemoryPoint]:
+    return dry_run(train, stage, ranks=RANKS).ranks[0].memory
+
+
+def by_category(point: MemoryPoint) -> dict[str, int]:
+    return dict(zip(CATEGORIES, point.held_bytes, strict=True))
+
+
+def test_the_model_has_the_parameters_of_its_name() -> None:
+    assert predict.parameters(**SIZES) == pytest.approx(7.5e9, rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", HELD_GB)
+def test_after_a_step_a_rank_holds_what_the_paper_says(stage: int) -> None:
+    held = by_category(recorded(stage)[-1])
+    states_bytes = sum(held[name] for name in STATES)
+    assert states_bytes / 1e9 == pytest.approx(HELD_GB[stage], rel=0.02), held
+    formula = predict.model_state_bytes(predict.parameters(**SIZES), dp=RANKS, stage=stage)
+    assert states_bytes == pytest.approx(formula, rel=0.001), held
+
+
+@pytest.mark.slow
+def test_built_and_wrapped_no_rank_holds_the_whole() -> None:
+    """While it is built, a rank holds its share and one parameter (2.4 GB of 30); while it is
+    wrapped, a unit besides, in the dtype of computation."""
+
+    def build() -> None:
+        with ZeRO3.init():
+            model = GPT(**SIZES)
+        wrapped = ZeRO3(model, compute_dtype=torch.bfloat16)
+        torch.optim.SGD(wrapped.parameters(), lr=LR).step()
+
+    share_bytes = 4 * predict.parameters(**SIZES) / RANKS
+    parameter_bytes = 4 * SIZES["width"] * 4 * SIZES["width"]
+    unit_bytes = 2 * 12.01 * SIZES["width"] ** 2
+    one = dry_run(build, ranks=RANKS, step=0).ranks[0]
+    (step,) = (span for span in one.spans if span.phase == "optimizer")
+    peak_bytes = max(sum(x.held_bytes) for x in one.memory if x.when_s < step.began_s)
+    assert parameter_bytes < peak_bytes < share_bytes + parameter_bytes + unit_bytes

@@ -1,0 +1,141 @@
+"""Pipeline, data and tensor parallelism together, against one process (three_d_cases.py)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import three_d_cases as cases
+from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
+from three_d_cases import Case
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[World]:
+    with World(8, timeout_s=30) as world:
+        yield world
+
+
+def held_to_one_process(world: World, some: list[Case]) -> None:
+    def run() -> list[cases.Seen | None]:
+        return [cases.train(case) for case in some]
+
+    ranks = world.run(run)
+    for case, seen in zip(some, zip(*ranks, strict=True), strict=True):
+        cases.check(case, list(seen))
+
+
+def test_the_covering_part_has_every_pair_of_choices() -> None:
+    every = set().union(*map(cases.pairs_of, cases.every_case()))
+    chosen = cases.covering()
+    assert set().union(*map(cases.pairs_of, chosen)) == every
+    assert len(chosen) < len(cases.every_case()) / 8
+
+
+def test_every_pair_of_choices_trains_as_one_process(eight: World) -> None:
+    held_to_one_process(eight, cases.covering())
+
+
+@pytest.mark.slow
+def test_what_does_not_divide_or_is_not_trained(eight: World) -> None:
+    hard = list(cases.hard_cases().values())
+    with World(6, timeout_s=30) as six:
+        held_to_one_process(six, [case for case in hard if case.pp == 3])
+    held_to_one_process(eight, [case for case in hard if case.pp < 3])
+
+
+MESHES = sorted({(case.pp, case.dp, case.tp) for case in cases.every_case()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "dp", "tp"), MESHES, ids=str)
+def test_the_whole_grid_trains_as_one_process(eight: World, pp: int, dp: int, tp: int) -> None:
+    some = [case for case in cases.every_case() if (case.pp, case.dp, case.tp) == (pp, dp, tp)]
+    held_to_one_process(eight, some)
+
+
+# ---- what is refused, on every rank
+
+
+def tied_stages() -> Any:
+    return split(cases.model(Case()), 2)
+
+
+def mean(out: Tensor, y: Tensor) -> Tensor:
+    return cases.Weighted()(out, y)
+
+
+def stages_in_zero3() -> None:
+    mesh = cases.mesh_of(2, 2, 1)
+    Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean, wrap=lambda one: ZeRO3(one, mesh.dp))
+
+
+def stage_2_in_halves() -> None:
+    mesh, x = cases.mesh_of(2, 2, 1), torch.ones(2, 4, dtype=torch.int64)
+    pipe = Pipeline(tied_stages(), mesh.pp, "zb-h1", 2, mean)
+    zero = ZeroOptimizer(pipe.parameters(), torch.optim.SGD, 2, mesh.dp, lr=0.1)
+    pipe.step(x, x)
+    zero.step()
+
+
+def stage_1_without_a_flush() -> None:
+    mesh = cases.mesh_of(2, 2, 1)
+    stages = split(cases.model(Case(tied=False)), 2)
+    Pipeline(
+        stages, mesh.pp, "pipedream", 2, mean,
+        optimizer=lambda some: ZeroOptimizer(some, torch.optim.SGD, 1, mesh.dp, lr=0.1),
+    )  # fmt: skip
+
+
+def scaler_of_a_stage() -> None:
+    mesh, x = cases.mesh_of(2, 2, 1), torch.ones(2, 4, dtype=torch.int64)
+    pipe = Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean)
+    pipe.step(x, x, scaler=GradScaler(comm=mesh.dp))
+
+
+def two_owners_on_a_rank() -> None:
+    mesh, tied = cases.mesh_of(2, 2, 1), nn.Linear(3, 3)
+    stages = [tied, nn.Linear(3, 3), nn.Sequential(nn.ReLU(), tied), nn.Linear(3, 3)]
+    Pipeline(
+        stages, mesh.pp, "interleaved", 2, mean, chunks=2, wrap=lambda one: DDP(one, mesh.dp)
+    )  # fmt: skip
+
+
+ALL = "ranks 0, 1, 2 and 3 raised ValueError: "
+REFUSED: list[tuple[Callable[[], None], str]] = [
+    (stages_in_zero3, f"{ALL}head.weight [11, 8] of stage 1 is tied over stages, and one of them"),
+    (stage_2_in_halves, f"{ALL}a ZeroOptimizer of stage 2 sends gradients in every backward"),
+    (stage_1_without_a_flush, f"{ALL}a ZeroOptimizer averages once in a step, and this schedule"),
+    (two_owners_on_a_rank, f"{ALL}stages 0 and 2 are both on rank 0 and have a parameter in"),
+    (scaler_of_a_stage, "the scaler only [0, 1]: some stages would skip a step"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "told"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
+def test_what_makes_no_sense_is_refused(world4: World, run: Callable[[], None], told: str) -> None:
+    with pytest.raises(RankError) as caught:
+        world4.run(run)
+    assert told in str(caught.value)
+
+
+# ---- groups
+
+
+def test_the_ends_of_each_line_are_a_group(eight: World) -> None:
+    """The embedding groups: one for each line of stages, made by all ranks at once."""
+
+    def run() -> tuple[int, ...]:
+        ends = Mesh(pp=4, tp=2).pp.subgroup([0, 3])
+        if ends is None:
+            return ()
+        x = torch.full((2,), float(Comm().rank))
+        ends.all_reduce(x)
+        assert x.tolist() == [sum(ends.ranks)] * 2
+        return ends.ranks
+
+    assert eight.run(run) == [(0, 6), (1, 7), (), (), (), (), (0, 6), (1, 7)]

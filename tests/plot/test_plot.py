@@ -1,0 +1,994 @@
+"""What the pictures show is what the trace says, and a reader can read it.
+
+Every test looks at what is drawn: corners of polygons in milliseconds and bytes, colours, words,
+and the boxes of words in pixels.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from io import BytesIO
+from itertools import combinations, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from labkit import plot
+from labkit.bench.plot import bench_plot
+from labkit.bench.plot import table as bench_table
+from labkit.events import CommEvent
+from labkit.parallel.common.footprint import Footprint
+from labkit.plot import style
+from labkit.plot.comparison import draw_comparison
+from labkit.plot.lettering import Lettering
+from labkit.plot.memories import peak_bytes
+from labkit.plot.picture import Picture, png
+from labkit.plot.pipelines import LIGHTEST
+from labkit.plot.strategies import sent_bytes, step_times
+from labkit.plot.timelines import LINE_PX, TimelineView
+from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
+from labkit.trace.measures import overlap, waiting
+from places import ROOT
+from traces import sample_trace
+
+# ---- what is on a figure
+
+
+def extents(view: TimelineView) -> list[tuple[float, float]]:
+    """From where to where each polygon goes, in ms."""
+    return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths(view)]
+
+
+def paths(view: TimelineView) -> list:
+    return view.polygons.get_paths()
+
+
+def colours(view: TimelineView) -> list[str]:
+    return [to_hex(colour).upper() for colour in view.polygons.get_facecolor()]
+
+
+def found(view: TimelineView, begin_s: float, end_s: float, top: float, bottom: float) -> list[str]:
+    """Colours of the polygons with just these times whose middle lies in these rows."""
+    return [
+        colour
+        for path, (begin, end), colour in zip(paths(view), extents(view), colours(view))
+        if abs(begin - begin_s * 1e3) < 1e-9
+        and abs(end - end_s * 1e3) < 1e-9
+        and top <= path.vertices[:, 1].mean() <= bottom
+    ]
+
+
+def rows(view: TimelineView) -> list[tuple[float, float]]:
+    """Top and bottom of each rank drawn, by the places of their labels."""
+    middles = [name.y for name in view.labels.names if name.text.startswith("rank")]
+    tops = [y - 0.5 for y in middles]
+    return list(zip(tops, [*tops[1:], np.inf]))
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def boxes(figure: Figure, *letterings: Lettering) -> list[tuple[str, Bbox]]:
+    """Every text that is drawn, with its box in pixels."""
+    figure.canvas.draw()
+    not_drawn: list[Text] = []
+    for axes in figure.axes:
+        if not axes.get_visible():
+            not_drawn += axes.findobj(Text)
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            beyond = [x for x in axis.get_major_ticks() if not low <= x.get_loc() <= high]
+            not_drawn += [label for tick in beyond for label in (tick.label1, tick.label2)]
+    found_boxes = [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(Text)
+        if text.get_text() and text.get_visible() and text not in not_drawn
+    ]
+    for lettering in letterings:
+        texts = [name.text for name in lettering.names]
+        found_boxes += zip(texts, lettering.boxes())
+    return found_boxes
+
+
+def assert_readable(figure: Figure, *letterings: Lettering) -> None:
+    """No two texts overlap, and all lie on the figure."""
+    every = boxes(figure, *letterings)
+    assert len(every) > 5
+    whole = figure.bbox.padded(0.5)
+    for text, box in every:
+        assert whole.containsx(box.x0) and whole.containsx(box.x1), f"{text!r} leaves the figure"
+        assert whole.containsy(box.y0) and whole.containsy(box.y1), f"{text!r} leaves the figure"
+    for (one, box), (other, other_box) in combinations(every, 2):
+        assert not overlapping(box, other_box), f"{one!r} lies on {other!r}"
+
+
+def overlapping(one: Bbox, other: Bbox) -> bool:
+    return (
+        min(one.x1, other.x1) - max(one.x0, other.x0) > 0.5
+        and min(one.y1, other.y1) - max(one.y0, other.y0) > 0.5
+    )
+
+
+def hung_trace() -> Trace:
+    """Rank 0 waits in a collective that rank 1, still in backward, has not come to."""
+    traces = {}
+    for rank in range(2):
+        spans = [Span("forward", "", 0, 1.0, 1.01, 0, "GPT"), Span("backward", "", 0, 1.01, 0.0)]
+        traces[rank] = RankTrace(
+            rank, 2, steps=[Step(0, 1.0, 0.0)], spans=spans, complete=rank == 0
+        )
+    event = CommEvent("all_reduce", "default", (0, 1), 0, 4, "float32", (8,), 32, 32, True)
+    traces[0].comms.append(replace(event, issued_s=1.02))
+    return Trace(traces)
+
+
+# ---- timeline: the trace, and nothing else
+
+
+def test_every_span_and_event_is_drawn_from_its_begin_to_its_end():
+    trace = sample_trace(3, 4)
+    view = TimelineView(trace, 2)
+    part = trace.step(2)
+    for one, (top, bottom) in zip(part.ranks.values(), rows(view)):
+        for span in one.spans:
+            drawn = found(view, span.began_s, span.ended_s, top, top + 1)
+            assert style.PHASES[span.phase] in drawn, span
+        for event in one.comms:
+            assert found(view, event.began_s, event.ended_s, top + 1, bottom), event
+    things = sum(len(x.spans) + len(x.comms) + len(waiting(x)) for x in part.ranks.values())
+    assert len(paths(view)) == things
+
+
+def test_waiting_shows_on_the_lane_of_computing():
+    trace = sample_trace(3, 4)
+    view = TimelineView(trace, 2)
+    waits = 0
+    for one, (top, _) in zip(trace.step(2).ranks.values(), rows(view)):
+        for begin_s, end_s in waiting(one):
+            assert style.WAITING in found(view, begin_s, end_s, top, top + 1)
+            waits += 1
+    assert waits >= 3
+    assert colours(view).count(style.WAITING) == waits
+
+
+def test_a_collective_has_one_colour_on_all_ranks_and_its_neighbours_another():
+    trace = sample_trace(4, 3)
+    view = TimelineView(trace, 2)
+    row = dict(zip(range(4), rows(view)))
+    of_seq: dict[int, set[str]] = {}
+    for (_, seq), events in trace.step(2).collectives().items():
+        assert len(events) == 4
+        for rank, event in events.items():
+            top, bottom = row[rank]
+            of_seq.setdefault(seq, set()).update(
+                found(view, event.began_s, event.ended_s, top + 1, bottom)
+            )
+    assert all(len(one) == 1 for one in of_seq.values())
+    in_order = [of_seq[seq] for seq in sorted(of_seq)]
+    assert all(one != following for one, following in pairwise(in_order))
+
+
+def test_a_message_has_one_colour_on_both_ends():
+    trace = sample_trace(4, 3)
+    view = TimelineView(trace, 2)
+    row = dict(zip(range(4), rows(view)))
+    seen = set()
+    for key, ends in trace.step(2).messages().items():
+        pair = [
+            found(view, event.began_s, event.ended_s, row[rank][0] + 1, row[rank][1])
+            for rank, event in ((key.source, ends["send"]), (key.target, ends["recv"]))
+        ]
+        assert len(set(map(tuple, pair))) == 1, key
+        seen.add(pair[0][0])
+    assert len(seen) == 2  # and neighbours differ
+
+
+def test_events_at_the_same_time_lie_in_lanes_of_their_own():
+    view = TimelineView(sample_trace(8, 2), 0, ranks=[0])
+    comms = [bar for bar in view.bars if bar.top >= 1]
+    assert len({bar.top for bar in comms}) == 7
+    for one, other in combinations(comms, 2):
+        at_once = one.begin_ms < other.end_ms and other.begin_ms < one.end_ms
+        assert not at_once or one.bottom <= other.top or other.bottom <= one.top
+
+
+def test_the_title_says_what_is_shown_and_how_much_was_hidden():
+    trace = sample_trace(4, 3)
+    part = trace.step(2)
+    title = plot.timeline(trace).axes[0].get_title(loc="left")
+    assert title.startswith("Step 2  ·  4 ranks  ·  ")
+    assert f"{overlap(part):.0%} of communication hidden" in title
+    assert "paced" not in title
+    trace.about["link"] = {"gbps": 1.0}
+    few = plot.timeline(trace, ranks=[3, 1]).axes[0].get_title(loc="left")
+    assert "2 of 4 ranks" in few
+    assert few.endswith("paced to 1 Gbit/s")
+    shown = Trace({rank: part.ranks[rank] for rank in (1, 3)})
+    assert f"{overlap(shown):.0%} of communication" in few
+    assert overlap(shown) != pytest.approx(overlap(part), abs=0.01)
+
+
+def test_the_title_leaves_out_what_means_nothing():
+    """A single step has no number; with no computing there is nothing to hide behind."""
+    trace = sample_trace(2, 1)
+    title = plot.timeline(trace).axes[0].get_title(loc="left")
+    assert title.startswith("2 ranks  ·  ") and "hidden" in title
+    for one in trace.ranks.values():
+        one.spans = []
+    assert "hidden" not in plot.timeline(trace).axes[0].get_title(loc="left")
+
+
+def message_trace(*, with_barrier: bool) -> Trace:
+    """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
+    traces = {}
+    for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
+        event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
+        times = {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
+        comms = [replace(event, **times)]
+        if with_barrier:
+            later = {name: value + 0.5 for name, value in times.items()}
+            comms.append(replace(event, op="barrier", peer=None, **later))
+        traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
+    return Trace(traces)
+
+
+def test_a_message_is_named_by_its_other_end_and_its_row_messages():
+    view = TimelineView(message_trace(with_barrier=False))
+    assert {"send → 2", "recv ← 0"} <= {name.text for name in view.names.names}
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "messages", "rank 2", "messages"]
+    view = TimelineView(message_trace(with_barrier=True))
+    assert {"send → 2", "barrier 2"} <= {name.text for name in view.names.names}
+    assert "all ranks" in [name.text for name in view.labels.names]
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_a_message_that_never_came_is_named_by_its_other_end():
+    trace = message_trace(with_barrier=False)
+    trace.ranks[2].comms[0].ended_s = 0.0
+    trace.ranks[2].comms[0].wait_ended_s = 0.0
+    never = {bar.names[0] for bar in TimelineView(trace).bars if bar.open}
+    assert never == {"recv ← 0", "waiting for recv ← 0"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "detail", "expected"), [(2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1)]
+)
+def test_a_step_that_is_usual_is_shown_unless_another_is_asked_for(
+    steps: int, detail: int | None, expected: int
+):
+    trace = sample_trace(2, steps, detail)
+    assert f"Step {expected} " in plot.timeline(trace).axes[0].get_title(loc="left")
+
+
+def test_a_step_in_detail_says_that_its_times_mean_nothing():
+    trace = sample_trace(2, 3, 1)
+    assert "not its usual speed" in plot.timeline(trace, 1).axes[0].get_xlabel()
+    assert plot.timeline(trace, 2).axes[0].get_xlabel() == "ms"
+
+
+def test_the_ranks_asked_for_are_shown_in_that_order():
+    view = TimelineView(sample_trace(4, 2), ranks=[3, 1])
+    assert [x.text for x in view.labels.names if "rank " in x.text] == ["rank 3", "rank 1"]
+
+
+def test_modules_inside_a_wrapper_are_drawn_as_without_it():
+    bare = sample_trace(1, 1, None)
+    wrapped = sample_trace(1, 1, None)
+    (one,) = wrapped.ranks.values()
+    for span in one.spans:
+        span.depth += span.phase == "forward"
+    root = next(x for x in one.spans if x.phase == "forward" and not x.module)
+    one.spans.insert(0, replace(root, depth=0, kind="DDP"))
+    names = [x.text for x in TimelineView(wrapped).names.names]
+    assert names == [x.text for x in TimelineView(bare).names.names]
+    assert "blocks.0" in names
+
+
+# ---- timeline: what never ended
+
+
+def test_what_never_ended_is_open_to_the_right():
+    view = TimelineView(hung_trace())
+    last_ms = 20.0
+    tips = {path.vertices[2, 0] for bar, path in zip(view.bars, paths(view)) if bar.open}
+    assert len([bar for bar in view.bars if bar.open]) == 4  # two backwards, one event, its wait
+    assert len(tips) == 1
+    assert tips.pop() > max(bar.end_ms for bar in view.bars) > last_ms * 1.05  # room to see it
+    edges = [to_hex(x).upper() for x in view.polygons.get_edgecolor()]
+    assert all(edge == style.UNFINISHED for bar, edge in zip(view.bars, edges) if bar.open)
+    closed = [(bar, path) for bar, path in zip(view.bars, paths(view)) if not bar.open]
+    assert closed
+    assert all(path.vertices[2, 0] == pytest.approx(bar.end_ms) for bar, path in closed)
+
+
+def test_an_event_only_issued_begins_there_and_is_waited_for():
+    view = TimelineView(hung_trace())
+    event = next(bar for bar in view.bars if bar.top >= 1)
+    wait = next(bar for bar in view.bars if bar.colour == style.WAITING)
+    assert event.begin_ms == pytest.approx(20.0)
+    assert wait.begin_ms == pytest.approx(20.0)
+    assert wait.open and event.open
+    assert "all_reduce 4" in wait.names[0]
+
+
+def test_what_is_waited_for_from_the_very_first_moment_shows():
+    trace = hung_trace()
+    for one in trace.ranks.values():
+        one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
+    trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
+    view = TimelineView(trace)
+    assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
+
+
+def test_a_hung_run_says_so_in_words():
+    view = TimelineView(hung_trace())
+    assert "unfinished after 20 ms" in view.axes.get_title(loc="left")
+    assert "never ended" in words(view.figure)
+    assert [x.text for x in view.labels.names if "rank" in x.text and "all" not in x.text] == [
+        "rank 0", "rank 1 (cut off)",
+    ]  # fmt: skip
+    assert "never ended" not in words(plot.timeline(sample_trace(2)))
+    assert_readable(view.figure, view.labels, view.names)
+
+
+# ---- timeline: readable
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+def test_no_words_lie_on_each_other(ranks: int):
+    view = TimelineView(sample_trace(ranks, 2))
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
+    trace = hung_trace()
+    ops = ["all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier", "gather", "send"]
+    for seq, op in enumerate(ops):
+        event = CommEvent(op, f"{seq} (ranks 0, 1)", (0, 1), 0, seq, "int8", (1,), 1, 1, False)
+        event.peer, event.issued_s, event.began_s, event.ended_s = 1, 1.0, 1.0, 1.01
+        trace.ranks[0].comms.append(event)
+    view = TimelineView(trace)
+    assert set(ops[:-1]) <= set(words(view.figure))
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_the_legend_has_what_is_drawn_and_nothing_else():
+    """As where ranks agree on a model before the first step: an all-gather in no step."""
+    trace = sample_trace(2, 2)
+    first = trace.ranks[0].comms[0]
+    trace.ranks[0].comms.append(replace(first, op="all_gather", step=-1))
+    trace.ranks[1].comms.append(replace(first, op="broadcast", step=1))
+    view = TimelineView(trace, step=0)
+
+    def legend() -> set[str]:
+        (one,) = view.figure.legends
+        return {text.get_text() for text in one.get_texts()}
+
+    usual = {"forward", "backward", "optimizer", "waiting", "all_reduce"}
+    assert usual <= legend() and not legend() & {"all_gather", "broadcast"}
+    view.redraw(step=1, zoom=(0.4, 0.5))
+    assert legend() >= usual | {"broadcast"} and "all_gather" not in legend()
+    view.redraw(step=1, ranks=[0])
+    assert "broadcast" not in legend(), "of a rank that is not drawn"
+    for event in trace.ranks[0].comms:
+        event.wait_began_s = event.wait_ended_s = 0.0
+    view.show(trace, step=1, ranks=[0])
+    assert "waiting" not in legend()
+
+
+def test_a_name_stands_where_no_wait_lies_over_its_bar():
+    """As in tensor parallelism, where a module waits in the middle of its forward."""
+    span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
+    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "int8", (1,), 1, 1, True)
+    for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
+        times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
+        one.comms.append(replace(event, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: one}))
+    (name,) = [x for x in view.names.names if x.text == "mlp"]
+    assert name.x == pytest.approx(5.5)
+    assert_readable(view.figure, view.labels, view.names)
+    view.redraw(zoom=(0, 0.35))  # up to 3.6 ms
+    assert "mlp" not in [x.text for x in view.names.names]
+
+
+def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
+    trace = hung_trace()
+    first = trace.ranks[0].comms[0]
+    groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
+    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    view = TimelineView(trace, ranks=[0])
+    labels = [name.text for name in view.labels.names]
+    assert labels == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
+    assert_readable(view.figure, view.labels, view.names)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_a_name_fits_in_its_bar(ranks: int):
+    view = TimelineView(sample_trace(ranks, 2))
+    to_px = view.axes.transData
+    names = list(zip(view.names.names, view.names.boxes()))
+    assert len(names) > 4
+    for name, box in names:
+        within = [
+            bar
+            for bar in view.bars
+            if name.text in bar.names
+            and bar.begin_ms <= name.x <= bar.end_ms
+            and bar.top <= name.y <= bar.bottom
+        ]
+        (left, top), (right, bottom) = to_px.transform(
+            [(within[-1].begin_ms, within[-1].top), (within[-1].end_ms, within[-1].bottom)]
+        )
+        assert left < box.x0 and box.x1 < right, name
+        assert bottom < box.y0 and box.y1 < top, name
+        assert name.colour == style.text_on(within[-1].colour)
+
+
+def test_rows_of_64_ranks_are_labelled_as_far_as_there_is_room():
+    view = TimelineView(sample_trace(64, 2))
+    labels = [name for name in view.labels.names if name.text.startswith("rank")]
+    assert labels[0].text == "rank 0"
+    assert 10 < len(labels) < 64
+    gaps = np.diff(sorted(box.y0 for box in view.labels.boxes()))
+    assert gaps.min() >= LINE_PX - 3  # boxes of words differ by their descent
+    lanes = [(bar.bottom - bar.top) for bar in view.bars if bar.bottom % 1 != bar.top]
+    high_px = view.axes.get_window_extent().height / view.axes.get_ylim()[0]
+    assert max(lanes) * high_px > 4
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_narrow_bars_keep_their_colour(ranks: int):
+    """A white edge would be all one sees of a bar that is narrower than it."""
+    view = TimelineView(sample_trace(ranks, 2))
+    px_per_ms = view.axes.get_window_extent().width / np.diff(view.axes.get_xlim())[0]
+    edges = [to_hex(x).upper() for x in view.polygons.get_edgecolor()]
+    narrow = [
+        (bar, edge)
+        for bar, edge in zip(view.bars, edges)
+        if (bar.end_ms - bar.begin_ms) * px_per_ms < 3 and not bar.edge
+    ]
+    assert narrow
+    assert all(edge == bar.colour for bar, edge in narrow)
+
+
+# ---- timeline: drawn again
+
+
+def test_redraw_shows_another_step_on_the_same_axes_and_polygons():
+    trace = sample_trace(4, 5, None)
+    view = TimelineView(trace, 1)
+    kept = (view.figure, view.axes, view.polygons)
+    artists = len(view.figure.findobj())
+    before = png(view.figure)
+    for step, ranks in ((3, [0, 2]), (0, None), (1, None)):
+        view.redraw(step, ranks)
+        fresh = TimelineView(trace, step, ranks)
+        assert extents(view) == extents(fresh)
+        assert colours(view) == colours(fresh)
+        assert view.axes.get_xlim() == fresh.axes.get_xlim()
+    assert (view.figure, view.axes, view.polygons) == kept
+    assert len(view.figure.findobj()) == artists
+    assert png(view.figure) == before
+
+
+def test_zoom_shows_that_part_and_draws_nothing_outside():
+    view = TimelineView(sample_trace(2, 3))
+    _, whole = view.axes.get_xlim()
+    every = len(view.bars)
+    view.redraw(zoom=(0.25, 0.5))
+    begin, end = view.axes.get_xlim()
+    assert (begin, end) == pytest.approx((whole / 4, whole / 2))
+    assert 0 < len(view.bars) < every / 2
+    assert all(bar.end_ms >= begin and bar.begin_ms <= end for bar in view.bars)
+    assert_readable(view.figure, view.labels, view.names)
+
+
+def test_all_bars_are_one_collection():
+    view = TimelineView(sample_trace(8, 2))
+    assert [x for x in view.axes.collections if len(x.get_paths()) > 300] == [view.polygons]
+    assert not view.axes.patches
+
+
+@pytest.mark.slow
+def test_the_bench_measures_both_ways():
+    times = bench_plot(ranks=2, turns=2)
+    assert times.ours_s > 0
+    assert times.ratio == times.separate_s / times.ours_s
+    assert times.what_if_s > 0 and times.what_if_bars > 100
+    assert bench_table(times).row_count == 3
+
+
+# ---- what cannot be drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": 7}, "no step 7 in this trace; it has 0 to 2"),
+        ({"ranks": [0, 9]}, "no rank 9 in this trace; it has 0 to 3"),
+        ({"ranks": []}, "no ranks to draw"),
+        ({"zoom": (0.5, 0.5)}, "zoom"),
+        ({"zoom": (0.5, 2)}, "zoom"),
+    ],
+)
+def test_what_is_not_there_is_said(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        plot.timeline(sample_trace(4, 3), **options)
+
+
+@pytest.mark.parametrize("trace", [Trace(), Trace({0: RankTrace(0, 1)})])
+def test_an_empty_trace_says_what_to_do(trace: Trace):
+    for draw in (plot.timeline, plot.view, lambda x: plot.compare([x])):
+        with pytest.raises(ValueError, match=r"nothing was recorded; .* record\(\)"):
+            draw(trace)
+
+
+def test_a_run_without_steps_or_without_some_rank_is_drawn():
+    trace = sample_trace(2, 1, None)
+    for one in trace.ranks.values():
+        one.steps = []
+    assert plot.timeline(trace).axes[0].get_title(loc="left").startswith("The whole run")
+    damaged = sample_trace(4, 2)
+    del damaged.ranks[2]
+    view = TimelineView(damaged)
+    assert "3 of 4 ranks" in view.axes.get_title(loc="left")
+
+
+# ---- memory
+
+
+def small_memory() -> Trace:
+    """One rank, one step of 10 s in detail, three moments."""
+    held = [(100, 0, 0, 0, 0, 0), (100, 50, 0, 300, 0, 7), (100, 50, 200, 0, 10, 0)]
+    points = [MemoryPoint(5.0 + t, 3, x) for t, x in zip((0.0, 2.5, 8.0), held)]
+    spans = [Span("forward", "", 3, 5.0, 8.0), Span("backward", "", 3, 8.0, 13.0)]
+    one = RankTrace(0, 1, steps=[Step(3, 5.0, 15.0, True)], spans=spans, memory=points)
+    return Trace({0: one})
+
+
+@pytest.mark.parametrize(("begin_s", "first"), [(4.0, 100), (5.0, 100), (5.5, 100), (7.5, 457)])
+def test_what_a_step_holds_is_drawn_from_the_beginning_of_forward_to_the_end(
+    begin_s: float, first: int
+):
+    """Wherever the moments of memory lie: forward may begin before the first, or after the last
+    that counts."""
+    runs = {"early": small_memory(), "other": small_memory()}
+    one = runs["other"].ranks[0]
+    one.spans[0] = replace(one.spans[0], began_s=begin_s)
+    (axes,) = plot.step_memory(runs).axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(curves) == 2
+    for line in curves:
+        assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0.0, 2.0)
+        assert line.get_ydata()[-1] == line.get_ydata()[-2] == 360
+        assert (np.diff(line.get_xdata()) >= 0).all()
+    assert curves[1].get_ydata()[0] == first
+
+
+def test_areas_are_the_bytes_of_each_category_from_that_moment_on():
+    trace = small_memory()
+    (axes, *_) = plot.memory(trace).axes
+    areas = [x.get_paths()[0] for x in axes.collections]
+    assert len(areas) == len(CATEGORIES)
+    for percent, point in ((0.1, 0), (24.9, 0), (25.1, 1), (79.9, 1), (80.1, 2), (99.9, 2)):
+        base = 0
+        for area, held in zip(areas, trace.ranks[0].memory[point].held_bytes):
+            assert area.contains_point((percent, base + held / 2)) == (held > 0)
+            assert area.contains_point((percent, base + held - 0.01)) == (held > 0)
+            assert not area.contains_point((percent, base + held + 0.01))
+            assert not area.contains_point((percent, base - 0.01))
+            base += held
+    drawn = [to_hex(x.get_facecolor()[0]).upper() for x in axes.collections]
+    assert drawn == [style.CATEGORIES[name] for name in CATEGORIES]
+
+
+def test_the_peak_stands_where_it_is_with_its_value():
+    (axes, *_) = plot.memory(small_memory()).axes
+    (note,) = [x for x in axes.texts if "peak" in x.get_text()]
+    assert note.get_text() == "peak 457 bytes"
+    assert note.xy == pytest.approx((25, 457))
+    real = plot.memory(sample_trace(2), ranks=[1]).axes[0]
+    part = sample_trace(2).step(1)
+    assert f"peak {peak_bytes(part.ranks[1]) / 1e6:.3g} MB" in [x.get_text() for x in real.texts]
+
+
+@pytest.mark.parametrize("way", ["footprint", "bytes", "noted", "noted footprint"])
+def test_predicted_bytes_are_a_line(way: str):
+    trace = small_memory()
+    footprint = Footprint(100, 50, 200, bus_bytes=99999)
+    given = {"footprint": footprint, "bytes": 350.0}.get(way)
+    if way.startswith("noted"):
+        trace.about["predicted"] = vars(footprint) if way == "noted" else footprint
+    figure = plot.memory(trace, predicted=given)
+    dashed = [x for x in figure.axes[0].lines if x.get_linestyle() == "--"]
+    assert [list(x.get_ydata()) for x in dashed] == [[350, 350]]
+    assert "as predicted, 350 bytes" in figure.get_suptitle()
+
+
+def test_nothing_is_predicted_where_nothing_was():
+    trace = small_memory()
+    trace.about["predicted"] = {"bus_bytes": 5}
+    figure = plot.memory(trace)
+    assert not [x for x in figure.axes[0].lines if x.get_linestyle() == "--"]
+    assert "predicted" not in figure.get_suptitle()
+
+
+def test_phases_are_a_ribbon_in_their_colours():
+    (axes, *_) = plot.memory(small_memory()).axes
+    ribbon = {
+        to_hex(x.get_facecolor()).upper(): (x.get_x(), x.get_x() + x.get_width())
+        for x in axes.patches
+    }
+    assert ribbon[style.PHASES["forward"]] == pytest.approx((0, 30))
+    assert ribbon[style.PHASES["backward"]] == pytest.approx((30, 80))
+    assert {"forward", "backward"} <= {x.get_text() for x in axes.texts}
+    assert "step 3 in detail" in axes.get_xlabel()
+
+
+def test_each_rank_has_its_own_beginning():
+    trace = small_memory()
+    (one,) = trace.ranks.values()
+    later = small_memory().ranks[0]
+    later.rank = 1
+    later.steps = [replace(x, began_s=9.0, ended_s=19.0) for x in later.steps]
+    later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
+    later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
+    figure = plot.memory(Trace({0: one, 1: later}))
+    left, right = (
+        [side for x in axes.patches for side in (x.get_x(), x.get_width())]
+        for axes in figure.axes[:2]
+    )
+    assert left == pytest.approx(right)
+    peaks = [x.xy for axes in figure.axes[:2] for x in axes.texts if "peak" in x.get_text()]
+    assert peaks == [pytest.approx((25, 457))] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
+def test_memory_of_many_ranks_can_be_read(ranks: int):
+    figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert len(shown) == min(ranks, 8)
+    assert_readable(figure)
+    if ranks == 64:
+        assert "ranks 0 to 7 of 64" in figure.get_suptitle()
+
+
+def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
+    with pytest.raises(ValueError, match=r"record\(detail_step=1\)"):
+        plot.memory(sample_trace(2, 3, None))
+    with pytest.raises(ValueError, match="no rank 5"):
+        plot.memory(sample_trace(2), ranks=[5])
+
+
+def test_a_rank_without_memory_is_said_to_have_none():
+    trace = sample_trace(2)
+    trace.ranks[1].memory = []
+    figure = plot.memory(trace)
+    assert "nothing recorded" in [x.get_text() for x in figure.axes[1].texts]
+
+
+# ---- strategies side by side
+
+
+def lengths(axes: object) -> dict[str, list[float]]:
+    """Of each part: how long it is in each bar."""
+    return {x.get_label(): [bar.get_width() for bar in x] for x in axes.containers}
+
+
+def test_the_parts_of_a_steps_time_add_up_to_it():
+    trace = sample_trace(3, 4, None)
+    times = step_times(trace)
+    total_s = times.alone_s + times.hidden_s + times.waiting_s + times.neither_s
+    steps = [
+        [x for one in trace.ranks.values() for x in one.steps if x.index == i] for i in (1, 2, 3)
+    ]
+    spans = [np.mean([x.ended_s - x.began_s for x in ranks]) for ranks in steps]
+    assert total_s == pytest.approx(np.median(spans))
+    assert min(times.alone_s, times.hidden_s, times.waiting_s) > 0
+    part = trace.step(2)
+    wait_s = np.mean([sum(e - b for b, e in waiting(one)) for one in part.ranks.values()])
+    assert times.waiting_s == pytest.approx(wait_s)
+
+
+def test_the_step_in_detail_does_not_count():
+    trace = sample_trace(2, 2, 1)
+    times = step_times(trace)
+    assert times == step_times(sample_trace(2, 1, None))
+    assert times.alone_s < step_times(trace.step(1)).alone_s / 2
+
+
+def test_compare_draws_what_the_traces_say():
+    runs = {"one": sample_trace(1, 3), "ddp": sample_trace(4, 3)}
+    fuller = runs["ddp"].ranks[2]
+    fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
+    figure = plot.compare(runs)
+    time_axes, sent_axes, held_axes = figure.axes
+    for i, trace in enumerate(runs.values()):
+        times = step_times(trace)
+        drawn = lengths(time_axes)
+        assert drawn["computing"][i] == pytest.approx(times.alone_s * 1e3)
+        assert drawn["computing, hiding communication"][i] == pytest.approx(times.hidden_s * 1e3)
+        assert drawn["waiting"][i] == pytest.approx(times.waiting_s * 1e3)
+        sent = lengths(sent_axes)
+        assert sent["all_reduce"][i] * 1e3 == pytest.approx(sent_bytes(trace)["all_reduce"])
+        held = lengths(held_axes)
+        assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(
+            max(peak_bytes(one) for one in trace.step(1).ranks.values())
+        )
+    ends = [0.0, 0.0]
+    for container in held_axes.containers:
+        assert [bar.get_x() for bar in container] == pytest.approx(ends)
+        ends = [bar.get_x() + bar.get_width() for bar in container]
+        (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
+        assert colour == style.CATEGORIES[container.get_label()]
+    assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]
+    assert_readable(figure)
+
+
+def test_bytes_are_those_that_one_rank_sends_in_one_step():
+    trace = sample_trace(4, 5)
+    usual = [2, 3, 4]
+    every = [x for one in trace.ranks.values() for x in one.comms if x.op == "all_reduce"]
+    of_step = sum(x.bus_bytes for x in every if x.step in usual) / len(usual)
+    assert sent_bytes(trace)["all_reduce"] == of_step / 4
+    assert "recv" not in sent_bytes(trace)
+
+
+def test_compare_without_memory_with_pacing_and_with_many_names():
+    paced = sample_trace(2, 2, None)
+    paced.about.update(link={"gbps": 1}, strategy="a strategy with a long name")
+    figure = plot.compare([paced] * 6)
+    assert len(figure.axes) == 2
+    names = [x.get_text() for x in figure.axes[0].get_yticklabels()]
+    assert len(set(names)) == 6
+    assert all(name.endswith("2 ranks, paced") for name in names)
+    assert_readable(figure)
+
+
+def test_compare_needs_runs():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        plot.compare({})
+
+
+def test_the_picture_of_losses_has_the_same_colours_and_can_be_read(tmp_path: Path):
+    footprint = Footprint(4e6, 4e6, 8e6, 6e6)
+    results = [
+        SimpleNamespace(
+            strategy=name, ranks=4, losses=[3.0, 2.5], measured=footprint, predicted=footprint
+        )
+        for name in ("single", "naive-ddp", "ddp")
+    ]
+    figure = draw_comparison(results, tmp_path / "compare.png")
+    held = figure.axes[2].containers
+    assert [to_hex(x[0].get_facecolor()).upper() for x in held] == [
+        style.CATEGORIES[name] for name in ("parameters", "gradients", "optimizer state")
+    ]
+    assert [bar.get_width() for x in held for bar in x] == [4.0] * 6 + [8.0] * 3
+    assert_readable(figure)
+
+
+# ---- colours
+
+
+def seen_without(cone: str, colour: str) -> np.ndarray:
+    """`colour` as someone sees it who lacks these cones (Machado and others, 2009), linear RGB."""
+    matrix = {
+        "none": np.eye(3),
+        "red": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        "green": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    }[cone]
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(matrix) @ linear, 0, 1)
+    return np.where(seen <= 0.0031308, seen * 12.92, 1.055 * seen ** (1 / 2.4) - 0.055)
+
+
+@pytest.mark.parametrize("cone", ["none", "red", "green"])
+@pytest.mark.parametrize(
+    "together",
+    [
+        list(style.CATEGORIES.values()),
+        [*dict.fromkeys(style.PHASES.values()), style.WAITING],  # an update is an optimizer's
+        [style.PHASES["forward"], style.PHASES["backward"], style.FAINT]
+        + [style.tint(style.PHASES[x], LIGHTEST) for x in ("forward", "backward")],  # two chunks
+        [pair[0] for op, pair in style.OPERATIONS.items() if op != "recv"],
+        *style.OPERATIONS.values(),
+        style.OTHER_OPERATIONS,
+        [style.COMPUTING, style.HIDDEN, style.WAITING, style.IDLE],
+        [style.MEASURED, style.PREDICTED],
+    ],
+)
+def test_colours_that_stand_together_can_be_told_apart(cone: str, together: Iterable[str]):
+    for one, other in combinations(together, 2):
+        distance = np.linalg.norm(seen_without(cone, one) - seen_without(cone, other))
+        assert distance > 0.12, (one, other)
+
+
+def test_every_text_has_contrast():
+    for ink in (style.INK, style.MUTED):
+        assert style.contrast(ink, style.PAPER) >= 4.5
+    fills = [*style.PHASES.values(), *sum(style.OPERATIONS.values(), ()), style.WAITING]
+    for fill in [*fills, *style.OTHER_OPERATIONS]:
+        assert style.contrast(style.text_on(fill), fill) >= 4.5, fill
+    assert style.contrast("#000000", "#FFFFFF") == pytest.approx(21)
+
+
+def test_the_style_of_a_notebook_changes_nothing():
+    import matplotlib.style
+
+    trace = sample_trace(2)
+    draws = (plot.timeline, plot.memory, lambda x: plot.compare([x]))
+    plain = [draw(trace)._repr_png_() for draw in draws]
+    loud = {"savefig.facecolor": "red", "savefig.bbox": "tight", "font.size": 30}
+    with matplotlib.style.context(["dark_background", loud]):
+        assert [draw(trace)._repr_png_() for draw in draws] == plain
+
+
+# ---- in a notebook
+
+
+def formatted(figure: Figure) -> dict:
+    from IPython.core.formatters import DisplayFormatter
+
+    return DisplayFormatter().format(figure)[0]
+
+
+def test_a_figure_is_shown_once_as_a_png():
+    pytest.importorskip("IPython", reason="needs IPython, which notebooks bring")
+    figure = plot.timeline(sample_trace(2))
+    shown = formatted(figure)
+    assert set(shown) == {"image/png", "text/plain"}
+    picture = imread(BytesIO(shown["image/png"]))
+    assert picture.shape[:2] == tuple(round(x) for x in figure.bbox.size[::-1])
+    assert (picture[[0, -1, 0, -1], [0, 0, -1, -1]] == 1).all()  # opaque, for dark themes
+
+
+def test_margins_stay_where_a_notebook_cuts_its_pictures():
+    """IPython, once pyplot is there, saves with bbox_inches="tight"."""
+    figure = plot.timeline(sample_trace(2))
+    cut = BytesIO()
+    figure.savefig(cut, format="png", bbox_inches="tight", pad_inches=0)
+    assert imread(BytesIO(cut.getvalue())).shape == imread(BytesIO(png(figure))).shape
+    own = Figure((10, 3), dpi=100)
+    plot.timeline(sample_trace(2), figure=own)
+    cut = BytesIO()
+    own.savefig(cut, format="png", bbox_inches="tight", pad_inches=0)
+    labels = [x for x in own.axes[0].collections if hasattr(x, "boxes")][-1]
+    left_px = min(box.x0 for box in labels.boxes())
+    assert imread(BytesIO(cut.getvalue())).shape[1] >= 1000 - left_px - 40
+
+
+def test_a_picture_is_drawn_into_the_figure_that_is_given():
+    for draw in (plot.timeline, plot.memory, lambda x, figure: plot.compare([x], figure=figure)):
+        own = Figure((9, 4))
+        assert draw(sample_trace(2), figure=own) is own
+        assert own.axes
+    assert isinstance(plot.timeline(sample_trace(2)), Picture)
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    root = ROOT
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot():
+    heavy = {"matplotlib", "numpy", "torch", "ipywidgets", "IPython"}
+    assert loaded_after("from labkit import plot") & heavy == set()
+    draw = "from labkit import plot\nplot.timeline, plot.memory, plot.compare, plot.movement"
+    assert loaded_after(draw) & {"torch", "ipywidgets", "IPython"} == set()
+
+
+def test_plot_names_what_it_has():
+    names = [
+        "bandwidth",
+        "bill",
+        "bits",
+        "calibration",
+        "compare",
+        "flip_bits",
+        "front",
+        "loading",
+        "magnitudes",
+        "memory",
+        "mesh",
+        "movement",
+        "nccl",
+        "number_line",
+        "plan",
+        "plan_view",
+        "schedule",
+        "schedules",
+        "step_memory",
+        "steps",
+        "timeline",
+        "transfers",
+    ]
+    names.append("view")
+    assert plot.__all__ == names and set(names) <= set(dir(plot))
+    with pytest.raises(AttributeError, match=f"it has {', '.join(names)}"):
+        plot.histogram  # noqa: B018
+
+
+# ---- with sliders
+
+widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
+
+
+@widgets
+def test_each_control_of_a_view_draws_another_picture():
+    view = plot.view(sample_trace(3, 4, 1))
+    seen = [bytes(view.picture.value)]
+
+    def another() -> None:
+        picture = bytes(view.picture.value)
+        assert picture.startswith(b"\x89PNG")
+        assert picture not in seen
+        seen.append(picture)
+
+    assert view.step.value == 2
+    view.step.value = 3
+    another()
+    view.ranks[1].value = False
+    another()
+    assert "2 of 3 ranks" in view._timeline.axes.get_title(loc="left")
+    view.zoom.value = (50, 60)
+    another()
+    view.what.value = "memory"
+    another()
+    assert view.step.disabled
+    view.ranks[0].value = False
+    another()
+    view.what.value = "timeline"
+    assert not view.step.disabled
+    another()
+    for button in view.ranks:
+        button.value = False  # none chosen: all are shown
+    assert "3 ranks" in view._timeline.axes.get_title(loc="left")
+    view.zoom.value = (100, 100)
+    another()
+
+
+@widgets
+def test_a_view_without_a_kernel_is_its_picture():
+    from base64 import b64decode
+
+    view = plot.view(sample_trace(2, 2))
+    bundle = view._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert b64decode(bundle["image/png"]) == view.picture.value
+
+
+@widgets
+def test_a_view_of_a_run_without_detail_or_without_steps():
+    assert plot.view(sample_trace(2, 2, None)).what.options == ("timeline",)
+    trace = sample_trace(2, 1, None)
+    for one in trace.ranks.values():
+        one.steps = []
+    view = plot.view(trace)
+    assert view.step.options == ("all",)
+    assert view.picture.value == png(plot.timeline(trace))
+
+
+def test_without_ipywidgets_a_view_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.delitem(sys.modules, "labkit.plot.widget", raising=False)
+    monkeypatch.delitem(vars(plot), "view", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
+        plot.view(sample_trace(2))

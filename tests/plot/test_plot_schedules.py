@@ -1,0 +1,314 @@
+"""A schedule's picture shows what each stage does when, of what it would take and of what a
+recorded run of it took, in one way.
+
+Tests look at the corners of the boxes in units of time, their colours, and the words.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from labkit import Comm, PacedStage, Pipeline, World, plot, record
+from labkit.plot.lettering import Lettering
+from labkit.plot.pipelines import LIGHTEST
+from labkit.plot.style import PHASES, contrast, text_on, tint
+from labkit.replaying import by_microbatch, pipeline_trace
+from labkit.replaying.microbatches import KIND, action_of, timed_actions
+from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
+from labkit.trace import RankTrace, Span, Step, Trace
+from labkit.trace.laws import broken_laws
+from test_plot import assert_readable as no_words_overlap
+
+COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
+
+
+APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
+CHUNKS = [
+    parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
+    parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"),
+]
+
+
+def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:
+    """Stage, begin, end and colour of each action that is drawn, from left to right."""
+    _, polygons = (x for x in figure.axes[panel].collections if isinstance(x, PolyCollection))
+    found = []
+    for path, colour in zip(polygons.get_paths(), polygons.get_facecolor(), strict=True):
+        x, y = path.vertices[:, 0], path.vertices[:, 1]
+        found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
+    return sorted(found)
+
+
+def lettering(figure: Figure) -> list[Lettering]:
+    return [x for x in figure.findobj(Lettering) if isinstance(x, Lettering)]
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text)] + [
+        name.text for one in lettering(figure) for name in one.names
+    ]
+
+
+def assert_readable(figure: Figure) -> None:
+    no_words_overlap(figure, *lettering(figure))
+
+
+# ---- from costs
+
+
+def test_every_action_is_drawn_when_the_replay_has_it() -> None:
+    schedule = one_f_one_b(3, 4)
+    figure = plot.schedule(schedule, COSTS, 0.5e-3, name="1F1B")
+    trace = pipeline_trace(schedule, lambda _, action: COSTS[action.phase], 0.5e-3)
+    expected = [
+        (stage, x.began_s * 1e3, x.ended_s * 1e3, PHASES[x.action.phase])
+        for stage, done in enumerate(timed_actions(trace))
+        for x in done
+    ]
+    assert len(expected) == 24
+    for found, right in zip(boxes(figure), sorted(expected), strict=True):
+        assert found[0] == right[0] and found[3] == right[3]
+        assert found[1:3] == pytest.approx(right[1:3])
+    length_ms = max(x[2] for x in expected)
+    bubble = 1 - sum(x[2] - x[1] for x in expected) / (3 * length_ms)
+    title = figure.axes[0].get_title(loc="left")
+    assert title == (
+        f"1F1B  ·  3 stages, 4 micro-batches  ·  {length_ms:.4g} ms  ·  "
+        f"bubble {bubble:.1%} of the total"
+    )
+
+
+def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> None:
+    figure = plot.schedule(one_f_one_b(4, 8))
+    assert "bubble 27.3% of the total" in figure.axes[0].get_title(loc="left")  # 3/11
+    assert {round(end - begin, 9) for _, begin, end, _ in boxes(figure)} == {1.0, 2.0}
+    halves = boxes(plot.schedule(CHUNKS))
+    assert {round(end - begin, 9) for _, begin, end, _ in halves} == {0.5, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "bubble"),
+    [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("zb-h1", 1, 3 / 27),
+     ("zb-h2", 1, 0.0), ("naive", 1, 0.75)],
+)  # fmt: skip
+def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
+    """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
+    figure = plot.schedule(schedule(name, 4, 8, chunks))
+    assert f"bubble {bubble:.1%} of the total" in figure.axes[0].get_title(loc="left")
+    idle, _ = (x for x in figure.axes[0].collections if isinstance(x, PolyCollection))
+    sizes = [np.ptp(path.vertices[:, 0]) for path in idle.get_paths()]
+    busy = sum(end - begin for _, begin, end, _ in boxes(figure))
+    assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
+
+
+def test_numbers_stand_in_their_boxes_and_what_is_held_beside() -> None:
+    figure = plot.schedule(one_f_one_b(4, 8))
+    numbers = [name.text for name in lettering(figure)[0].names]
+    assert sorted(map(int, numbers)) == sorted([*range(8)] * 8)
+    held = [text for text in words(figure) if text.startswith("holds")]
+    assert held == ["holds 4", "holds 3", "holds 2", "holds 1"]
+
+
+def test_what_is_held_is_told_in_whole_micro_batches() -> None:
+    """A weight's gradient needs the activations; those of one chunk of two are half as many."""
+    assert [x for x in words(plot.schedule(APART)) if x.startswith("holds")] == ["holds 2"] * 2
+    held = [x for x in words(plot.schedule(CHUNKS)) if x.startswith("holds")]
+    assert held == ["holds 2", "holds 1.5"]
+
+
+def test_phases_and_chunks_are_told_apart() -> None:
+    apart = plot.schedule(APART)
+    assert {x[3] for x in boxes(apart)} == {PHASES[x] for x in ("forward", "input", "weight")}
+    assert {"forward", "backward: input", "backward: weights", "idle"} <= set(words(apart))
+    chunks = plot.schedule(CHUNKS)
+    assert len({x[3] for x in boxes(chunks)}) == 4
+    assert "2 chunks" in chunks.axes[0].get_title(loc="left")
+    assert "later chunks: lighter" in words(chunks)
+    for colour in [*PHASES.values(), *(tint(x, LIGHTEST) for x in PHASES.values())]:
+        assert contrast(colour, text_on(colour)) > 4.5
+
+
+def test_a_gallery_is_on_one_axis_of_time() -> None:
+    many = {"1F1B": one_f_one_b(4, 8), "apart": APART, "chunks": CHUNKS}
+    figure = plot.schedules(many)
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    titles = [axes.get_title(loc="left").split("  ·  ")[0] for axes in figure.axes]
+    assert titles == list(many)
+    assert_readable(figure)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (4, 8), (33, 2), (2, 60)], ids=str)
+def test_no_words_overlap(stages: int, microbatches: int) -> None:
+    assert_readable(plot.schedule(one_f_one_b(stages, microbatches), name="1F1B"))
+    given = Figure(figsize=(6, 3), dpi=100)
+    plot.schedule(one_f_one_b(stages, microbatches), figure=given)
+    assert given.axes
+
+
+def test_a_cost_may_depend_on_the_stage() -> None:
+    figure = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
+    assert [round(end - begin, 9) for _, begin, end, _ in boxes(figure)] == [1, 1, 2, 2]
+
+
+# ---- a recorded run
+
+
+def recorded(schedule: Schedule, slower: float = 1.0, steps: int = 2) -> Trace:
+    """As a recorder sees it: spans of modules inside, and the loss before backward begins."""
+    paced = pipeline_trace(schedule, lambda _, action: slower * COSTS[action.phase])
+    phase = {"input": "backward", "weight": "backward", "update": "optimizer"}
+    ranks = {}
+    for stage, done in enumerate(timed_actions(paced)):
+        one = ranks[stage] = RankTrace(stage, len(schedule))
+        for step in range(steps):
+            later_s = 1.0 + step
+            one.steps.append(Step(step, later_s, later_s + 0.9))
+            for action, *when in done:
+                name = phase.get(action.phase, action.phase)
+                began_s, ended_s = (x + later_s for x in when)
+                one.spans.append(Span(name, "", step, began_s, ended_s, 0, "Stage"))
+                one.spans.append(Span(name, "inner", step, began_s, ended_s, 1, "Linear"))
+            one.spans.append(Span("optimizer", "", step, later_s + 0.8, later_s + 0.9, 0, "SGD"))
+            one.spans.append(Span("forward", "loss", step, later_s, later_s + 0.1, 0, "loss"))
+    return Trace(ranks, {"paced": True})
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), APART, CHUNKS], ids=["1f1b", "zb", "v2"])
+def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Schedule) -> None:
+    before = plot.schedule(schedule, COSTS)
+    after = plot.schedule(schedule, recorded=recorded(schedule))
+    for one, other in zip(boxes(before), boxes(after), strict=True):
+        assert (one[0], one[3]) == (other[0], other[3])
+        assert other[1:3] == pytest.approx(one[1:3])
+    assert [x.text for x in lettering(before)[0].names] == [
+        x.text for x in lettering(after)[0].names
+    ]
+    title = before.axes[0].get_title(loc="left")
+    assert after.axes[0].get_title(loc="left") == f"{title}  ·  paced"
+    named = by_microbatch(recorded(schedule), schedule)
+    assert boxes(plot.schedule(named)) == boxes(after)
+    slower = plot.schedule(schedule, recorded=recorded(schedule, 2.0))
+    assert np.allclose(
+        [x[1:3] for x in boxes(slower)], [np.multiply(2, x[1:3]) for x in boxes(after)]
+    )
+
+
+def test_spans_are_named_after_their_actions() -> None:
+    trace = by_microbatch(recorded(APART), APART)
+    names = [span.module for span in trace.ranks[1].spans if span.kind == KIND]
+    assert names == ["0", "0", "1", "1", "0", "1"] * 2
+    done = [str(action_of(span)) for span in trace.ranks[1].spans if span.kind == KIND]
+    assert done == ["F0", "I0", "F1", "I1", "W0", "W1"] * 2
+    assert [x.kind for x in trace.ranks[1].spans if x.phase == "optimizer"] == ["SGD"] * 2
+    for given in (APART, CHUNKS, one_f_one_b(2, 3)):
+        both = pipeline_trace(given, COSTS), by_microbatch(recorded(given), given)
+        told = [
+            [(x.phase, x.module) for x in trace.ranks[0].spans if x.kind == KIND] for trace in both
+        ]
+        assert told[1] == told[0] * 2, "as the replay names them"
+        assert [[str(x.action) for x in done] for done in timed_actions(both[0])] == [
+            [str(action) for action in actions] for actions in given
+        ]
+        assert plot.timeline(both[0]).axes
+    assert plot.timeline(trace).axes, "the usual timeline shows them too"
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), CHUNKS], ids=["1f1b", "v2"])
+def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule) -> None:
+    trace = recorded(schedule)
+    last = trace.ranks[1]
+    chunks = chunks_of(schedule)
+    forwards = [x for x in last.spans if (x.phase, x.depth, x.kind) == ("forward", 0, "Stage")]
+    order = [x for x in schedule[1] if x.phase == "forward"] * 2
+    for span, action in zip(forwards, order, strict=True):
+        if action.chunk == chunks - 1:
+            middle_s = (span.began_s + span.ended_s) / 2
+            last.spans.append(Span("forward", "", span.step, middle_s, span.ended_s, 0, "MSELoss"))
+            span.ended_s = middle_s
+    found = boxes(plot.schedule(schedule, recorded=trace))
+    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
+        assert one[1:3] == pytest.approx(other[1:3])
+
+
+def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
+    schedule = one_f_one_b(2, 3)
+    trace = recorded(schedule)
+    for one in trace.ranks.values():  # on stage 0 it is a wait
+        for span, following in pairwise(
+            [x for x in one.spans if x.depth == 0 and x.kind != "loss"]
+        ):
+            if (span.phase, following.phase) == ("forward", "backward"):
+                span.ended_s -= 1e-3 * one.rank
+                began_s = span.ended_s
+                loss = Span("forward", "loss", span.step, began_s, following.began_s, 0, "loss")
+                one.spans.append(loss)
+    found = boxes(plot.schedule(schedule, recorded=trace))
+    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
+        assert one[1:3] == pytest.approx(other[1:3])
+
+
+def test_a_run_by_another_schedule_is_refused() -> None:
+    trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
+    swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
+    with pytest.raises(
+        ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
+    ):
+        by_microbatch(trace, swapped)
+    with pytest.raises(ValueError, match="is not of steps by this schedule"):
+        by_microbatch(trace, one_f_one_b(2, 4))
+    with pytest.raises(ValueError, match=r"3 stages, and a trace of ranks \[0, 1\]"):
+        by_microbatch(trace, one_f_one_b(3, 3))
+    with pytest.raises(ValueError, match="named after a micro-batch"):
+        plot.schedule(trace)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot.schedule([[], []]), "no action"),
+        (lambda: plot.schedules({}), "nothing to draw"),
+        (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
+        (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
+        (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(draw, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+# ---- a pipeline on ranks
+
+
+def run_paced(given: Schedule) -> None:
+    """Two steps of stages that sleep; the loss is a module, too."""
+    comm, chunks = Comm(), chunks_of(given)
+    stages = [PacedStage(1e-3, 2e-3) for _ in range(comm.size * chunks)]
+    pipe = Pipeline(stages, comm, given, loss_fn=torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x = torch.ones(microbatches_of(given), 8)
+    for _ in range(2):
+        pipe.step(x, x)
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_paced_pipeline_is_recorded_and_drawn_as_its_schedule(world2: World) -> None:
+    for name, chunks in (("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)):
+        given = schedule(name, 2, 4, chunks)
+        with record(paced=True) as trace:
+            world2.run(run_paced, given)
+        named = by_microbatch(trace, given)
+        assert broken_laws(named) == []
+        assert [len(done) for done in timed_actions(named)] == [2 * len(own) for own in given]
+        before, after = plot.schedule(given), plot.schedule(given, recorded=trace)
+        assert [(x[0], x[3]) for x in boxes(before)] == [(x[0], x[3]) for x in boxes(after)]
+        title = after.axes[0].get_title(loc="left")
+        assert title.startswith("2 stages, 4 micro-batches") and title.endswith("  ·  paced")
+        assert_readable(after)

@@ -1,0 +1,273 @@
+"""The loss scaler on ranks: under each strategy the same decisions, scales and weights as alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import (
+    DDP,
+    Comm,
+    GradScaler,
+    MasterWeights,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+    listen,
+    load_checkpoint,
+    save_checkpoint,
+)
+from labkit.runtime.errors import RankError
+from scaler_contract import check_equal_to_single
+
+STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
+both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp64", "fp16"])
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[World]:
+    with World(3, timeout_s=20) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with World(2, timeout_s=20) as world:
+        yield world
+
+
+@both
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_decide_as_a_single_process(
+    pair: World, strategy: str, dtype: torch.dtype
+) -> None:
+    check_equal_to_single(pair, strategy, dtype, culprit=1)
+    check_equal_to_single(pair, strategy, dtype, max_norm=0.05)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_three_ranks_decide_as_a_single_process(
+    trio: World, strategy: str, dtype: torch.dtype
+) -> None:
+    check_equal_to_single(trio, strategy, dtype, culprit=2)
+    check_equal_to_single(trio, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
+
+
+def model_and_loss() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2), torch.randn(4, 3)
+
+
+def test_one_number_travels_in_a_step(pair: World) -> None:
+    def run() -> list[tuple[str, int]]:
+        model, x = model_and_loss()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
+        scaler = GradScaler()
+        scaler.scale(model(x).sum()).backward()
+        with listen() as events:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return [(event.op, event.payload_bytes) for event in events]
+
+    for events in pair.run(run):
+        assert [e for e in events if "gather" not in e[0]] == [("all_reduce", 4)]
+
+
+def test_the_ranks_of_a_smaller_group_decide_for_themselves(pair: World) -> None:
+    """As tensor or pipeline parallel ranks do in groups of their own."""
+
+    def run() -> tuple[bool, float]:
+        comm = Comm()
+        mine = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
+        model, x = model_and_loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(comm=mine)
+        scaler.scale(model(x).sum()).backward()
+        if comm.rank == 1:
+            model.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        wrapped = ZeRO3(nn.Linear(3, 3))
+        scaler.scale(wrapped(x).sum()).backward()
+        with pytest.raises(ValueError, match=r"ZeRO3 spans ranks \[0, 1\], the scaler only"):
+            scaler.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        return torch.equal(before, model.weight), scaler.get_scale()
+
+    assert pair.run(run) == [(False, 65536.0), (True, 32768.0)]
+
+
+def test_its_state_is_saved_and_loaded_with_a_checkpoint(pair: World, tmp_path: Path) -> None:
+    def run() -> list[dict[str, Any]]:
+        model, x = model_and_loss()
+        wrapped = DDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler, other = GradScaler(growth_interval=5), GradScaler()
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(wrapped(x).sum() * (1e38 if step == 0 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
+        other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
+        assert other.get_scale() == 32768.0
+        return [scaler.state_dict(), other.state_dict()]
+
+    for before, after in pair.run(run):
+        assert before == after and after["_growth_tracker"] == 2
+
+
+def test_ranks_that_step_differently_are_told(pair: World) -> None:
+    def scales_differ() -> str:
+        model, x = model_and_loss()
+        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(init_scale=2.0 ** (10 + Comm().rank))
+        scaler.scale(wrapped(x).sum()).backward()
+        try:
+            scaler.step(optimizer)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert pair.run(scales_differ) == [
+        "GradScaler: the scale is 1024 on this rank and 2048 on another; make the scaler alike, "
+        "and load the same state, on every rank",
+        "",
+    ]
+
+    def one_steps_alone() -> None:
+        model, x = model_and_loss()
+        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler()
+        scaler.scale(wrapped(x).sum()).backward()
+        if Comm().rank == 0:
+            scaler.step(optimizer)
+        wrapped(x).sum().backward()
+
+    with pytest.raises(RankError, match="all_reduce"):
+        pair.run(one_steps_alone)
+
+
+def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(pair: World) -> None:
+    def run() -> bool:
+        model, x = model_and_loss()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
+        scaler.scale(x.sum())
+        with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
+            scaler.step(optimizer)
+        scaler = GradScaler()
+        value = scaler.scale(model(x).sum())
+        if Comm().rank == 0:
+            value.backward()
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        return torch.equal(before, model.weight)
+
+    assert pair.run(run) == [False, True]
+
+
+def test_a_scaler_made_before_there_were_ranks_decides_with_them(pair: World) -> None:
+    scaler = GradScaler()
+
+    def run() -> float:
+        model, x = model_and_loss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(x).sum()).backward()
+        if Comm().rank == 1:
+            model.bias.grad[0] = torch.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert pair.run(run) == [32768.0, 32768.0]
+
+
+def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it(pair: World) -> None:
+    def run() -> None:
+        model, x = model_and_loss()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
+        scaler = GradScaler()
+        scaler.scale(model(x).sum()).backward()
+        with pytest.raises(ValueError, match="a ZeroOptimizer has the gradients of this model"):
+            scaler.unscale_(model)
+        optimizer.clip_grad_norm_(1.0)
+        with pytest.raises(ValueError, match="clipped while they were multiplied by the scale"):
+            scaler.step(optimizer)
+
+    pair.run(run)
+
+
+def test_a_factor_is_used_once(pair: World) -> None:
+    """A step without the scaler, after one with it, takes gradients for what they are."""
+
+    def run(stage: int) -> bool:
+        model, x = model_and_loss()
+        model.half()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=1.0)
+        scaler = GradScaler(init_scale=8.0)
+        for scaled in (True, False):
+            optimizer.zero_grad()
+            before = model.bias.detach().clone()
+            loss = model(x.half()).float().sum()
+            scaler.scale(loss).backward() if scaled else loss.backward()
+            scaler.step(optimizer) if scaled else optimizer.step()
+        return torch.allclose(model.bias, before - 4, rtol=0, atol=0.01)  # type: ignore[operator]
+
+    for stage in (1, 2):
+        assert pair.run(run, stage) == [True, True]
+
+
+def test_clipping_of_one_step_is_not_taken_for_that_of_the_next(pair: World) -> None:
+    def run() -> None:
+        for strategy in range(4):
+            model, x = model_and_loss()
+            model.half()
+            if strategy < 2:
+                wrapped, clipped = model, ZeroOptimizer(
+                    model.parameters(), torch.optim.SGD, strategy + 1, lr=0.1
+                )  # fmt: skip
+                optimizer: Any = clipped
+            elif strategy == 2:
+                wrapped = clipped = ZeRO3(model.float(), compute_dtype=torch.float16)  # type: ignore[assignment]
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            else:
+                wrapped = DDP(model)
+                clipped = optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[assignment]
+            scaler = GradScaler(init_scale=16.0)
+            for _ in range(3):
+                scaler.scale(wrapped(x.half()).float().sum()).backward()
+                scaler.unscale_(optimizer)
+                clip_grad_norm(clipped, 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    pair.run(run)
+
+
+def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(pair: World) -> None:
+    def run() -> tuple[str, bool, float]:
+        model, x = model_and_loss()
+        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler, told = GradScaler(), ""
+        x[0] = torch.nan if Comm().rank else 1.0
+        scaler.scale(wrapped(x).sum()).backward()
+        before = model.weight.detach().clone()
+        try:
+            scaler.step(optimizer)
+        except ValueError as error:
+            told = str(error)
+        scaler.update()
+        return told, torch.equal(before, model.weight), scaler.get_scale()
+
+    (first, *rest), (second, *others) = pair.run(run)
+    assert first == "" and rest == others == [True, 32768.0]
+    assert "the loss was nan before it was scaled" in second and "find_nonfinite" in second

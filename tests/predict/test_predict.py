@@ -1,0 +1,610 @@
+"""The closed formulas: equal to the published figures, to what a replay finds, and to labkit's own
+counts. What is recorded stands in test_predict_recorded.py."""
+
+import csv
+import doctest
+import re
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+
+from labkit import predict
+from labkit.events import all_gather_bus_bytes, all_reduce_bus_bytes, chunk_sizes
+from labkit.models import GPT
+from labkit.models.gpt import PRESETS
+from labkit.parallel import NaiveDDP
+from labkit.replaying import Compute, Issue, Wait, bubble, pipeline_programs, run
+from labkit.schedules import Action, Schedule, gpipe, one_f_one_b
+from places import PUBLISHED
+
+
+def rows_of(name: str) -> list[tuple[str, ...]]:
+    """The rows of a published file, where it lies beside this checkout."""
+    with open(PUBLISHED / name) as file:
+        return [tuple(row) for row in csv.reader(file)][1:]
+
+
+def value(expression: str, **numbers: float) -> float:
+    """Of a formula as papers print it: (2p-1)(F+B) is a product of products."""
+    product = re.sub(r"\)\(", ")*(", re.sub(r"(\d)([a-zA-Z(])", r"\1*\2", expression))
+    return eval(product, {"min": min}, numbers)
+
+
+# --- model states --------------------------------------------------------------------------------
+
+# Billions of parameters, ranks, GB with stage 1, 2, 3: arXiv 1910.02054, Table 1 (zero_memory.csv).
+ZERO = [
+    ("7.5", "1", "120", "120", "120"),
+    ("7.5", "4", "52.5", "41.3", "30"),
+    ("7.5", "16", "35.6", "21.6", "7.5"),
+    ("7.5", "64", "31.4", "16.6", "1.88"),
+    ("7.5", "256", "30.4", "15.4", "0.47"),
+    ("7.5", "1024", "30.1", "15.1", "0.12"),
+    ("128", "1", "2048", "2048", "2048"),
+    ("128", "4", "896", "704", "512"),
+    ("128", "16", "608", "368", "128"),
+    ("128", "64", "536", "284", "32"),
+    ("128", "256", "518", "263", "8"),
+    ("128", "1024", "513", "257", "2"),
+    ("1000", "1", "16000", "16000", "16000"),
+    ("1000", "4", "7000", "5500", "4000"),
+    ("1000", "16", "4750", "2875", "1000"),
+    ("1000", "64", "4187", "2218", "250"),
+    ("1000", "256", "4046", "2054", "62.5"),
+    ("1000", "1024", "4011", "2013", "15.6"),
+]
+
+
+def test_the_rows_of_zero_are_those_of_the_file() -> None:
+    assert rows_of("zero_memory.csv") == ZERO
+
+
+@pytest.mark.parametrize("row", ZERO, ids=lambda row: f"{row[0]}B-{row[1]}")
+def test_model_states_are_those_of_zero(row: tuple[str, ...]) -> None:
+    """Within one unit of the last printed digit: some cells are truncated, some rounded."""
+    billions, dp, *cells = row
+    for stage, printed in enumerate(cells, start=1):
+        unit = 10.0 ** -len(printed.partition(".")[2])
+        found = predict.model_state_bytes(float(billions) * 1e9, int(dp), stage) / 1e9
+        assert abs(found - float(printed)) < unit
+
+
+def test_stage_0_holds_everything_on_every_rank() -> None:
+    assert (
+        predict.model_state_bytes(7.5e9, dp=64) == predict.model_state_bytes(7.5e9, 1, 3) == 120e9
+    )
+
+
+def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
+    model = GPT.preset("1M")
+    held = NaiveDDP.predict(model, 4)
+    step_counts = 4 * len(list(model.parameters()))
+    total = held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes - step_counts
+    assert predict.model_state_bytes(model.parameter_count, 4, each=predict.FP32_ADAM) == total
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+# arXiv 2205.05198, Table 2 (activation_bytes_per_layer.csv).
+ACTIVATIONS = [
+    ("no parallelism", "s*b*h*(34+5*a*s/h)"),
+    ("tensor parallel", "s*b*h*(10+24/t+5*a*s/(h*t))"),
+    ("tensor + sequence", "s*b*h*(34/t+5*a*s/(h*t))"),
+    ("tensor + selective", "s*b*h*(10+24/t)"),
+    ("tensor + sequence + selective", "s*b*h*34/t"),
+    ("full recompute", "2*s*b*h (2*s*b*h/t if the stored input is sequence-sharded)"),
+    ("pipeline first stage, 1F1B", "multiply by L (not L/p)"),
+    ("interleaved", "times (1+(p-1)/(p*v)); only applies for v>1 -- 1F1B has factor 1"),
+]
+SIZES = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}  # the paper's 22B model
+
+
+def test_the_rows_of_activations_are_those_of_the_file() -> None:
+    assert rows_of("activation_bytes_per_layer.csv") == ACTIVATIONS
+
+
+@pytest.mark.parametrize(("configuration", "expression"), ACTIVATIONS[:5])
+def test_activations_are_the_published_formulas(configuration: str, expression: str) -> None:
+    found = predict.activation_bytes(
+        sequence=2048,
+        rows=4,
+        width=6144,
+        heads=64,
+        tensor_parallel=8 if "tensor" in configuration else 1,
+        sequence_parallel="sequence" in configuration,
+        recompute="selective" if "selective" in configuration else "none",
+    )
+    assert found == pytest.approx(value(expression, **SIZES), rel=1e-12)
+
+
+def test_without_sequence_parallelism_only_matrices_are_shared() -> None:
+    found = predict.activation_bytes(2048, 4, 6144, 64, tensor_parallel=8)
+    assert found == pytest.approx(value(ACTIVATIONS[1][1], **SIZES))
+
+
+def test_full_recomputation_keeps_the_input_alone() -> None:
+    whole, rest = ACTIVATIONS[5][1].split(" (")
+    sharded = rest.split(" if")[0]
+    sizes = dict(sequence=2048, rows=4, width=6144, heads=64, tensor_parallel=8)
+    for parallel, expression in ((False, whole), (True, sharded)):
+        found = predict.activation_bytes(**sizes, sequence_parallel=parallel, recompute="full")  # type: ignore[arg-type]
+        assert found == value(expression, **SIZES)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_first_stage_holds_the_worth_of_all_layers(stages: int, chunks: int) -> None:
+    assert predict.first_stage_activation_bytes(1e6, depth=24, stages=stages) == 24e6
+    factor = value(ACTIVATIONS[7][1].removeprefix("times ").split(";")[0], p=stages, v=chunks)
+    interleaved = predict.first_stage_activation_bytes(1e6, depth=24, stages=stages, chunks=chunks)
+    assert interleaved == pytest.approx(24e6 * factor)
+
+
+def test_the_kernel_keeps_a_number_for_each_row_of_scores() -> None:
+    sizes = dict(sequence=128, rows=4, width=256, heads=8)
+    plain, flash = predict.activation_bytes(**sizes), predict.flash_activation_bytes(**sizes)  # type: ignore[arg-type]
+    scores = 8 * 4 * 128 * 128
+    assert plain - flash == 5 * scores - 4 * scores / 128
+
+
+# --- transformer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [*PRESETS.values(), PRESETS["1M"] | {"depth": 7, "context": 9}])
+def test_parameters_are_those_of_the_model(
+    sizes: dict[str, int], tied: bool, kv_heads: int | None
+) -> None:
+    with torch.device("meta"):
+        model = GPT(**sizes, kv_heads=kv_heads, tied=tied)
+    found = predict.parameters(**sizes, kv_heads=kv_heads, tied=tied)
+    assert found == model.parameter_count
+
+
+# Width, heads, depth, and billions of parameters as printed, with 51,200 words and 2,048 positions:
+# arXiv 2104.04473, Table 1.
+MEGATRON = [
+    (2304, 24, 24, 1.7),
+    (3072, 32, 30, 3.6),
+    (4096, 32, 36, 7.5),
+    (6144, 48, 40, 18.4),
+    (8192, 64, 48, 39.1),
+    (10240, 80, 60, 76.1),
+    (12288, 96, 80, 145.6),
+    (16384, 128, 96, 310.1),
+    (20480, 128, 105, 529.6),
+    (25600, 160, 128, 1008.0),
+]
+
+
+@pytest.mark.parametrize(("width", "heads", "depth", "billions"), MEGATRON)
+def test_parameters_and_operations_are_those_of_megatron(
+    width: int, heads: int, depth: int, billions: float
+) -> None:
+    found = predict.parameters(51200, width, depth, heads, 2048)
+    assert round(found / 1e9, 1) == billions
+    flops = predict.step_flops(51200, width, depth, heads, rows=3, sequence=2048, recompute=True)
+    printed = "96*B*s*l*h*h*(1+s/(6h)+V/(16*l*h))"
+    expected = value(printed, B=3, s=2048, l=depth, h=width, V=51200)
+    assert flops == pytest.approx(expected, rel=1e-12)
+
+
+def test_six_n_d_is_all_but_attention_and_small_things() -> None:
+    sizes = dict(vocab=51200, width=12288, depth=96, heads=96)
+    dense = predict.dense_flops(predict.parameters(**sizes, context=2048), 2 * 2048)  # type: ignore[arg-type]
+    step = predict.step_flops(**sizes, rows=2, sequence=2048)  # type: ignore[arg-type]
+    attention = 3 * 96 * 4 * 2 * 2048**2 * 12288
+    not_products = 6 * 2 * 2048 * (2048 * 12288 + 96 * 13 * 12288 + 2 * 12288)
+    assert step - attention == dense - not_products
+
+
+def test_what_a_machine_does_more_than_the_model_asks() -> None:
+    sizes = dict(vocab=512, width=64, depth=3, heads=4, rows=2, sequence=32)
+    asked = predict.step_flops(**sizes)  # type: ignore[arg-type]
+    flash = predict.step_flops(**sizes, flash=True)  # type: ignore[arg-type]
+    assert flash - asked == 3 * 2 * 2 * 32**2 * 64
+
+
+# --- volumes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_data_parallelism_sends_what_ddp_says(ranks: int) -> None:
+    sizes = PRESETS["1M"]
+    found = predict.data_parallel_bytes(predict.parameters(**sizes), ranks)
+    assert found == NaiveDDP.predict(GPT(**sizes), ranks).bus_bytes
+
+
+def test_tensor_parallelism_sends_what_megatron_says() -> None:
+    """8 b s h (t-1)/t elements for each layer and micro-batch: arXiv 2104.04473, section 3.2."""
+    found = predict.tensor_parallel_bytes(
+        sequence=128, rows=3, width=64, depth=5, ranks=4, element_bytes=1
+    )
+    assert found == 5 * value("8*b*s*h*(t-1)/t", b=3, s=128, h=64, t=4)
+    assert predict.tensor_parallel_bytes(128, 3, 64, 5, ranks=4) == 2 * found, "2-byte types"
+    again = predict.tensor_parallel_bytes(128, 3, 64, 5, ranks=4, recompute=True)
+    assert again == 2 * found * 6 / 4, "forward, its two all-reduces too, is done twice"
+
+
+@pytest.mark.parametrize(("depth", "layers_per_stage"), [(8, 8), (8, 2), (6, 1)])
+def test_a_pipeline_sends_the_messages_of_its_schedule(depth: int, layers_per_stage: int) -> None:
+    microbatches, rows = 5, 2
+    schedule = one_f_one_b(depth // layers_per_stage, microbatches)
+    programs = pipeline_programs(schedule, lambda stage, action: 1.0)
+    messages = sum(isinstance(thing, Issue) for one in programs.values() for thing in one)
+    found = predict.pipeline_parallel_bytes(128, rows * microbatches, 64, depth, layers_per_stage)
+    assert found == messages * predict.stage_boundary_bytes(128, rows, 64)
+    assert predict.stage_boundary_bytes(128, rows, 64) == 2 * 128 * rows * 64
+
+
+def data(w: int, b: int, s: int, layers: int, k: int) -> float:
+    return predict.data_parallel_bytes(predict.parameters(1, w, layers, 1, 1), ranks=8)
+
+
+def tensor(w: int, b: int, s: int, layers: int, k: int) -> float:
+    return predict.tensor_parallel_bytes(s, b, w, layers, ranks=8)
+
+
+def pipeline(w: int, b: int, s: int, layers: int, k: int) -> float:
+    return predict.pipeline_parallel_bytes(s, b, w, layers, k)
+
+
+@pytest.mark.parametrize(
+    ("volume", "powers"),
+    [
+        (data, {"w": 2, "b": 0, "s": 0, "layers": 1, "k": 0}),
+        (tensor, {"w": 1, "b": 1, "s": 1, "layers": 1, "k": 0}),
+        (pipeline, {"w": 1, "b": 1, "s": 1, "layers": 1, "k": -1}),
+    ],
+)
+def test_volumes_have_their_orders(volume: Callable[..., float], powers: dict[str, int]) -> None:
+    sizes = {"w": 4096, "b": 8, "s": 1024, "layers": 4096, "k": 4}
+    for name, power in powers.items():
+        grown = volume(**sizes | {name: 2 * sizes[name]}) / volume(**sizes)
+        assert grown == pytest.approx(2.0**power, rel=0.002), name
+
+
+# --- wires ---------------------------------------------------------------------------------------
+
+# nccl-tests, doc/PERFORMANCE.md (bus_bandwidth_factors.csv).
+FACTORS = [
+    ("AllReduce", "2(n-1)/n", "(S/B)*2(n-1)/n"),
+    ("AllReduce in-network", "(n-1)/(n+1)", ""),
+    ("ReduceScatter", "(n-1)/n", "S(n-1)/(nB), S=total bytes"),
+    ("AllGather", "(n-1)/n", "S(n-1)/(nB), S=total bytes"),
+    ("Broadcast", "1", "S/B"),
+    ("Reduce", "1", "S/B"),
+    ("AlltoAll", "(n-1)/n", ""),
+]
+OURS = (
+    "all_reduce", "all_reduce_in_network", "reduce_scatter", "all_gather", "broadcast", "reduce",
+    "all_to_all",
+)  # fmt: skip
+
+
+def test_the_rows_of_factors_are_those_of_the_file() -> None:
+    assert rows_of("bus_bandwidth_factors.csv") == FACTORS
+
+
+@pytest.mark.parametrize(("name", "row"), list(zip(OURS, FACTORS, strict=True)))
+@pytest.mark.parametrize("n", [2, 3, 8, 1000])
+def test_bus_factors_are_those_of_nccl_tests(name: str, row: tuple[str, ...], n: int) -> None:
+    _, factor, time = row
+    assert predict.bus_factor(name, n) == pytest.approx(value(factor, n=n), rel=1e-15)
+    if time:
+        formula = time.split(",")[0].replace("nB", "n*B").replace("S(", "S*(")
+        least = predict.least_s(name, n, 6e9, bytes_per_s=25e9)
+        assert least == pytest.approx(value(formula, S=6e9, B=25e9, n=n), rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_bus_factors_are_the_mean_of_what_events_say(n: int) -> None:
+    for S in (0, 1, 5, 1024):
+        chunks = chunk_sizes(S, n)
+        reduced = sum(all_reduce_bus_bytes(chunks, rank) for rank in range(n)) / n
+        gathered = sum(all_gather_bus_bytes(chunks, rank) for rank in range(n)) / n
+        assert reduced == pytest.approx(predict.bus_factor("all_reduce", n) * S)
+        assert gathered == pytest.approx(predict.bus_factor("all_gather", n) * S)
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
+    assert [predict.bus_factor(name, 1) for name in names] == [0] * 6
+
+
+def test_a_ring_is_the_least_time_and_its_latencies() -> None:
+    least = predict.least_s("all_reduce", 8, 1e6, 1e9)
+    ring = predict.algorithm_s("all_reduce", "ring", 8, 1e6, alpha_s=1e-5, bytes_per_s=1e9)
+    assert ring == pytest.approx(least + 14 * 1e-5)
+    tree = predict.algorithm_s("all_reduce", "tree", 8, 1e6, alpha_s=1e-5, bytes_per_s=1e9)
+    assert tree == pytest.approx(6 * (1e-5 + 1e-3))
+    adding = predict.algorithm_s(
+        "all_reduce", "tree", 8, 1e6, alpha_s=0, bytes_per_s=1e9, reduced_bytes_per_s=1e8
+    )
+    assert adding == pytest.approx(6 * 1e-3 + 3 * 1e-2)
+
+
+# --- pipelines -----------------------------------------------------------------------------------
+
+# arXiv 2104.04473 and 2401.10241 (pipeline_bubbles.csv); in the ZB rows B is the input gradient.
+BUBBLES = [
+    ("GPipe", "(p-1)(F+B); fraction of ideal (p-1)/m", "m microbatches", "1x", "1x"),
+    (
+        "1F1B / PipeDream-flush",
+        "(p-1)(F+B); (p-1)/m of ideal, (p-1)/(m+p-1) of total",
+        "min(p,m) microbatches",
+        "1x",
+        "1x",
+    ),
+    ("interleaved 1F1B", "(p-1)(F+B)/v", "p*(1+(p-1)/(p*v))", "1x", "v x"),
+    ("ZB-H1", "(p-1)(F+B-W)  [B=input-grad]", "p M_B", "1x", "1x"),
+    ("ZB-H2", "(p-1)(F+B-2W)", "(2p-1) M_B", "1x", "1x"),
+]
+
+
+def test_the_rows_of_bubbles_are_those_of_the_file() -> None:
+    assert rows_of("pipeline_bubbles.csv") == BUBBLES
+
+
+def of_schedule(name: str, p: int, m: int, F: float, B: float, W: float) -> predict.PipelineStep:
+    match name:
+        case "GPipe":
+            return predict.gpipe(p, m, F, B)
+        case "1F1B / PipeDream-flush":
+            return predict.one_f_one_b(p, m, F, B)
+        case "interleaved 1F1B":
+            return predict.interleaved(p, m, F, B, chunks=3)
+        case "ZB-H1":
+            return predict.zero_bubble_h1(p, m, F, B, W)
+    return predict.zero_bubble_h2(p, m, F, B, W)
+
+
+@pytest.mark.parametrize("row", BUBBLES, ids=lambda row: row[0])
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 8), (8, 16)])
+def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int) -> None:
+    sizes = {"p": p, "m": m, "F": 1.0, "B": 1.25, "W": 0.75, "v": 3}
+    step = of_schedule(row[0], p, m, 1.0, 1.25, 0.75)
+    assert step.bubble_s == pytest.approx(value(re.split(r"[;\s]", row[1])[0], **sizes))
+    peak = value(re.sub(r" (microbatches|M_B)", "", row[2]), **sizes)
+    assert step.peak_microbatches == pytest.approx(peak)
+    assert step.ideal_s == m * (1.0 + 1.25 + (0.75 if "ZB" in row[0] else 0.0))
+    if "fraction" in row[1] or "of ideal" in row[1]:
+        assert step.of_ideal == pytest.approx(value("(p-1)/m", **sizes))
+        assert step.of_total == pytest.approx(value("(p-1)/(m+p-1)", **sizes))
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
+@pytest.mark.parametrize(
+    ("schedule_of", "formula"),
+    [(one_f_one_b, predict.one_f_one_b), (gpipe, predict.gpipe)],
+)
+def test_a_replay_finds_the_same(
+    schedule_of: Callable[[int, int], Schedule],
+    formula: Callable[..., predict.PipelineStep],
+    p: int,
+    m: int,
+) -> None:
+    def seconds(stage: int, action: Action) -> float:
+        return 1.0 if action.phase == "forward" else 2.5
+
+    schedule, step = schedule_of(p, m), formula(p, m, 1.0, 2.5)
+    times = run(pipeline_programs(schedule, seconds))
+    step_s = max(one[-1].ended_s for one in times.values())
+    assert step_s == pytest.approx(step.step_s)
+    assert bubble(schedule, step_s, seconds) == pytest.approx(step.of_total)
+    held, most = 0, 0
+    for action in schedule[0]:
+        held += 1 if action.phase == "forward" else -1
+        most = max(most, held)
+    assert most == step.peak_microbatches
+
+
+def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero() -> None:
+    assert predict.interleaved(4, 9, 1, 2, chunks=1) == predict.one_f_one_b(4, 9, 1, 2)
+    assert predict.interleaved(4, 4, 1, 2, chunks=2).peak_microbatches == 4, "all there are"
+    assert predict.zero_bubble_h2(4, 7, 1, 1, 1).bubble_s == 0
+    assert predict.zero_bubble_h2(4, 7, 1, 1, 3).bubble_s == 0
+    nothing = predict.gpipe(4, 4, 0, 0)
+    assert (nothing.of_ideal, nothing.of_total) == (0, 0)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def replayed_ddp_s(forward_s: float, backward_s: float, comm_s: float, buckets: int) -> float:
+    program: list[Compute | Issue | Wait] = [Compute(forward_s)]
+    for k in range(buckets):
+        program += [Compute(backward_s / buckets), Issue(k, (0, 1), comm_s / buckets)]
+    program += [Wait(buckets - 1), Compute(0.5)]
+    return run({0: program, 1: program})[0][-1].ended_s
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 10])
+@pytest.mark.parametrize("communication_s", [0.0, 1.0, 2.0, 7.0])
+def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: int) -> None:
+    found = predict.ddp_step_s(1.0, 2.0, communication_s, buckets, optimizer_s=0.5)
+    assert found == pytest.approx(replayed_ddp_s(1.0, 2.0, communication_s, buckets))
+    shortest = 1.0 + max(2.0, communication_s) + 0.5
+    longest = predict.ddp_step_without_overlap_s(1.0, 2.0, communication_s, optimizer_s=0.5)
+    assert longest == 3.5 + communication_s
+    assert shortest <= found <= longest
+
+
+def test_one_bucket_hides_nothing() -> None:
+    assert predict.ddp_step_s(1, 2, 3) == predict.ddp_step_without_overlap_s(1, 2, 3) == 6
+
+
+def test_mfu_is_that_of_palm() -> None:
+    """540.35e9 parameters, 238,300 tokens a second on 6,144 chips of 275 TFLOP/s, 118 layers of 48
+    heads of 256, 2,048 positions: 45.7 % without attention, 46.2 % with (arXiv 2204.02311, B)."""
+    dense = predict.dense_flops(540.35e9, tokens=238.3e3)
+    attention = 238.3e3 * 12 * 118 * 48 * 256 * 2048
+    assert round(predict.mfu(dense, 1.0, 275e12, ranks=6144), 3) == 0.457
+    assert round(predict.mfu(dense + attention, 1.0, 275e12, ranks=6144), 3) == 0.462
+
+
+def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
+    step_s = predict.compute_s(6e15, 150e12, ranks=8)
+    assert predict.mfu(6e15, step_s, 150e12, ranks=8) == 1
+    assert predict.mfu(6e15, predict.compute_s(6e15, 150e12), 150e12) == 1, "one rank"
+    assert predict.compute_s(6e15, 150e12) == 8 * step_s
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
+)
+def test_examples_are_true(name: str) -> None:
+    tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
+    assert tried.attempted and not tried.failed
+
+
+# --- sizes that cannot be ------------------------------------------------------------------------
+
+
+S = {"sequence": 8, "rows": 1, "width": 4}
+SHAPE = {"width": 4, "depth": 1, "heads": 1, "vocab": 2}
+THREE_D = {
+    **{"vocab": 2, "width": 4, "depth": 4, "context": 8, "rows": 1, "sequence": 8},
+    **{"microbatches": 1, "pp": 2, "dp": 2, "tp": 2, "chunks": 2, "element_bytes": 2},
+    **{"key_width": 4},
+}
+TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "good"),
+    [
+        (predict.model_state_bytes, {"parameters": 1.0, "dp": 2}),
+        (predict.activation_bytes, {**S, "heads": 1, "tensor_parallel": 1}),
+        (predict.flash_activation_bytes, {**S, "heads": 1}),
+        (predict.first_stage_activation_bytes, {"layer_bytes": 1.0, "depth": 1, "stages": 1}),
+        (predict.first_stage_activation_bytes, {"layer_bytes": 1.0, "depth": 1, "chunks": 1}),
+        (predict.parameters, {**SHAPE, "context": 3, "kv_heads": 1}),
+        (predict.layer_forward_flops, {**S, "heads": 1, "kv_heads": 1}),
+        (predict.forward_flops, {**SHAPE, **S}),
+        (predict.step_flops, {**SHAPE, **S}),
+        (predict.dense_flops, {"parameters": 1.0, "tokens": 1.0}),
+        (predict.data_parallel_bytes, {"parameters": 1.0, "ranks": 2, "element_bytes": 4}),
+        (predict.tensor_parallel_bytes, {**S, "depth": 1, "ranks": 2, "element_bytes": 2}),
+        (predict.pipeline_parallel_bytes, {**S, "depth": 2, "layers_per_stage": 1}),
+        (predict.stage_boundary_bytes, {**S, "element_bytes": 2}),
+        (predict.bytes_by_axis, THREE_D),
+        (predict.least_s, {"collective": "reduce", "ranks": 2, "nbytes": 1.0, "bytes_per_s": 1.0}),
+        (
+            predict.algorithm_s,
+            {
+                **{"collective": "reduce", "algorithm": "tree", "ranks": 2, "nbytes": 1.0},
+                **{"alpha_s": 1.0, "bytes_per_s": 1.0, "reduced_bytes_per_s": 1.0},
+            },
+        ),
+        (predict.naive, {**TWO, "backward_s": 1.0}),
+        (predict.gpipe, {**TWO, "backward_s": 1.0}),
+        (predict.one_f_one_b, {**TWO, "backward_s": 1.0}),
+        (predict.interleaved, {**TWO, "backward_s": 1.0, "chunks": 2}),
+        (predict.pipedream, {**TWO, "backward_s": 1.0, "update_s": 0.5}),
+        (predict.zero_bubble_h1, {**TWO, "input_s": 1.0, "weight_s": 1.0}),
+        (predict.zero_bubble_h2, {**TWO, "input_s": 1.0, "weight_s": 1.0}),
+        (predict.compute_s, {"flops": 1.0, "flops_per_s": 1.0, "ranks": 1}),
+        (
+            predict.ddp_step_s,
+            {
+                **{"forward_s": 1.0, "backward_s": 1.0, "communication_s": 1.0},
+                **{"buckets": 1, "optimizer_s": 1.0},
+            },
+        ),
+        (predict.mfu, {"flops": 1.0, "step_s": 1.0, "peak_flops_per_s": 1.0, "ranks": 1}),
+    ],
+)
+def test_no_size_may_be_less_than_nothing(
+    function: Callable[..., object], good: dict[str, object]
+) -> None:
+    function(**good)
+    for name, number in good.items():
+        if isinstance(number, str):
+            continue
+        wrong = (
+            [-1, float("nan")] if isinstance(number, float) else [-1, 0, 1.5, float("inf"), True]
+        )
+        for one in wrong:
+            with pytest.raises(ValueError, match=f"{name}={one}: give"):
+                function(**good | {name: one})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: ZeRO has stage 1"),
+        (lambda: predict.model_state_bytes(-1), "parameters=-1: give 0 or more"),
+        (lambda: predict.model_state_bytes(1e9, dp=0), "dp=0: give a whole number, 1 or more"),
+        (lambda: predict.model_state_bytes(1e9, dp=1.5), "dp=1.5: give a whole number"),
+        (lambda: predict.activation_bytes(8, 1, 10, 3), "width=10 does not divide over heads=3"),
+        (
+            lambda: predict.activation_bytes(8, 1, 12, 3, tensor_parallel=2),
+            "heads=3 does not divide over tensor_parallel=2; choose a tensor_parallel that",
+        ),
+        (lambda: predict.activation_bytes(8, 1, 12, 3, recompute="half"), "selective, full"),
+        (lambda: predict.first_stage_activation_bytes(1, 6, 4), "stages x chunks=4"),
+        (lambda: predict.parameters(9, 12, 1, 4, 8, kv_heads=3), "kv_heads=3; choose"),
+        (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
+        (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
+        (lambda: predict.bytes_by_axis(**THREE_D | {"depth": 3}), "depth=3: 4 stages"),  # type: ignore[arg-type]
+        (lambda: predict.bytes_by_axis(**THREE_D, zero=4), "zero=4: 0 for DDP, or a stage"),  # type: ignore[arg-type]
+        (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
+        (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
+        (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),
+        (lambda: predict.interleaved(4, 6, 1, 1, 2), "microbatches=6 does not divide over stages"),
+        (lambda: predict.zero_bubble_h2(4, 6, 1, 1, 1), "4 stages, this schedule needs 7"),
+        (lambda: predict.ddp_step_s(1, float("nan"), 1), "backward_s=nan: give 0 or more"),
+        (lambda: predict.mfu(1, 0, 1), "step_s=0: give more than 0"),
+        (lambda: predict.table(), "table.. has no numbers; name each source"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def test_formula_replay_and_measurement_stand_side_by_side() -> None:
+    found = predict.table(
+        formula={"sent_bytes": 6144.0, "step_s": 0.04, "memory_bytes": 7},
+        replayed={"sent_bytes": 6144, "step_s": 0.042, "idle_s": 1 / 3},
+        measured={"sent_bytes": 6144, "step_s": 0.05, "idle_s": 12345.6},
+    )
+    assert repr(found).splitlines() == [
+        "                formula  replayed  measured",
+        "sent (bytes)      6,144     6,144     6,144  ✓ equal",
+        "step (s)           0.04     0.042      0.05  replayed 1.05 ×, measured 1.25 × the formula",
+        "memory (bytes)        7",
+        "idle (s)                   0.3333    12,346",
+    ]
+    page = found._repr_html_()
+    assert page.count("<th>") == 5 and page.count("<tr>") == 5
+    assert '<td style="text-align: right">12,346</td>' in page
+
+
+def test_counts_are_equal_or_not_and_sums_of_floats_may_round() -> None:
+    tenths = sum([0.1] * 10)
+    near = predict.table(formula={"a_s": 1.0, "a_bytes": 1e12}, replayed={"a_s": tenths})
+    assert tenths != 1 and near.rows[0][-1] == "✓ equal"
+    off = predict.table(formula={"a_bytes": 10**12}, measured={"a_bytes": 10**12 + 1})
+    assert off.rows[0][-1] == "measured 1 × the formula"
+
+
+def test_nothing_is_no_multiple_of_nothing() -> None:
+    zeros = predict.table(formula={"a_s": 0, "b_s": 0}, measured={"a_s": 0, "b_s": 2})
+    assert [row[-1] for row in zeros.rows] == ["✓ equal", ""]
+    assert predict.table(measured={"a_s": 1}).rows == [("a (s)", "1", "")]
+
+
+def test_what_a_table_holds_is_no_markup() -> None:
+    page = predict.table(**{"<b>": {"<i>": 1}})._repr_html_()
+    assert "<b>" not in page and "<i>" not in page and "&lt;i&gt;" in page

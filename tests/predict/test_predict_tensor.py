@@ -1,0 +1,206 @@
+"""What tensor parallelism keeps and sends: equal to the published formulas, row by row, and to what
+ranks really keep and send."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from labkit import GPT, Comm, World, listen, predict
+from labkit.memory.choices import Choices
+from labkit.memory.saved import SavedTensor, saved_by
+from labkit.models import PlainAttention
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.predict.bills import OTHERS, STATISTICS
+from test_predict import ACTIVATIONS, value
+
+PAPER = {"s": 2048, "b": 4, "h": 6144, "a": 64}  # the 22B model of arXiv 2205.05198
+
+# activation_bytes_per_layer.csv: a row's name -> how `predict.activation_bytes` is asked for it.
+ROWS: dict[str, dict[str, Any]] = {
+    "no parallelism": {},
+    "tensor parallel": {"t": True},
+    "tensor + sequence": {"t": True, "sequence_parallel": True},
+    "tensor + selective": {"t": True, "recompute": "selective"},
+    "tensor + sequence + selective": {
+        "t": True, "sequence_parallel": True, "recompute": "selective",
+    },
+    "full recompute": {"t": True, "recompute": "full"},
+    "full recompute, sharded": {"t": True, "sequence_parallel": True, "recompute": "full"},
+}  # fmt: skip
+
+
+def expression(name: str) -> str:
+    """Of that row; test_predict.py holds the rows to the file."""
+    whole, _, sharded = dict(ACTIVATIONS)[name.removesuffix(", sharded")].partition(" (2")
+    return "2" + sharded.split(" if")[0] if name.endswith("sharded") else whole
+
+
+def asked(name: str, t: int) -> dict[str, Any]:
+    how = dict(ROWS[name])
+    return {"tensor_parallel": t if how.pop("t", False) else 1, **how}
+
+
+# ---- kept
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -> None:
+    sizes = {"sequence": 2048, "rows": 4, "width": 6144, "heads": 64, **asked(name, t)}
+    expected = value(expression(name), **PAPER, t=t)
+    assert predict.activation_bytes(**sizes) == pytest.approx(expected, rel=1e-12)
+    terms = predict.activation_terms(**sizes)
+    assert sum(terms.values()) == pytest.approx(expected, rel=1e-12), "summand by summand"
+
+
+def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
+    one, cut = (predict.activation_terms(64, 2, 64, 4, tensor_parallel=t) for t in (1, 4))
+    whole = [name for name in one if one[name] == cut[name]]
+    assert sum(one[name] for name in whole) == 10 * 64 * 2 * 64
+    assert all(cut[name] == one[name] / 4 for name in one if name not in whole)
+
+
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_rows_of_the_pipeline_are_of_such_a_layer(t: int) -> None:
+    """The last two rows multiply what a layer keeps, however it is cut."""
+    layer = predict.activation_bytes(2048, 4, 6144, 64, t, sequence_parallel=True)
+    assert "multiply by L" in expression("pipeline first stage, 1F1B")
+    assert predict.first_stage_activation_bytes(layer, depth=48, stages=8) == 48 * layer
+    factor = value(expression("interleaved").removeprefix("times ").split(";")[0], p=8, v=3)
+    found = predict.first_stage_activation_bytes(layer, depth=48, stages=8, chunks=3)
+    assert found == pytest.approx(48 * layer * factor)
+
+
+# ---- what ranks keep
+
+S, B, W, A = 64, 2, 64, 4
+SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param) as world:
+        yield world
+
+
+def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
+    """On a rank: what the second block of a GPT keeps, cut over all ranks."""
+    comm = Comm()
+    torch.manual_seed(0)
+    model = GPT(32, W, 3, A, S, dropout=0.1).bfloat16()
+    for block in model.blocks:
+        block.attn.core = PlainAttention(0.1)  # type: ignore[union-attr]
+    tensor_parallel(model, comm, sequence=sequence)
+    length = S // comm.size if sequence else S
+    x = torch.randn(B, length, W, dtype=torch.bfloat16, requires_grad=True)
+    with Choices(model, recompute):
+        return saved_by(model.blocks[1], x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str) -> None:
+    """Term by term, to the byte; the formula leaves out the statistics of the norms alone."""
+    t = world.size
+    how: dict[str, Any] = {
+        "tensor_parallel": t, "sequence_parallel": sequence, "recompute": recompute,
+    }  # fmt: skip
+    for of_rank in world.run(kept, sequence, recompute):
+        bill = predict.activation_bill(of_rank, **SIZES, **how)
+        lines = [line for line in bill.lines if line.term not in (STATISTICS, OTHERS)]
+        assert [x.measured_bytes for x in lines] == [x.formula_bytes for x in lines], bill
+        assert bill.formula_bytes == predict.activation_bytes(**SIZES, **how)
+        rest = {x.term: x.measured_bytes for x in bill.lines if x not in lines}
+        numbers = 0 if recompute == "full" else 2 * 2 * S * B // (t if sequence else 1)
+        assert rest.get(STATISTICS, 0) in (2 * numbers, 4 * numbers)
+        assert rest.get(OTHERS, 0) == 0, bill
+
+
+# ---- sent
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 8])
+def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
+    """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
+    2205.05198, section 4.2.2."""
+
+    def layer(**how: bool) -> float:
+        return predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=t, element_bytes=1, **how)
+
+    def printed(halves: int) -> Any:
+        return pytest.approx(value(f"{halves}*b*s*h*(t-1)/t", b=3, s=128, h=64, t=t))
+
+    assert layer() == printed(8)
+    assert layer(sequence_parallel=True) == printed(10)
+    assert layer(sequence_parallel=True, kept_whole=True) == printed(8)
+    assert layer(recompute=True) == printed(12)
+    assert layer(sequence_parallel=True, recompute=True) == printed(14)
+
+
+def test_inputs_are_kept_whole_without_sequence_parallelism() -> None:
+    with pytest.raises(ValueError, match="kept_whole"):
+        predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
+def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
+    sizes = {"sequence": 128, "rows": 3, "ranks": t}
+    found = predict.vocab_parallel_bytes(**sizes, width=64, element_bytes=2)
+    assert found == pytest.approx(2 * (t - 1) / t * (2 * 128 * 3 * 64 * 2 + 3 * 128 * 3 * 4))
+    logits = predict.gathered_logits_bytes(**sizes, vocab=10)
+    assert logits == pytest.approx((t - 1) / t * 128 * 3 * -(-10 // t) * t * 2)
+
+
+def sent(sequence: bool, gather: bool) -> int:
+    """On a rank: bus bytes of a step, without those of the parameters seen in part."""
+    comm = Comm()
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(50, 24, 3, 12, 24), comm, sequence=sequence, gather_logits=gather)
+    tokens = torch.randint(50, (3, 24))
+    small = {2 * 24, 24, 24 * 24}  # a norm, a bias, the table of positions
+    with listen() as events:
+        logits = model(tokens)
+        if gather:
+            logits.logsumexp(-1).sum().backward()
+        else:
+            vocab_parallel_cross_entropy(logits, tokens, comm, vocab=50).backward()
+    return sum(e.bus_bytes for e in events if not sequence or e.payload_bytes // 4 not in small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool) -> None:
+    sizes = {"sequence": 24, "rows": 3, "ranks": 4, "element_bytes": 4}
+    expected = predict.tensor_parallel_bytes(
+        **sizes, width=24, depth=3, sequence_parallel=sequence
+    ) + predict.vocab_parallel_bytes(
+        **sizes, width=24, sequence_parallel=sequence, loss_element_bytes=4
+    )
+    if gather:
+        loss_bytes = predict.bus_factor("all_reduce", 4) * 3 * 3 * 24 * 4
+        expected += predict.gathered_logits_bytes(**sizes, vocab=50) - loss_bytes
+    assert set(world4.run(sent, sequence, gather)) == {expected}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5])
+@pytest.mark.parametrize(
+    ("function", "good"),
+    [
+        (predict.activation_terms, {**SIZES, "tensor_parallel": 2}),
+        (
+            predict.vocab_parallel_bytes,
+            {"sequence": 8, "rows": 1, "width": 4, "ranks": 2, "loss_element_bytes": 4},
+        ),
+        (predict.gathered_logits_bytes, {"sequence": 8, "rows": 1, "vocab": 5, "ranks": 2}),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(function: Any, good: dict[str, int], wrong: float) -> None:
+    function(**good)
+    for name in good:
+        with pytest.raises(ValueError, match=f"{name}={wrong}"):
+            function(**good | {name: wrong})

@@ -1,0 +1,129 @@
+"""Which layouts there are: all that factor and no others, and what is said where none does."""
+
+from itertools import product
+
+import pytest
+
+from labkit.replaying.planning.fits import least_bytes
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.layouts import layouts
+from plan_cases import SMALL
+
+GPT3 = Sizes(width=12288, depth=96, heads=96)
+
+
+def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
+    """Every combination of small numbers, those kept that keep the rules."""
+    found = set()
+    numbers = range(1, max(ranks, rows, sizes.depth) + 1)
+    twos = [1, 2, 4, 8, 16]
+    for tp, pp, dp in product(*[[n for n in numbers if ranks % n == 0]] * 3):
+        if tp * pp * dp != ranks or sizes.heads % tp or sizes.depth % pp or rows % dp:
+            continue
+        for b, chunks, zero, sequence in product(twos, twos, (0, 1), (False, True)):
+            count, left = divmod(rows // dp, b)
+            uneven = left or sizes.depth % (pp * chunks) or (chunks > 1 and count % pp)
+            nothing = (chunks > 1 and pp == 1) or (zero and dp == 1) or (sequence and tp == 1)
+            if not (uneven or nothing or (sequence and sizes.context % tp)):
+                for recompute in ("none", "full"):
+                    found.add(Layout(tp, pp, dp, b, chunks, zero, sequence, recompute))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "rows"),
+    [
+        (SMALL, 1, 1),
+        (SMALL, 8, 16),
+        (SMALL, 12, 12),
+        (SMALL, 3, 9),
+        (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
+        (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
+    ],
+)
+def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int) -> None:
+    found = layouts(sizes, ranks, rows)
+    assert set(found) == by_trying(sizes, ranks, rows)
+    assert len(found) == len(set(found)) and all(one.ranks == ranks for one in found)
+
+
+def test_tensor_parallelism_beyond_a_node_is_among_them() -> None:
+    assert {one.tp for one in layouts(GPT3, 1024, 1536)} == {1, 2, 4, 8, 16, 32}
+
+
+def test_named_values_are_those_alone() -> None:
+    every = layouts(GPT3, 1024, 1536)
+    some = layouts(
+        GPT3, 1024, 1536, tp=(8, 4), microbatch=[1, 2], chunks=1, zero=1, sequence=True,
+        recompute="full",
+    )  # fmt: skip
+    assert set(some) == {
+        one
+        for one in every
+        if one.tp in (4, 8) and one.microbatch in (1, 2) and one.chunks == 1
+        and one.zero == (one.dp > 1) and one.sequence and one.recompute == "full"
+    }  # fmt: skip
+    assert {one.microbatch for one in layouts(GPT3, 1024, 1536, microbatch=3)} == {3}
+    assert {one.chunks for one in layouts(GPT3, 1024, 1536, pp=8, chunks=(3, 6))} == {3, 6}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+        ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),
+        ({"dp": 5}, "dp=5: 1536 rows do not divide by 5"),
+        ({"microbatch": 7}, "microbatch=7: 1536 rows"),
+        ({"chunks": 9}, "chunks=9: 96 blocks"),
+        ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
+        ({"tp": ()}, "tp has no numbers to choose from"),
+        ({"zero": 3}, "zero=3: a plan knows 0 or 1"),
+        ({"recompute": "selective"}, "recompute='selective': a plan knows none and full"),
+        ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
+        ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
+        ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
+        ({"ranks": 0}, "ranks=0: give a whole number"),
+        ({"global_batch": -1}, "global_batch=-1: give a whole number"),
+    ],
+)
+def test_what_does_not_factor_is_told_with_what_would(asked: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layouts(GPT3, **{"ranks": 1024, "global_batch": 1536, **asked})
+
+
+def test_positions_that_do_not_divide_leave_no_sequence_parallelism() -> None:
+    odd = Sizes(width=64, depth=4, heads=4, context=7)
+    assert not any(one.sequence for one in layouts(odd, 8, 8))
+    with pytest.raises(ValueError, match="sequence=True: 7 positions divide over none of these tp"):
+        layouts(odd, 8, 8, tp=(2, 4), sequence=True)
+
+
+def test_the_ranks_that_would_do_do() -> None:
+    for ranks in (864, 1024):
+        assert layouts(GPT3, ranks, 1536)
+    for ranks in range(865, 1024):
+        with pytest.raises(ValueError, match="864 and 1024"):
+            layouts(GPT3, ranks, 1536)
+
+
+def test_heads_that_do_not_divide_the_width_are_told() -> None:
+    with pytest.raises(ValueError, match="width=100 does not divide over heads=3"):
+        layouts(Sizes(width=100, depth=4, heads=3), 8, 8)
+
+
+def test_the_formulas_count_what_each_choice_is_for() -> None:
+    """Twice the tp, half the states; ZeRO-1 cuts the optimizer's alone; 1F1B holds pp
+    micro-batches of depth / pp blocks; interleaved (1 + (pp - 1) / (pp chunks)) as much."""
+    plain = least_bytes(GPT3, Layout(tp=8, pp=8, dp=16), 1536)
+    matrices = 12 * 12288**2 * 12 + 51200 * 12288
+    assert plain["parameters"] == plain["gradients"] == 2 * matrices / 8
+    assert plain["optimizer state"] == 12 * matrices / 8
+    zero = least_bytes(GPT3, Layout(tp=8, pp=8, dp=16, zero=1), 1536)
+    assert zero == {**plain, "optimizer state": plain["optimizer state"] / 16}
+    full = Layout(tp=8, pp=8, dp=16, recompute="full")
+    kept = 2 * 2048 * 12288  # the input of a block
+    assert least_bytes(GPT3, full, 1536)["activations"] == kept * 96
+    interleaved = Layout(tp=8, pp=8, dp=16, chunks=2, recompute="full")
+    assert least_bytes(GPT3, interleaved, 1536)["activations"] == kept * 96 * (1 + 7 / 16)
+    few = least_bytes(GPT3, full, 4 * 16)  # 4 micro-batches never fill 8 stages
+    assert few["activations"] == kept * 96 / 2

@@ -1,0 +1,317 @@
+"""The virtual clock: published bubbles, laws that every replay keeps, and what it says of programs
+that cannot end."""
+
+import csv
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import places
+from labkit.replaying import (
+    Compute,
+    Deadlock,
+    Issue,
+    Program,
+    Timed,
+    Wait,
+    bubble,
+    pipeline_programs,
+    run,
+)
+from labkit.schedules import Action, one_f_one_b
+
+# stages, micro-batches, milliseconds of forward, input gradient, weight gradient and message, and
+# the bubble rate of 1F1B: arXiv 2401.10241, Tables 5 and 9 (bubble_rates_1f1b.csv).
+PUBLISHED = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.124),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347),
+    (8, 32, 29.802, 29.428, 19.53, 0.577, 0.1898),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168),
+    (32, 256, 10.402, 10.248, 7.698, 0.46, 0.1352),
+]
+
+
+def bubble_of_1f1b(
+    stages: int, microbatches: int, forward: float, backward: float, message: float
+) -> float:
+    def seconds(stage: int, action: Action) -> float:
+        return forward if action.phase == "forward" else backward
+
+    schedule = one_f_one_b(stages, microbatches)
+    times = run(pipeline_programs(schedule, seconds, message))
+    return bubble(schedule, max(one[-1].ended_s for one in times.values()), seconds)
+
+
+def test_a_schedule_that_cannot_be_is_no_pipeline() -> None:
+    for wrong in (Action("backward", 0), Action("weight", 0)):
+        with pytest.raises(ValueError, match="stage 1 never does F0"):
+            pipeline_programs([one_f_one_b(1, 1)[0], [wrong]], lambda stage, action: 1.0)
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None:
+    stages, microbatches, forward, inputs, weights, message, rate = row
+    found = bubble_of_1f1b(int(stages), int(microbatches), forward, inputs + weights, message)
+    assert round(found, 4) == rate
+
+
+def test_the_published_rows_are_those_of_the_file() -> None:
+    with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
+        rows = [tuple(float(x) for x in list(row.values())[1:]) for row in csv.DictReader(file)]
+    assert rows == PUBLISHED
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
+def test_without_messages_the_bubble_is_the_formula(p: int, m: int) -> None:
+    """(p-1)/(m+p-1) of the total: arXiv 2104.04473, section 2.2.1."""
+    assert bubble_of_1f1b(p, m, 1.0, 2.0, 0.0) == pytest.approx((p - 1) / (m + p - 1))
+
+
+# --- what each thing does -------------------------------------------------------------------------
+
+
+def reduce(
+    key: str, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1), **more: object
+) -> Issue:
+    return Issue(key, ranks, seconds, **more)  # type: ignore[arg-type]
+
+
+def test_an_operation_runs_beside_computing_and_is_waited_for() -> None:
+    program = [Compute(1.0), reduce("a", 3.0), Compute(2.0), Wait("a"), Compute(1.0)]
+    times = run({0: program, 1: program})
+    assert times[0] == times[1] == [(0, 1), (1, 4), (1, 3), (3, 4), (4, 5)]
+
+
+def test_it_begins_when_the_last_rank_has_issued_it() -> None:
+    times = run({r: [Compute(float(r)), reduce("a"), Wait("a")] for r in (0, 1)})
+    assert times[0][1:] == [(1, 2), (0, 2)]
+    assert times[1][1:] == [(1, 2), (1, 2)]
+
+
+def test_a_port_carries_one_after_the_other_and_ports_do_not_wait_for_each_other() -> None:
+    program = [reduce("a"), reduce("b"), reduce("c", port="other"), Wait("c"), Wait("b")]
+    times = run({0: program, 1: program})
+    assert times[0] == [(0, 1), (1, 2), (0, 1), (0, 1), (1, 2)]
+
+
+def test_latency_does_not_hold_the_port() -> None:
+    messages = [Issue(key, (0,), 1.0, latency_s=5.0) for key in "ab"]
+    assert run({0: messages, 1: [Wait("b")]}) == {0: [(0, 6), (1, 7)], 1: [(0, 7)]}
+
+
+def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
+    """As many events at the ports as there are ranks, and no more: counted, not timed."""
+    looked_at = 0
+
+    class Ranks(tuple):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            nonlocal looked_at
+            looked_at += 1
+            return super().__iter__()
+
+        __hash__ = tuple.__hash__
+
+    n = 1000
+    issues = [Issue(k, Ranks(range(n)), 1.0) for k in range(5)]
+    times = run({rank: [*issues, Wait(4)] for rank in range(n)})
+    assert times[n - 1][-1] == (0, 5)
+    assert looked_at < 5 * 10
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+def test_a_deadlock_is_told_with_its_cycle() -> None:
+    programs: dict[int, Program] = {
+        rank: [Wait(("to", rank)), Issue(("to", (rank + 1) % 3), (rank,), 1.0)] for rank in range(3)
+    }
+    with pytest.raises(Deadlock) as caught:
+        run(programs)
+    assert caught.value.cycle == (0, 2, 1)
+    assert "rank 0 waits for ('to', 0), which rank 2 has yet to issue" in str(caught.value)
+
+
+def test_collectives_in_different_orders_are_a_deadlock() -> None:
+    programs: dict[int, Program] = {
+        0: [reduce("a"), reduce("b"), Wait("a"), Wait("b")],
+        1: [reduce("b"), reduce("a"), Wait("b"), Wait("a")],
+    }
+    for without_waits in (False, True):
+        with pytest.raises(Deadlock) as caught:
+            run({r: program[: 2 if without_waits else 4] for r, program in programs.items()})
+        assert set(caught.value.cycle) == {0, 1}
+        assert "'a', which on rank 1 stands behind 'b'" in str(caught.value)
+        assert "that, which on rank 0 stands behind 'a'" in str(caught.value)
+
+
+def test_a_cycle_is_found_behind_what_is_none() -> None:
+    programs: dict[int, Program] = {
+        0: [Wait("nothing")],
+        1: [Wait(None), Issue("a", (1,), 1.0)],
+        2: [Wait("a"), Issue(None, (2,), 1.0)],
+    }
+    with pytest.raises(Deadlock) as caught:
+        run(programs)
+    assert set(caught.value.cycle) == {1, 2}
+
+
+def test_what_no_order_would_help_is_no_cycle() -> None:
+    programs: dict[int, Program] = {
+        0: [reduce("a"), Wait("a"), reduce("b", ranks=(0,))],
+        1: [Wait("b")],
+    }
+    with pytest.raises(Deadlock, match="rank 0 waits for 'a', which rank 1 never issues") as caught:
+        run(programs)
+    assert caught.value.cycle == ()
+
+
+def test_a_long_cycle_is_told_short() -> None:
+    n = 300
+    programs: dict[int, Program] = {r: [Wait(r), Issue((r + 1) % n, (r,), 1.0)] for r in range(n)}
+    with pytest.raises(Deadlock) as caught:
+        run(programs)
+    assert len(caught.value.cycle) == n and len(str(caught.value)) < 500
+
+
+def test_who_stands_behind_another_operation_is_told_of_it() -> None:
+    programs: dict[int, Program] = {0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]}
+    with pytest.raises(Deadlock, match="on rank 0 stands behind 'a'; that, which rank 1 never"):
+        run(programs)
+
+
+def test_a_wait_for_nothing_is_told() -> None:
+    with pytest.raises(Deadlock, match="rank 0 waits for 'a', which no rank issues"):
+        run({0: [Wait("a")]})
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        ({0: [reduce("a")], 1: []}, "rank 0 has issued 'a', which rank 1 never issues"),
+        ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "and another rank"),
+        ({0: [reduce("a", ranks=(1,))], 1: []}, "is not among its ranks"),
+        ({0: [reduce("a", ranks=(0,)), reduce("a", ranks=(0,))]}, "twice"),
+        ({0: [Compute(-1.0)]}, "less than no time"),
+        ({0: [Compute(float("nan"))]}, "less than no time"),
+        ({0: [reduce("a", -1.0, ranks=(0,))]}, "less than no time"),
+        ({0: [reduce("a", ranks=(0, 7))]}, "rank 7 is in no program"),
+        ({0: [reduce("a", ranks=(0, 0))]}, "names a rank twice"),
+        ({0: ["oops"]}, "'oops' in its program"),
+    ],
+)
+def test_programs_that_do_not_fit_are_told(programs: dict[int, Program], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(programs)
+
+
+# --- laws of every replay -------------------------------------------------------------------------
+
+
+def some_programs(seed: int) -> dict[int, Program]:
+    """Ranks that compute, reduce in groups and send to each other. All draw from one list of
+    operations and wait for each somewhere behind it, so none can hang."""
+    draw = random.Random(seed)
+    size = draw.randint(1, 5)
+    programs: dict[int, list[Compute | Issue | Wait]] = {rank: [] for rank in range(size)}
+    for key in range(draw.randint(1, 12)):
+        for program in programs.values():
+            program += [Compute(draw.choice([0.0, 0.5, draw.random()]))] * draw.randint(0, 2)
+        members = tuple(sorted(draw.sample(range(size), draw.randint(1, size))))
+        port = draw.choice(["inside", "between"])
+        issue = Issue(key, members, draw.random(), draw.choice([0.0, 0.3]), port)
+        for rank in members:
+            programs[rank].append(issue)
+        for rank in {*members, draw.randrange(size)}:
+            if draw.random() < 0.7:
+                programs[rank].append(Wait(key))
+    return dict(programs)
+
+
+def broken_laws(programs: dict[int, Program], times: dict[int, list[Timed]]) -> list[str]:
+    found = []
+    ends = {
+        thing.key: timed.ended_s
+        for rank, program in programs.items()
+        for thing, timed in zip(program, times[rank], strict=True)
+        if isinstance(thing, Issue)
+    }
+    operations: dict[object, set[Timed]] = {}
+    earliest_s: dict[object, float] = {}
+    for rank, program in programs.items():
+        now_s, ports = 0.0, dict[str, list[tuple[float, float]]]()
+        for thing, timed in zip(program, times[rank], strict=True):
+            if isinstance(thing, Issue):
+                operations.setdefault(thing.key, set()).add(timed)
+                out = (timed.began_s, timed.began_s + thing.seconds)
+                if timed.ended_s != out[1] + thing.latency_s:
+                    found.append("an operation takes another time than its cost")
+                ports.setdefault(thing.port, []).append(out)
+                before = ports[thing.port][-2][1] if len(ports[thing.port]) > 1 else 0.0
+                earliest_s[thing.key] = max(earliest_s.get(thing.key, 0.0), now_s, before)
+                continue
+            if timed.began_s != now_s:
+                found.append("a rank is neither busy nor idle")
+            if isinstance(thing, Compute) and timed.ended_s != timed.began_s + thing.seconds:
+                found.append("computing takes another time than its cost")
+            if isinstance(thing, Wait) and timed.ended_s != max(now_s, ends[thing.key]):
+                found.append("a rank goes on before, or after, what it waits for")
+            now_s = timed.ended_s
+        for carried in ports.values():
+            if any(one[1] > other[0] for one, other in pairwise(carried)):
+                found.append("a port carries two things at once")
+    for key, seen in operations.items():
+        began_s = min(timed.began_s for timed in seen)
+        if began_s < earliest_s[key]:
+            found.append("an operation begins before it is issued, or its ports are free")
+        if began_s > earliest_s[key]:
+            found.append("an operation begins later than it could")
+    if any(len(seen) > 1 for seen in operations.values()):
+        found.append("an operation has different times on its ranks")
+    return found
+
+
+@given(st.integers(0, 10**9))
+def test_every_replay_keeps_the_laws(seed: int) -> None:
+    programs = some_programs(seed)
+    times = run(programs)
+    assert broken_laws(programs, times) == []
+    backwards = dict(reversed(programs.items()))
+    assert run(backwards) == times, "the order in which ranks are looked at changes nothing"
+
+
+PROGRAM = [Compute(1.0), reduce("a", 1.0), reduce("b", 1.0), Compute(0.5), Wait("b")]
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks", "by", "law"),
+    [
+        (0, [0], (0.0, -0.25), "computing takes another time"),
+        (3, [0], (0.25, 0.25), "neither busy nor idle"),
+        (2, [0, 1], (0.0, 0.5), "an operation takes another time"),
+        (4, [0], (0.0, -0.25), "before, or after, what it waits for"),
+        (1, [0, 1], (-0.5, -0.5), "before it is issued"),
+        (2, [0, 1], (-0.5, -0.5), "carries two things at once"),
+        (2, [0, 1], (0.5, 0.5), "later than it could"),
+        (2, [1], (0.5, 0.5), "different times on its ranks"),
+    ],
+)
+def test_every_law_can_be_broken(
+    place: int, ranks: list[int], by: tuple[float, float], law: str
+) -> None:
+    programs: dict[int, Program] = {0: PROGRAM, 1: PROGRAM}
+    times = run(programs)
+    assert broken_laws(programs, times) == []
+    for rank in ranks:
+        began_s, ended_s = times[rank][place]
+        times[rank][place] = Timed(began_s + by[0], ended_s + by[1])
+    assert law in "; ".join(broken_laws(programs, times))

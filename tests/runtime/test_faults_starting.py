@@ -1,0 +1,231 @@
+"""Interrupts and kills while a world starts, in a real Jupyter kernel and in scripts."""
+
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from labkit import Comm, RankInterrupt, World
+from labkit.runtime.launch import ForkServer
+from provoke import driver, gone, until
+from test_failures import INTERRUPTED
+from test_magics import Kernel, text_of, told
+
+ROUNDS = 6
+NEW_SERVER = (
+    "from labkit import Comm, World\n"
+    "from labkit.runtime.launch import ForkServer\n"
+    "if ForkServer._only: ForkServer._only.close()"
+)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
+    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield kernel
+    kernel.stop()
+
+
+def no_children(process: psutil.Process) -> bool:
+    return not process.children()
+
+
+def left_by(kernel: Kernel) -> list[str]:
+    """Folders of worlds in the kernel's TMPDIR and in shared memory."""
+    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    own = f"labkit-{kernel.manager.provisioner.pid}-"
+    return [name for name in [*os.listdir(kernel.folder), *shared] if name.startswith(own)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_next_world_works(
+    kernel: Kernel,
+) -> None:
+    chance = random.Random(21)
+    process = psutil.Process(kernel.manager.provisioner.pid)
+    interrupted = 0
+    for k in range(ROUNDS):
+        early = chance.random() < 0.5
+        moments_s = [chance.uniform(0.1, 1.2), *(chance.uniform(0.15, 0.4) for _ in range(2))]
+        kernel.run(NEW_SERVER + ("\nForkServer.get(early=True)" if early else ""))
+        request = kernel.begin("world = World(2)")
+        for pause_s in moments_s:
+            time.sleep(pause_s)
+            kernel.manager.interrupt_kernel()
+        error = text_of([told(message) for message in kernel.messages(request)], "error")
+        where = f"round {k}, early={early}, interrupts after {moments_s} s, then: {error}"
+        assert not error or "KeyboardInterrupt" in error, where
+        interrupted += bool(error)
+        outputs = kernel.run("with World(3) as w:\n    r = w.run(lambda: Comm().rank)\nr")
+        assert text_of(outputs, "execute_result") == "[0, 1, 2]", (where, outputs)
+        kernel.run("world.close()" if not error else "")
+        (server,) = process.children()
+        assert until(partial(no_children, server)), where
+        assert until(lambda: not left_by(kernel)), where
+    assert interrupted > ROUNDS // 2, "the interrupts came too late to prove anything"
+
+
+@pytest.mark.slow
+def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> None:
+    kernel.run(NEW_SERVER)
+    kernel.run("import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1")
+    shown = text_of(kernel.run("with World(2): pass"), "stdout")
+    assert "\rstarting ranks" in shown and "importing torch takes seconds" in shown
+    last_line = shown.split("\r")[-1].strip()
+    assert last_line.startswith("2 ranks, gloo"), "the notice has disappeared"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8])
+def test_a_kernel_killed_while_the_server_warms_up_leaves_nothing(
+    after_s: float, tmp_path: Path
+) -> None:
+    script = """
+    from labkit.runtime.launch import warm_up_early
+    warm_up_early()
+    say(os.getpid())
+    World(2).run(time.sleep, 600)
+    """
+    with driver(script, tmp_path) as running:
+        (pid,) = running.hear_pids()
+        assert until(running.leftovers), "the world has its folder"
+        until(lambda: False, after_s)
+        family = psutil.Process(pid).children(recursive=True)
+        assert family
+        running.process.kill()
+        assert gone([process.pid for process in family], within_s=60)
+        assert until(lambda: not running.leftovers())
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"labkit-{pid}-")]
+
+
+def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    World(1).close()
+    assert ForkServer._only is not None
+    server = psutil.Process(ForkServer._only._process.pid)
+    server.suspend()  # it will read the request after the interrupt
+    ends = ForkServer.ends
+
+    def interrupted(only: ForkServer) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkServer, "ends", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        World(2)
+    monkeypatch.setattr(ForkServer, "ends", ends)
+    server.resume()
+    with World(3) as world:
+        assert world.run(lambda: Comm().rank) == [0, 1, 2]
+    assert until(partial(no_children, server))
+
+
+def stop_a_rank_and_interrupt_soon(world: World) -> threading.Thread:
+    """One interrupt, once the driver has begun to talk to a rank that reads nothing."""
+    psutil.Process(world._ranks().pids[0]).suspend()
+    thread = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    thread.start()
+    return thread
+
+
+def test_one_interrupt_stops_a_message_that_a_rank_does_not_take() -> None:
+    with World(2) as world:
+        timer = stop_a_rank_and_interrupt_soon(world)
+        with pytest.raises(RankInterrupt):
+            world.run(len, bytes(50_000_000))
+        timer.join()
+        assert world.run(lambda: Comm().rank) == [0, 1]
+
+
+def test_one_interrupt_stops_a_message_that_a_rank_does_not_finish() -> None:
+    def answer_half() -> None:
+        import labkit
+
+        control = labkit.attach().control
+        control.sock.sendall((2).to_bytes(8, "little"))
+        time.sleep(600)
+
+    with World(2) as world:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(RankInterrupt):
+            world.run(answer_half)
+        timer.join()
+        assert world.run(lambda: Comm().rank) == [0, 1]
+
+
+@pytest.mark.slow
+def test_one_interrupt_is_enough_while_ranks_start_anew_after_a_failure(tmp_path: Path) -> None:
+    script = (
+        INTERRUPTED
+        + """
+import psutil
+with World(2) as world:
+    try:
+        world.run(lambda: os._exit(1))
+    except RankError:
+        pass
+    (server,) = psutil.Process().children()
+    server.suspend()
+    raised = interrupted(lambda: world.run(ones), 0.5)
+    server.resume()
+    say(type(raised).__name__, world.run(ones))
+"""
+    )
+    with driver(script, tmp_path) as running:
+        assert running.hear().endswith("KeyboardInterrupt [2.0, 2.0]")
+        assert running.rest() == "" and not running.leftovers()
+
+
+def test_a_long_temporary_folder_opens_no_port_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    ports: list[object] = []
+    bind = socket.socket.bind
+
+    def noted(sock: socket.socket, address: object) -> None:
+        ports.append(address)
+        bind(sock, address)  # type: ignore[arg-type]
+
+    class Noted(socket.socket):
+        bind = noted
+
+    monkeypatch.setattr(socket, "socket", Noted)
+    own = f"labkit-{os.getpid()}-"
+    before = {name for name in os.listdir("/tmp") if name.startswith(own)}
+    with World(2) as world:
+        assert world.run(lambda: Comm().rank) == [0, 1]
+    (address,) = ports
+    assert str(address).startswith("/tmp/labkit-"), "a file, and no port"
+    assert not os.listdir(folder)
+    assert {name for name in os.listdir("/tmp") if name.startswith(own)} == before
+
+
+def test_a_notice_shows_after_its_time_and_disappears(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = sys.modules["labkit.runtime.progress"]  # the package has a function of this name
+    monkeypatch.setattr(progress, "interactive", lambda: True)
+    with progress.notice("starting") as tick:
+        tick()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(progress, "NOTICE_S", 0.0)
+    with progress.notice("starting") as tick:
+        tick()
+        tick()
+    assert capsys.readouterr().out == "\rstarting\r        \r"

@@ -1,0 +1,364 @@
+"""`%%ranks` and `%ranks`: in IPython, and in a real Jupyter kernel with its interrupt button."""
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from labkit import RankError
+from provoke import ROOT, alive, gone, until
+
+pytest.importorskip("IPython", reason="the magics need IPython")
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "labkit")
+    yield shell
+    shell.run_line_magic("ranks", "close")
+    InteractiveShell.clear_instance()
+
+
+def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
+    return shell.run_cell_magic("ranks", line, cell)
+
+
+def values(shell: InteractiveShell, line: str, cell: str) -> Any:
+    """The values of a cell, brought here."""
+    shell.user_ns.pop("found", None)
+    assert shell.run_cell_magic("ranks", f"{line} -o found", cell) is None
+    return shell.user_ns["found"]
+
+
+def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(shell: InteractiveShell) -> None:
+    found = values(shell, "4", "x = rank * 10\nx + size")
+    assert found == [4, 14, 24, 34]
+    assert repr(found) == repr(ranks(shell, "4", "x + size"))
+    assert repr(found).splitlines() == ["rank 0: 4", "rank 1: 14", "rank 2: 24", "rank 3: 34"]
+
+
+def test_the_world_and_its_names_last_from_cell_to_cell(shell: InteractiveShell) -> None:
+    ranks(shell, "4", "kept = rank")
+    assert values(shell, "4", "kept + 1") == [1, 2, 3, 4]
+    assert values(shell, "", "kept + 1") == [1, 2, 3, 4]
+
+
+def test_a_list_of_ranks_runs_there_only(shell: InteractiveShell) -> None:
+    ranks(shell, "4", "seen = False")
+    assert values(shell, "0,2", "seen = True\nrank") == [0, 2]
+    assert values(shell, "4", "seen") == [True, False, True, False]
+    assert values(shell, "2,", "rank") == [2]
+    assert values(shell, " 3 , 1 ", "rank") == [3, 1]
+    assert repr(ranks(shell, "1,", "rank")) == "rank 1: 1"
+
+
+def test_the_names_of_the_lab_are_there(shell: InteractiveShell) -> None:
+    cell = "x = torch.ones(1)\ncomm.all_reduce(x)\ndist.barrier()\nx.item(), str(device)"
+    assert values(shell, "4", cell) == [(4.0, "cpu")] * 4
+
+
+def test_a_cell_without_a_value_shows_nothing(shell: InteractiveShell) -> None:
+    assert ranks(shell, "4", "a = 1") is None
+    assert values(shell, "4", "None if rank else 5") == [5, None, None, None]
+
+
+def test_what_the_cell_prints_is_marked(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(shell, "4", "print('hello')")
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {k}] hello" for k in range(4)]
+
+
+def test_an_error_shows_the_line_of_the_cell(shell: InteractiveShell) -> None:
+    with pytest.raises(RankError) as info:
+        ranks(shell, "4", "def f(y):\n    return 1 // y  # the line\n\nf(rank - 2)")
+    text = str(info.value)
+    assert info.value.ranks == (2,) and "return 1 // y  # the line" in text
+    assert "%%ranks cell" in text and "line 2, in f" in text
+    assert values(shell, "4", "rank") == [0, 1, 2, 3]
+
+
+def test_ranks_shows_and_resets_the_world(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(shell, "4", "kept = 1")
+    capsys.readouterr()
+    shell.run_line_magic("ranks", "")
+    assert "4 ranks, gloo" in capsys.readouterr().out
+    shell.run_line_magic("ranks", "reset")
+    assert "new ranks" in capsys.readouterr().out
+    assert values(shell, "4", "'kept' in globals()") == [False] * 4
+
+
+def test_another_size_makes_another_world_and_says_so(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pids = values(shell, "4", "import os; os.getpid()")
+    capsys.readouterr()
+    assert values(shell, "2", "size") == [2, 2]
+    assert "2 ranks in place of 4: what those kept is gone" in capsys.readouterr().out
+    assert gone(pids)
+    assert values(shell, "", "size") == [2, 2]
+    assert values(shell, "4", "size") == [4] * 4
+
+
+@pytest.mark.parametrize("line", ["four", "1 2", "0,x", "1.5", ",", "--help", "0,,1"])
+def test_a_bad_line_is_told_how_to_write_it(shell: InteractiveShell, line: str) -> None:
+    pids = values(shell, "", "import os; os.getpid()")
+    with pytest.raises(UsageError, match="give a number of ranks .%%ranks 4. or a list"):
+        ranks(shell, line, "rank")
+    assert values(shell, "", "os.getpid()") == pids
+
+
+@pytest.mark.parametrize(
+    "line, reason", [("0", "at least 1"), ("-1", "at least"), ("9999", "too many")]
+)
+def test_a_size_that_is_refused_does_not_cost_the_world_there_is(
+    shell: InteractiveShell, line: str, reason: str
+) -> None:
+    pids = values(shell, "", "import os; os.getpid()")
+    with pytest.raises(ValueError, match=reason):
+        ranks(shell, line, "rank")
+    assert values(shell, "", "os.getpid()") == pids
+
+
+def test_a_rank_that_is_not_there_is_refused(shell: InteractiveShell) -> None:
+    with pytest.raises(UsageError, match="there is no rank 7; choose among 0 to 3"):
+        ranks(shell, "0,7", "rank")
+
+
+def test_an_unknown_command_is_told_what_there_is(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="use %ranks, %ranks reset or %ranks close"):
+        shell.run_line_magic("ranks", "explode")
+
+
+def test_closing_ends_the_ranks_and_the_next_cell_makes_new_ones(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pids = values(shell, "", "import os; os.getpid()")
+    shell.run_line_magic("ranks", "close")
+    assert gone(pids)
+    capsys.readouterr()
+    shell.run_line_magic("ranks", "")
+    shell.run_line_magic("ranks", "reset")
+    assert capsys.readouterr().out.count("no world yet") == 2
+    with pytest.raises(ValueError, match="at least 1"):
+        ranks(shell, "0", "rank")
+    assert values(shell, "0,1", "size") == [4, 4], "a list alone makes the usual world"
+
+
+# ---- a real kernel
+
+
+class Kernel:
+    """A Jupyter kernel as a notebook has it."""
+
+    def __init__(self, folder: Path):
+        from jupyter_client.manager import KernelManager
+
+        self.folder = folder
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(env=env)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def begin(self, code: str) -> str:
+        return self.client.execute(code)
+
+    def messages(self, request: str, within_s: float = 60) -> Iterator[dict[str, Any]]:
+        """What the cell of `request` puts out, until it is done."""
+        end_s = time.monotonic() + within_s
+        while time.monotonic() < end_s:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if message["msg_type"] == "status":
+                if message["content"]["execution_state"] == "idle":
+                    return
+            else:
+                yield message
+        raise AssertionError("the cell does not end")
+
+    def run(self, code: str) -> list[tuple[str, str]]:
+        """Kind and text of all that a cell puts out."""
+        return [told(message) for message in self.messages(self.begin(code))]
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
+
+def told(message: dict[str, Any]) -> tuple[str, str]:
+    content = message["content"]
+    if message["msg_type"] == "stream":
+        return content["name"], content["text"]
+    if message["msg_type"] == "error":
+        return "error", "\n".join(content["traceback"])
+    return message["msg_type"], content.get("data", {}).get("text/plain", "")
+
+
+def text_of(outputs: list[tuple[str, str]], kind: str) -> str:
+    return "\n".join(text for its_kind, text in outputs if its_kind == kind)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
+    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    assert text_of(kernel.run("%load_ext labkit"), "error") == ""
+    yield kernel
+    kernel.stop()
+
+
+@pytest.mark.slow
+def test_a_notebooks_cell_gives_its_values_and_its_output_grouped_by_rank(kernel: Kernel) -> None:
+    outputs = kernel.run("%%ranks 2\nfor k in range(3):\n    print('line', k)\nrank * 2")
+    assert "2 ranks, gloo" in text_of(outputs, "stdout"), "it says what it picked"
+    assert text_of(outputs, "execute_result") == "rank 0: 0\nrank 1: 2"
+    drawn = [text for kind, text in outputs if kind in ("display_data", "update_display_data")]
+    assert drawn[-1].splitlines() == [
+        "[rank 0] line 0", "[rank 0] line 1", "[rank 0] line 2",
+        "[rank 1] line 0", "[rank 1] line 1", "[rank 1] line 2",
+    ]  # fmt: skip
+    assert not text_of(outputs, "error")
+
+
+@pytest.mark.slow
+def test_output_and_bars_appear_in_the_cell_while_it_runs(kernel: Kernel) -> None:
+    flag = kernel.folder / "go"
+    request = kernel.begin(
+        "%%ranks 2\nimport os, time\nprint('early')\nprint('\\r 50%', end='')\n"
+        f"while not os.path.exists({str(flag)!r}):\n    time.sleep(0.01)\nprint('\\r100%')"
+    )
+    seen = []
+    for message in kernel.messages(request):
+        kind, text = told(message)
+        if kind in ("display_data", "update_display_data"):
+            seen.append(text)
+            if all(f"[rank {rank}]  50%" in text for rank in (0, 1)):
+                flag.touch()
+    assert flag.exists(), f"the bars were not seen while the cell ran: {seen}"
+    assert seen[-1].splitlines() == [
+        "[rank 0] early", "[rank 0] 100%", "[rank 1] early", "[rank 1] 100%",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_functions_and_classes_of_cells_travel(kernel: Kernel) -> None:
+    kernel.run("from labkit import World, Comm\nimport torch\nbase = 5")
+    kernel.run("class Box:\n    def __init__(self, x):\n        self.x = x")
+    outputs = kernel.run(
+        "def f(y):\n    return Box(base + y + Comm().rank)\n"
+        "with World(2) as world:\n    boxes = world.run(f, 1)\n[box.x for box in boxes]"
+    )
+    assert text_of(outputs, "execute_result") == "[6, 7]", outputs
+
+
+@pytest.mark.slow
+def test_an_error_in_a_notebook_shows_the_cells_own_lines(kernel: Kernel) -> None:
+    text = text_of(kernel.run("%%ranks 2\ny = rank\n1 // y  # the line of the cell"), "error")
+    assert "RankError: rank 0 raised ZeroDivisionError" in text
+    assert "1 // y  # the line of the cell" in text and "line 2" in text
+    assert "labkit/runtime" not in text
+    assert text_of(kernel.run("%%ranks 2\nrank"), "execute_result") == "rank 0: 0\nrank 1: 1"
+
+
+@pytest.mark.slow
+def test_an_error_of_a_function_names_its_cell_as_the_notebook_does(kernel: Kernel) -> None:
+    outputs = kernel.messages(
+        kernel.begin(
+            "from labkit import Comm, World\n"
+            "def fails():\n    raise ValueError('from a cell')  # its line\n\n"
+            "def hangs():\n    if Comm().rank:\n        Comm().barrier()  # where it hangs"
+        )
+    )
+    (number,) = {message["content"]["execution_count"] for message in outputs}
+    text = text_of(kernel.run("with World(2) as w:\n    w.run(fails)"), "error")
+    assert "raise ValueError('from a cell')  # its line" in text
+    assert f"Cell In[{number}], line 3, in fails" in text
+    text = text_of(kernel.run("with World(2) as w:\n    w.run(hangs)"), "error")
+    assert "rank 1: waits in barrier" in text and f"at In[{number}]:7 in hangs" in text
+
+
+@pytest.mark.slow
+def test_the_interrupt_button_stops_a_hanging_cell_and_the_next_one_works(kernel: Kernel) -> None:
+    before = text_of(kernel.run("%%ranks 2\nimport os\nos.getpid()"), "execute_result")
+    pids = [int(line.split()[-1]) for line in before.splitlines()]
+    flag = kernel.folder / "hangs"
+    request = kernel.begin(
+        f"%%ranks 2\nopen({str(flag)!r}, 'w').close()\nimport time\ntime.sleep(600)"
+    )
+    assert until(flag.exists)
+    kernel.manager.interrupt_kernel()
+    outputs = [told(message) for message in kernel.messages(request)]
+    assert "interrupted; the 2 ranks were stopped" in text_of(outputs, "error")
+    assert gone(pids)
+    after = text_of(kernel.run("%%ranks 2\nrank"), "execute_result")
+    assert after == "rank 0: 0\nrank 1: 1"
+    plain = text_of(kernel.run("1 + 1"), "execute_result")
+    assert plain == "2"
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_nothing_runs_harms_no_rank(kernel: Kernel) -> None:
+    kernel.run("%%ranks 2\nkept = rank")
+    kernel.manager.interrupt_kernel()
+    assert text_of(kernel.run("%%ranks 2\nkept"), "execute_result") == "rank 0: 0\nrank 1: 1"
+
+
+@pytest.mark.slow
+def test_a_flood_in_a_notebook_does_not_drown_it(kernel: Kernel) -> None:
+    outputs = kernel.run("%%ranks 2\nprint('flood\\n' * 1_000_000)\nrank")
+    assert text_of(outputs, "execute_result") == "rank 0: 0\nrank 1: 1"
+    assert sum(len(text) for _, text in outputs) < 5_000_000
+    assert "lines left out" in outputs[-2][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "kill the group", "restart", "shutdown"])
+def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(how: str, tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
+    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
+    kernel = Kernel(tmp_path)
+    try:
+        kernel.run("%load_ext labkit")
+        # The server was warmed up early: even the first ranks have what an optimizer imports.
+        loaded = kernel.run("%%ranks 2\nimport sys\n'torch._dynamo' in sys.modules")
+        assert "rank 1: True" in text_of(loaded, "execute_result")
+        process = psutil.Process(kernel.manager.provisioner.pid)
+        family = [child.pid for child in process.children(recursive=True)]
+        assert len(family) == 3 and all(map(alive, family))
+        assert any(name.startswith("labkit-") for name in os.listdir(tmp_path))
+        kernel.begin("%%ranks 2\nimport time\ntime.sleep(600)")
+        until(lambda: False, 0.5)
+        if how == "kill":
+            process.kill()
+        elif how == "kill the group":
+            os.killpg(process.pid, signal.SIGKILL)
+        elif how == "restart":
+            kernel.manager.restart_kernel(now=True)
+        else:
+            kernel.manager.shutdown_kernel()
+        assert gone(family)
+        assert until(lambda: not [name for name in os.listdir(tmp_path) if "labkit-" in name])
+    finally:
+        kernel.stop()

@@ -1,0 +1,624 @@
+"""Shared memory between the ranks of a world. The contract of every back is run over it in
+test_comm.py; here it is run with slots and rings of a few hundred bytes, so that everything is in
+pieces, and here is what this transport promises beyond it."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import reduce as fold
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_contract
+from comm_contract import PLAIN, check, events_of
+from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
+from labkit.comm import here
+from labkit.runtime import folders
+from labkit.runtime.transports.shm import collectives, ring, slots, words
+from labkit.runtime.transports.shm.mail import Inbox, Outbox
+from provoke import driver, gone, until
+
+MEMORY = Path("/dev/shm")
+SLOT = slots.SLOT_BYTES
+LENGTHS = (0, 1, 3, 1000, 8192, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 5)
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator[World]:
+    """As the suite's, also where LABKIT_TRANSPORT has the rest of it run over gloo."""
+    with World(2, transport="shm") as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    with World(4, transport="shm") as world:
+        yield world
+
+
+def in_shared_memory() -> set[str]:
+    """What this process has in the system's folder for shared memory."""
+    names = os.listdir(MEMORY) if MEMORY.is_dir() else []
+    return {name for name in names if name.startswith(f"labkit-{os.getpid()}-")}
+
+
+def with_tiny_pieces() -> None:
+    """Slots of 1 KiB, rings of 256 bytes: before the first operation of a world."""
+    slots.SLOT_BYTES, collectives.AT_ONCE_BYTES = 1024, 64
+    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
+
+
+# --- which transport ---------------------------------------------------------------------------
+
+
+def transports() -> set[str]:
+    return {event.transport for event in events_of(Comm(), 10).values()}
+
+
+def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
+    def mixed() -> tuple[list[tuple[str, str]], str, str]:
+        comm = Comm()
+        with listen() as events:
+            handles = [
+                comm.all_reduce(torch.ones(500_000), async_op=True, algorithm=name)
+                for name in ("", "tree", "slots", "ring", "")
+            ]
+            comm.barrier()
+            for handle in handles:
+                assert handle is not None
+                handle.wait()
+        told = (str(comm.explain("broadcast", 8)), str(comm.explain("broadcast", 8, "chain")))
+        return [(event.algorithm, event.transport) for event in events], *told
+
+    for used, told, told_of_chain in world2.run(mixed):
+        slots, messages = ("slots", "shm"), ("tree", "gloo")
+        assert used == [slots, messages, slots, ("ring", "gloo"), slots, slots]
+        assert told.startswith("broadcast by slots: the ranks share memory. Over gloo it would be")
+        assert told_of_chain == "broadcast by chain: the call asks for it"
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_contract_in_tiny_pieces() -> None:
+    def tiny() -> None:
+        with_tiny_pieces()
+        check(Comm())
+
+    for size in (2, 3):
+        with World(size, transport="shm") as world:
+            world.run(tiny)
+
+
+@pytest.mark.slow
+def test_the_contract_thoroughly_in_tiny_pieces() -> None:
+    def tiny() -> None:
+        with_tiny_pieces()
+        comm_contract.check_thoroughly(Comm())
+
+    with World(4, transport="shm") as world:
+        world.run(tiny)
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_few_cores() -> None:
+    def all_but_long_tensors() -> None:
+        for part in comm_contract.CONTRACT[:-1]:
+            part(Comm())
+
+    with World(8, transport="shm") as world:
+        world.run(all_but_long_tensors)
+
+
+def test_an_algorithm_from_the_environment_is_one_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LABKIT_ALGO", "all_reduce:ring")
+
+    def used() -> list[tuple[str, str]]:
+        comm = Comm()
+        with listen() as events:
+            comm.all_reduce(torch.ones(3))
+            comm.broadcast(torch.ones(3))
+        return [(event.algorithm, event.transport) for event in events]
+
+    with World(2, transport="shm") as world:
+        assert world.run(used) == [[("ring", "gloo"), ("slots", "shm")]] * 2
+
+
+def ours_and_gloos(op: str) -> list[torch.Tensor]:
+    """The results of an all-reduce of arbitrary numbers, for every length."""
+    comm, found = Comm(), []
+    for numel in LENGTHS:
+        rows = torch.randn(comm.size, numel, generator=torch.Generator().manual_seed(numel))
+        x, theirs = rows[comm.rank].clone(), rows[comm.rank].clone()
+        comm.all_reduce(x, op)
+        in_order = fold(PLAIN[op], rows)
+        assert torch.equal(x, in_order / comm.size if op == "mean" else in_order), numel
+        torch_op = {"mean": "SUM", "sum": "SUM", "product": "PRODUCT"}.get(op, op.upper())
+        dist.all_reduce(theirs, getattr(dist.ReduceOp, torch_op))
+        torch.testing.assert_close(x, theirs / comm.size if op == "mean" else theirs)
+        found.append(x)
+    return found
+
+
+@pytest.mark.parametrize("op", PLAIN)
+def test_results_are_gloos_and_equal_on_all_ranks_to_the_bit(world4: World, op: str) -> None:
+    first, *others = world4.run(ours_and_gloos, op)
+    for results in others:
+        assert all(map(torch.equal, first, results))
+
+
+def test_a_reduce_and_a_reduce_scatter_have_the_same_bits(world4: World) -> None:
+    def alike() -> None:
+        comm = Comm()
+        rows = torch.randn(comm.size, 4 * 300_001, generator=torch.Generator().manual_seed(0))
+        reduced, root, part = rows[comm.rank].clone(), rows[comm.rank].clone(), torch.empty(300_001)
+        comm.all_reduce(reduced)
+        comm.reduce(root, dst=3)
+        comm.reduce_scatter_tensor(part, rows[comm.rank])
+        assert torch.equal(root, reduced if comm.rank == 3 else rows[comm.rank])
+        assert torch.equal(part, reduced.chunk(4)[comm.rank])
+
+    world4.run(alike)
+
+
+def test_it_works_inside_and_outside_inference_mode(world2: World) -> None:
+    def both() -> None:
+        comm = Comm()
+        for _ in range(3):
+            with torch.inference_mode():
+                comm.all_reduce(torch.ones(100_001))
+            x = torch.ones(100_001)
+            comm.all_reduce(x)
+            assert torch.equal(x, torch.full_like(x, 2))
+
+    world2.run(both)
+
+
+def test_bytes_copied_of_a_long_tensor(world4: World) -> None:
+    """All but one's own slice in, all of it out; cut into slots first, then into slices."""
+
+    def copied() -> int:
+        with listen() as events:
+            Comm().all_reduce(torch.ones(SLOT // 4 + 16 * 4, dtype=torch.float32))
+        return events[0].wire_bytes
+
+    whole_bytes = SLOT + 256
+    assert world4.run(copied) == [2 * whole_bytes - SLOT // 4 - 64] * 4
+
+
+# --- order -------------------------------------------------------------------------------------
+
+
+def test_a_blocking_collective_queues_behind_those_under_way(world2: World) -> None:
+    def mixed() -> list[tuple[float, float]]:
+        comm = Comm()
+        if comm.rank:
+            time.sleep(0.05)  # so that the first is certainly under way on the other
+        with listen() as events:
+            handles = [comm.all_reduce(torch.ones(500_000), async_op=True) for _ in range(3)]
+            comm.broadcast(x := torch.full((5,), float(comm.rank)), src=1)
+            assert x.tolist() == [1.0] * 5
+            handles.append(comm.reduce_scatter(torch.ones(3), [torch.ones(3)] * 2, async_op=True))
+            comm.barrier()
+            for handle in handles:
+                assert handle is not None
+                handle.wait()
+        assert [event.lane for event in events] == ["lane"] * 3 + ["caller", "lane", "caller"]
+        return [(event.began_s, event.ended_s) for event in events]
+
+    for times in world2.run(mixed):
+        assert times == sorted(times)
+        assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_operations_of_several_groups_under_way_at_once(transport: str) -> None:
+    """As a training step on a mesh has them: both axes, all ranks, and messages to a neighbour."""
+
+    def step() -> None:
+        mesh = Mesh(dp=2, tp=2)
+        comm, dp, tp = Comm(), mesh.dp, mesh.tp
+        for k in range(5):
+            sums = [torch.full((100_001,), float(comm.rank + k)) for _ in range(3)]
+            there, back = torch.full((70_000,), float(comm.rank)), torch.empty(70_000)
+            handles = [
+                tp.irecv(back, 1 - tp.rank, tag=k),
+                *(one.all_reduce(x, async_op=True) for one, x in zip((comm, dp, tp), sums)),
+                tp.isend(there, 1 - tp.rank, tag=k),
+            ]
+            small = torch.tensor([float(comm.rank)])
+            tp.all_reduce(small)  # blocking, while all those are under way
+            for handle in reversed(handles):
+                assert handle is not None
+                handle.wait()
+            assert small.item() == sum(tp.ranks)
+            assert (back == tp.ranks[1 - tp.rank]).all()
+            for one, x in zip((comm, dp, tp), sums):
+                assert (x == sum(one.ranks) + k * one.size).all(), (one, k)
+
+    with World(4, transport=transport) as world:
+        world.run(step)
+
+
+def test_a_send_is_over_when_it_is_taken_and_not_before(world2: World) -> None:
+    def send_or_receive() -> list[bool]:
+        comm = Comm()
+        done = []
+        for tag, numel in ((0, 1), (1, 100), (2, 1_000_000)):
+            if comm.rank == 0:
+                handle = comm.isend(torch.ones(numel), 1, tag)
+                comm.barrier()
+                time.sleep(0.01)
+                done.append(handle.is_completed())
+                comm.barrier()
+                handle.wait()
+                done.append(handle.is_completed())
+            else:
+                comm.barrier()
+                comm.barrier()
+                comm.recv(torch.ones(numel), 0, tag)
+        return done
+
+    assert world2.run(send_or_receive)[0] == [False, True] * 3
+
+
+def test_two_ranks_that_both_send_first_are_told(world2: World) -> None:
+    def both_send(numel: int) -> None:
+        comm = Comm()
+        comm.send(torch.ones(numel), 1 - comm.rank)
+        comm.recv(torch.ones(numel), 1 - comm.rank)
+
+    for numel in (1, 1_000_000):
+        with pytest.raises(RankError, match="ranks 0 and 1 wait for each other"):
+            world2.run(both_send, numel)
+
+
+def test_a_receive_makes_progress_while_its_rank_waits_for_something_else(world2: World) -> None:
+    """The sender comes to the barrier only when its long message is taken."""
+
+    def exchange() -> None:
+        comm = Comm()
+        x = torch.full((2_000_000,), float(comm.rank))
+        if comm.rank == 0:
+            comm.send(x, 1)
+            comm.barrier()
+        else:
+            handle = comm.irecv(x, 0)
+            comm.barrier()
+            handle.wait()
+        assert not x.any()
+
+    world2.run(exchange)
+
+
+class Left:
+    """A lock; `then` runs when it is first left, as another thread could."""
+
+    def __init__(self, then: Callable[[], object]):
+        self._lock, self._then = threading.Lock(), [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        while self._then:
+            self._then.pop()()
+
+
+def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Path) -> None:
+    """It comes, and is taken out, between a look for it and the wait for it."""
+    outbox, inbox = Outbox(tmp_path / "ring", 1), Inbox(tmp_path / "ring", 1)
+    x = torch.zeros(4)
+    received = inbox.receive(x, 0, asynchronous=False)
+
+    def meanwhile() -> None:
+        outbox.send(torch.ones(4), 0)
+        assert inbox.is_done(received)
+
+    inbox._lock = Left(meanwhile)  # type: ignore[assignment]
+    received.wait()
+    assert x.tolist() == [1] * 4
+
+
+# --- waiting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_who_waits_does_not_spin(world2: World) -> None:
+    """Processor time, not the time of a clock: 1 s of waiting, in three ways."""
+
+    def wait() -> float:
+        comm = Comm()
+        x = torch.ones(2_000_000)
+        used_s = time.process_time()
+        for way in range(3):
+            if comm.rank == 0:
+                time.sleep(1)
+            if way == 0:
+                comm.barrier()
+            elif way == 1:
+                handle = comm.all_reduce(x, async_op=True)
+                assert handle is not None
+                handle.wait()
+            elif comm.rank == 0:
+                comm.send(x, 1)
+            else:
+                comm.recv(x, 0)
+        return time.process_time() - used_s
+
+    assert world2.run(wait)[1] < 1
+
+
+def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
+    def napping() -> None:
+        words._system_call = None
+        comm_contract.all_gather(Comm())
+        comm_contract.point_to_point(Comm())
+        comm_contract.in_flight(Comm())
+
+    with World(3, transport="shm") as world:
+        world.run(napping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["barrier", "async", "recv", "send", "long send", "irecv"])
+def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) -> None:
+    def alone() -> None:
+        comm = Comm()
+        if comm.rank == 1:
+            time.sleep(600)
+        x = torch.ones(3 if call != "long send" else 3_000_000)
+        if call == "barrier":
+            comm.barrier()
+        elif call == "async":
+            handle = comm.all_reduce(x, async_op=True)
+            assert handle is not None
+            handle.wait()
+        elif call == "irecv":
+            comm.irecv(x, 1).wait()
+        elif call == "recv":
+            comm.recv(x, 1)
+        else:
+            comm.send(x, 1)
+
+    with World(2, transport="shm", timeout_s=0.5, check=False) as world:
+        with pytest.raises(RankError, match="(?s)failed: Timed out waiting 1.5 s for") as told:
+            world.run(alone)
+        assert told.value.kind == "stuck"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("call", ["short", "long", "async", "recv", "send"])
+def test_who_comes_too_late_gets_an_error_and_no_numbers(
+    call: str, transport: str, tmp_path: Path
+) -> None:
+    """So does who goes on after its error. (As over gloo.)"""
+
+    def go_on() -> list[str]:
+        comm, heard = Comm(), []
+        while comm.rank == 1 and not (tmp_path / "given up").exists():
+            time.sleep(0.01)
+        for k in range(3):
+            x = torch.full((1 << 8 if call == "short" else 1 << 18,), 10.0**k)
+            try:
+                if call in ("recv", "send"):
+                    (comm.recv if (call == "recv") == (comm.rank == 0) else comm.send)(
+                        x, 1 - comm.rank
+                    )
+                elif handle := comm.all_reduce(x, async_op=call == "async"):
+                    handle.wait()
+                heard.append(str(x[0]))
+            except CommError as error:
+                heard.append(str(error))
+            except RuntimeError as error:  # gloo's own, of a message it does not begin
+                heard.append(f"failed: {error}")
+                assert transport == "gloo"
+            (tmp_path / "given up").touch()
+        return heard
+
+    with World(2, transport=transport, timeout_s=0.5, check=False) as world:
+        early, late = world.run(go_on)
+    assert all("failed: " in heard for heard in (*early, *late)), (early, late)
+    if transport == "shm":
+        assert "Timed out" in early[0] and "gave up" in late[0]
+        for heard in (*early[1:], *late[1:]):
+            assert "of no more use after an earlier error" in heard and "restart()" in heard
+
+
+def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> None:
+    def mismatch() -> None:
+        comm = Comm()
+        if comm.rank == 0:
+            comm.send(torch.ones(2), 1)
+        else:
+            comm.recv(torch.ones(3), 0)
+
+    told = pytest.raises(RankError, match="a message of 8 bytes came for a tensor of 12")
+    with World(2, transport="shm", check=False) as world, told:
+        world.run(mismatch)
+
+
+# --- what is left ------------------------------------------------------------------------------
+
+
+def shared_folder() -> str:
+    return str(here.shared)
+
+
+def use_everything() -> list[str]:
+    """Collectives, messages, a subgroup; returns the names of files that ranks share then."""
+    comm = Comm()
+    half = comm.subgroup([0, 1])
+    for one in (comm, half):
+        if one is not None:
+            one.all_reduce(torch.ones(1000))
+            comm_contract.point_to_point(one)
+    comm.barrier()
+    assert here.shared is not None
+    names = set(os.listdir(here.shared))
+    comm.barrier()
+    return sorted(names)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="a file in memory is Linux's")
+def test_what_all_have_mapped_has_no_name_any_more() -> None:
+    before = in_shared_memory()
+    with World(3, transport="shm") as world:
+        assert len(in_shared_memory() - before) == 1
+        assert world.run(use_everything) == [[]] * 3
+        world.restart()
+        assert world.run(use_everything) == [[]] * 3
+        assert len(in_shared_memory() - before) == 1
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_killed_in_the_middle_takes_the_others_along(asynchronous: bool) -> None:
+    def until_killed() -> None:
+        comm = Comm()
+        for k in range(10_000):
+            if comm.rank == 1 and k == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
+            if handle is not None:
+                handle.wait()
+
+    before = in_shared_memory()
+    with World(3, transport="shm") as world:
+        pids = world.run(os.getpid)
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            world.run(until_killed)
+        assert gone(pids)
+        assert in_shared_memory() <= before
+        world.run(use_everything)
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(asynchronous: bool) -> None:
+    def until_wrong() -> None:
+        comm = Comm()
+        for k in range(10_000):
+            if comm.rank == 1 and k == 20:
+                raise ArithmeticError("on purpose")
+            handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
+            if handle is not None:
+                handle.wait()
+
+    before = in_shared_memory()
+    with World(3, transport="shm", timeout_s=100) as world:
+        with pytest.raises(RankError, match="rank 1 raised ArithmeticError: on purpose"):
+            world.run(until_wrong)
+        assert in_shared_memory() <= before
+        world.run(use_everything)
+
+
+@pytest.mark.parametrize("way", ["blocking", "async", "recv"])
+def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
+    """Rank 1 never comes; the others wait in the three ways that there are."""
+
+    def wait() -> None:
+        comm = Comm()
+        if comm.rank == 1:
+            time.sleep(600)
+        if way == "recv":
+            comm.recv(torch.ones(3), 1)
+        handle = comm.all_reduce(torch.ones(300_000), async_op=way == "async")
+        assert handle is not None
+        handle.wait()
+
+    before = in_shared_memory()
+    with World(3, transport="shm", timeout_s=100) as world:
+        pids = world.run(os.getpid)
+        later = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        later.start()
+        with pytest.raises(RankInterrupt):
+            world.run(wait)
+        later.join()
+        assert gone(pids)
+        assert in_shared_memory() <= before
+        world.run(use_everything)
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("way", ["blocking", "async", "recv", "send"])
+def test_who_waits_for_whom_is_told(way: str) -> None:
+    def wait() -> None:
+        comm, x = Comm(), torch.ones(300_000)
+        if comm.rank == 1:
+            return
+        if way == "recv":
+            comm.recv(x, 1)
+        elif way == "send":
+            comm.send(x, 1)
+        else:
+            handle = comm.all_reduce(x, async_op=way == "async")
+            assert handle is not None
+            handle.wait()
+
+    call = {"recv": r"recv\(from 1\)", "send": r"send\(to 1\)"}.get(way, r"all_reduce\(sum\)")
+    with World(3, transport="shm", timeout_s=1) as world, pytest.raises(RankError) as told:
+        world.run(wait)
+    said = str(told.value)
+    assert re.search(call, said) and "float32 [300000]" in said and "test_shm.py:" in said
+    assert re.search(r"rank(s 0 and 2| 0| 2) ", said) and "rank 1" in said, said
+
+
+@pytest.mark.slow
+def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    script = """
+    def forever():
+        comm = Comm()
+        while True:
+            comm.all_reduce(torch.ones(300_000))
+    world = World(2, transport="shm")
+    say(*world.run(os.getpid))
+    say(*world.run(lambda: str(labkit.comm.here.shared))[:1])
+    threading.Thread(target=world.run, args=(forever,), daemon=True).start()
+    time.sleep(0.5)
+    say("now")
+    time.sleep(600)
+    """
+    with driver(script, tmp_path) as running:
+        pids, folder = running.hear_pids(), Path(running.hear())
+        assert running.hear() == "now" and folder.is_dir()
+        running.process.kill()
+        assert gone(pids) and until(lambda: not folder.exists() and not running.leftovers())
+
+
+def test_without_a_folder_in_memory_the_worlds_own_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
+    with World(2, transport="shm") as world:
+        shared = world.run(shared_folder)[0]
+        assert not shared.startswith(str(MEMORY)) and Path(shared, "board").exists()
+        assert world.run(transports) == [{"shm"}] * 2
+    assert not Path(shared).exists()
+
+
+def test_a_full_disk_is_an_error_and_no_crash() -> None:
+    def full() -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        os.posix_fallocate = refuse  # type: ignore[assignment]
+        Comm().barrier()
+
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("this system does not reserve room")
+    with (
+        World(2, transport="shm") as world,
+        pytest.raises(RankError, match="no room for .* MB.*transport=.gloo"),
+    ):
+        world.run(full)

@@ -1,0 +1,254 @@
+"""Symmetric memory: what the ranks of a world reduce where all can reach it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from comm_contract import PLAIN
+from labkit import DDP, Comm, RankError, World, listen
+from labkit.runtime.transports.shm import symmetric
+from labkit.runtime.transports.shm.slots import REDUCED, Slots
+from test_shm import MEMORY, in_shared_memory, with_tiny_pieces, world2, world4  # noqa: F401
+
+NUMEL = 70_001  # above what is reduced at once; no slice is as long as another
+
+
+def both(op: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """A reduction in memory that all reach, and the same through the slots."""
+    comm = Comm()
+    torch.manual_seed(comm.rank)
+    plain = torch.randn(NUMEL).to(dtype)
+    shared = comm.symmetric_empty(NUMEL, like=plain).copy_(plain)
+    assert shared.is_contiguous() and shared.dtype == dtype
+    for part in (slice(None), slice(77, -5), slice(1, 60_000)):
+        comm.all_reduce(plain[part], op)  # type: ignore[arg-type]
+        handle = comm.all_reduce(shared[part], op, async_op=True)  # type: ignore[arg-type]
+        assert handle is not None
+        handle.wait()
+        assert torch.equal(plain, shared), f"{op} of {part} in {dtype}"
+    return plain, shared
+
+
+@pytest.mark.parametrize("op", PLAIN)
+def test_the_bits_are_those_of_the_slots(world4: World, op: str) -> None:  # noqa: F811
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        results = world4.run(both, op, dtype)
+        assert all(torch.equal(shared, results[0][0]) for _, shared in results)
+
+
+@pytest.mark.slow
+def test_it_works_on_three_ranks_in_tiny_pieces() -> None:
+    with World(3, transport="shm") as world:
+        world.run(with_tiny_pieces)
+        world.run(both, "mean")
+
+
+def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -> None:  # noqa: F811
+    def copied() -> tuple[int, int]:
+        comm = Comm()
+        x = comm.symmetric_empty(64_000, like=torch.empty(0)).zero_()
+        with listen() as events:
+            comm.all_reduce(x)
+            comm.all_reduce(torch.zeros(64_000))
+        return events[0].wire_bytes, events[1].wire_bytes
+
+    n, nbytes = 4, 4 * 64_000
+    assert world4.run(copied) == [((n - 1) * nbytes // n, (2 * n - 1) * nbytes // n)] * n
+
+
+def different_parts() -> None:
+    """Those of rank 0 lie elsewhere, in such memory or not: all go through the slots."""
+    comm = Comm()
+    x = comm.symmetric_empty(500_000, like=torch.empty(0)).fill_(comm.rank)
+    for mine in (x[200_000:], torch.zeros(300_000)):
+        given = x[:300_000] if comm.rank else mine
+        comm.all_reduce(given)
+        assert given.eq(sum(range(comm.size))).all()
+        given.fill_(comm.rank)
+    comm.all_reduce(x)
+    assert x.eq(sum(range(comm.size))).all()
+
+
+def test_ranks_may_give_different_parts(world4: World) -> None:  # noqa: F811
+    world4.run(different_parts)
+    world4.run(with_tiny_pieces)
+    world4.run(different_parts)
+
+
+def test_ranks_that_disagree_are_told(world2: World) -> None:  # noqa: F811
+    like = torch.empty(0)
+
+    def of_its_own_size() -> None:
+        Comm().symmetric_empty(50_000 * (1 + Comm().rank), like)
+
+    def of_its_own_type() -> None:
+        Comm().symmetric_empty(50_000, like.double() if Comm().rank else like)
+
+    def in_something_else() -> None:
+        comm = Comm()
+        comm.all_reduce(torch.zeros(50_000)) if comm.rank else comm.symmetric_empty(50_000, like)
+
+    for disagree in (of_its_own_size, of_its_own_type, in_something_else):
+        with pytest.raises(RankError, match="symmetric_empty"):
+            world2.run(disagree)
+        world2.restart()
+    with pytest.raises(RankError, match="-5 elements; give 0 or more"):
+        world2.run(lambda: Comm().symmetric_empty(-5, torch.empty(0)))
+
+
+def test_without_checks_different_sizes_are_ordinary_tensors() -> None:
+    def each_its_own() -> int:
+        comm = Comm()
+        x = comm.symmetric_empty(100_000 * (1 + comm.rank), like=torch.empty(0)).fill_(1.0)
+        comm.all_reduce(x[:50_000])
+        return int(x[:50_000].sum())
+
+    with World(2, transport="shm", check=False) as world:
+        assert world.run(each_its_own) == [100_000, 100_000]
+
+
+def test_a_rank_that_dies_takes_the_others_along(world2: World) -> None:  # noqa: F811
+    def die() -> None:
+        comm = Comm()
+        x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(x)
+
+    with pytest.raises(RankError, match="rank 1 was killed"):
+        world2.run(die)
+    world2.restart()
+    assert not any("symmetric" in name for folder in in_shared_memory()
+                   for name in os.listdir(MEMORY / folder))  # fmt: skip
+
+
+def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F811
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("symmetric" in line for line in maps)
+
+    def make_and_drop() -> tuple[int, int, int]:
+        x = Comm().symmetric_empty(NUMEL, like=torch.empty(0))
+        small = [Comm().symmetric_empty(100, like=x) for _ in range(3)]  # not worth a mapping each
+        assert [len(one) for one in small] == [100] * 3
+        view, before = x[5:].view(-1), mapped()
+        del x
+        during = mapped()
+        del view
+        return before, during, mapped()
+
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("what is mapped stands in /proc, which is Linux's")
+    assert world2.run(make_and_drop) == [(1, 1, 0)] * 2
+    assert not any("symmetric" in name for folder in in_shared_memory()
+                   for name in os.listdir(MEMORY / folder))  # fmt: skip
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:  # noqa: F811
+    def without_room() -> int:
+        comm, reserve = Comm(), symmetric.RESERVE_BYTES
+        if who == "all" or comm.rank == 1:
+            symmetric.RESERVE_BYTES = 1 << 60
+        real, symmetric.Path.exists = symmetric.Path.exists, lambda path: False  # type: ignore
+        try:
+            x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(comm.rank)
+        finally:
+            symmetric.RESERVE_BYTES, symmetric.Path.exists = reserve, real  # type: ignore
+        with listen() as events:
+            comm.all_reduce(x)
+        assert x.eq(1).all()
+        return events[0].wire_bytes
+
+    assert all(nbytes > 4 * NUMEL for nbytes in world2.run(without_room))  # through the slots
+
+
+def test_the_buckets_of_ddp_are_there(world2: World) -> None:  # noqa: F811
+    def wire_over_bus() -> float:
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(256, 256), Comm())
+        model(torch.randn(4, 256)).sum().backward()
+        with listen() as events:
+            model(torch.randn(4, 256)).sum().backward()
+        (event,) = [event for event in events if event.op == "all_reduce"]
+        return event.wire_bytes / event.bus_bytes
+
+    assert world2.run(wire_over_bus) == [pytest.approx(0.5, abs=0.01)] * 2  # through slots 1.5
+
+
+# --- faults that must be found -------------------------------------------------------------------
+
+
+def writes_only_its_own(self: symmetric.Symmetric, x: torch.Tensor, rank: int, begin: int) -> int:
+    return write(self, x, rank, begin) if rank == self._rank else 0
+
+
+def returns_before_the_others_have_written(self: Slots, ranks: Any, stage: int) -> None:
+    if stage != REDUCED:
+        wait(self, ranks, stage)
+
+
+def takes_everything_for_equal(self: Slots) -> bool:
+    return True
+
+
+def reads_its_own(
+    self: symmetric.Symmetric, rank: int, begin: int, numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return part(self, self._rank, begin, numel, dtype)
+
+
+write, part, wait = symmetric.Symmetric.write, symmetric.Symmetric.part, Slots.wait
+
+
+def late_writer() -> None:
+    """Rank 1's slice comes late."""
+    comm = Comm()
+    x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
+    if comm.rank == 1:
+        real = symmetric.Symmetric.write
+
+        def slow(*args: Any) -> int:
+            time.sleep(0.05)
+            return real(*args)
+
+        symmetric.Symmetric.write = slow  # type: ignore[method-assign]
+    try:
+        comm.all_reduce(x)
+        assert x.eq(2).all()
+    finally:
+        if comm.rank == 1:
+            symmetric.Symmetric.write = real  # type: ignore[method-assign]
+
+
+FAULTS: dict[Callable[..., Any], tuple[Any, str, Callable[[], Any]]] = {
+    writes_only_its_own: (symmetric.Symmetric, "write", lambda: both("sum")),
+    returns_before_the_others_have_written: (Slots, "wait", late_writer),
+    takes_everything_for_equal: (Slots, "all_lie_likewise", different_parts),
+    reads_its_own: (symmetric.Symmetric, "part", lambda: both("sum")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found(world2: World, fault: Callable[..., Any]) -> None:  # noqa: F811
+    owner, name, proof = FAULTS[fault]
+
+    def with_fault() -> None:
+        right = getattr(owner, name)
+        setattr(owner, name, fault)
+        try:
+            proof()
+        finally:
+            setattr(owner, name, right)
+
+    world2.run(proof)
+    with pytest.raises(RankError):
+        world2.run(with_fault)
+    world2.restart()

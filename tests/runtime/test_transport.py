@@ -1,0 +1,121 @@
+"""What carries the tensors of a world: what is asked for, what is picked, and how it is told."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from comm_contract import events_of
+from labkit import Comm, Link, World, record
+from labkit.runtime import folders
+from labkit.runtime.pick import Pick
+from labkit.runtime.pick_transport import Transport, pick_transport
+from provoke import ROOT
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
+
+
+def transports() -> set[str]:
+    return {event.transport for event in events_of(Comm(), 10).values()}
+
+
+@pytest.mark.parametrize(
+    "options, said, transport",
+    [
+        ({}, "", "shm"),
+        ({"device": "cpu"}, "", "shm"),
+        ({"start": "spawn"}, "", "shm"),
+        ({"backend": "gloo"}, "", "gloo"),
+        ({"link": Link(gbps=1000)}, "", "gloo"),
+        ({"transport": "gloo"}, "shm", "gloo"),
+        ({"transport": "shm", "backend": "gloo"}, "gloo", "shm"),
+        ({}, "gloo", "gloo"),
+        ({"backend": "gloo"}, "shm", "shm"),
+        ({"link": Link(gbps=1000)}, "shm", "gloo"),
+    ],
+    ids=str,
+)
+def test_the_transport_is_picked_and_named(
+    options: dict, said: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", said)
+    with World(2, **options) as world:
+        assert world.run(transports) == [{transport}] * 2
+        assert world.transport == transport
+        assert ("through shared memory (shm)" in repr(world)) == (transport == "shm")
+
+
+def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="and a link"):
+        World(2, transport="shm", link=Link(gbps=1))
+    with pytest.raises(ValueError, match="transport='rdma': choose"):
+        World(2, transport="rdma")
+    with pytest.raises(ValueError, match="this world has nccl"):
+        pick_transport(2, Pick("nccl", "cuda", "as asked"), "gloo", None, None)
+    monkeypatch.setenv("LABKIT_TRANSPORT", "rdma")
+    with pytest.raises(ValueError, match="LABKIT_TRANSPORT='rdma': choose"):
+        World(2)
+
+
+def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LABKIT_TRANSPORT", "shm")
+    nccl = Pick("nccl", "cuda", "as asked")
+    assert pick_transport(2, nccl, None, None, None) == Transport("nccl")
+    monkeypatch.setenv("LABKIT_TRANSPORT", "")
+    shared_gpu = Pick("gloo", "cuda", "2 ranks share 1 GPU")
+    assert pick_transport(2, shared_gpu, None, None, None) == Transport("gloo")
+
+
+@pytest.mark.parametrize(
+    "free_bytes, ranks, transport",
+    [(134_217_728, 8, "shm"), (134_217_727, 1, "gloo"), (134_217_728, 9, "gloo")],
+)
+def test_shared_memory_is_picked_where_there_is_room(
+    free_bytes: int, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(folder: Path) -> SimpleNamespace:
+        assert folder == MEMORY
+        return SimpleNamespace(free=free_bytes)
+
+    monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    picked = pick_transport(ranks, Pick("gloo", "cpu", "no GPU"), None, None, None)
+    assert picked.name == transport
+    assert bool(picked.why_not) == (transport == "gloo")
+
+
+def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
+    monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
+    with World(2) as world:
+        assert world.transport == "gloo"
+        assert world.picked.endswith("; no shared memory: there is no /nowhere")
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_recorded_run_names_its_transport(transport: str) -> None:
+    with World(2, transport=transport) as world, record() as trace:
+        world.run(lambda: Comm().barrier())
+    assert trace.about["transport"] == transport
+    assert {event.transport for one in trace.ranks.values() for event in one.comms} == {transport}
+
+
+@pytest.mark.slow
+def test_ranks_that_no_world_has_started_use_gloo() -> None:
+    script = (
+        "import labkit, torch\nwith labkit.listen() as events:\n"
+        "    labkit.attach().comm.all_reduce(torch.ones(3))\nprint(events[0].transport)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.stdout == "gloo\n", done.stderr

@@ -1,0 +1,984 @@
+"""The contract of `World`: what a run gives back, what the ranks keep, what they print, what is
+refused. How runs fail is in test_failures.py."""
+
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import labkit
+import labkit.comm
+from labkit import Comm, Link, RankError, World
+from labkit.runtime import output as output_module
+from labkit.runtime.output import RankOutput
+from labkit.runtime.pick import MOST_RANKS
+from provoke import ROOT, alive, driver, gone, ranks_of_servers, servers, until
+
+FACTOR = 3
+
+
+def of_this_module(x: int) -> int:
+    return FACTOR * x + Comm().rank
+
+
+class OfThisModule:
+    def __init__(self, value: int):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfThisModule) and other.value == self.value
+
+    def method(self) -> int:
+        return self.value + Comm().rank
+
+
+def pids_of(world: World) -> list[int]:
+    return world.run(os.getpid)
+
+
+# ---- values
+
+
+def test_run_returns_one_value_per_rank_in_the_order_of_ranks(world4: World) -> None:
+    assert world4.run(lambda: Comm().rank) == [0, 1, 2, 3]
+
+
+def test_arguments_reach_every_rank(world4: World) -> None:
+    def told(a: int, *rest: int, key: str, **others: int) -> tuple[object, ...]:
+        return a, rest, key, others
+
+    assert world4.run(told, 1, 2, 3, key="k", fn=4) == [(1, (2, 3), "k", {"fn": 4})] * 4
+
+
+def test_functions_lambdas_closures_methods_and_partials_travel(world2: World) -> None:
+    from functools import partial
+
+    base = 10
+
+    def closure(x: int) -> int:
+        return base + x + Comm().rank
+
+    assert world2.run(of_this_module, 5) == [15, 16]
+    assert world2.run(lambda x: closure(x) + 1, 5) == [16, 17]
+    assert world2.run(OfThisModule(7).method) == [7, 8]
+    assert world2.run(partial(of_this_module, x=1)) == [3, 4]
+    assert world2.run(len, "four") == [4, 4]
+
+
+def test_objects_of_this_modules_classes_come_back(world2: World) -> None:
+    assert world2.run(lambda: OfThisModule(Comm().rank)) == [OfThisModule(0), OfThisModule(1)]
+
+
+def test_a_class_made_on_a_rank_comes_back(world2: World) -> None:
+    def make() -> object:
+        class Here:
+            x = 5
+
+        return Here()
+
+    assert [value.x for value in world2.run(make)] == [5, 5]
+
+
+def test_a_run_is_a_copy_so_a_rank_cannot_change_the_drivers_things(world2: World) -> None:
+    mine = {"list": [1], "tensor": torch.zeros(2)}
+
+    def change(thing: dict) -> dict:
+        thing["list"].append(2)
+        thing["tensor"] += 1
+        return thing
+
+    theirs = world2.run(change, mine)
+    assert mine["list"] == [1] and mine["tensor"].sum() == 0
+    assert theirs[0]["list"] == [1, 2] and theirs[1]["tensor"].sum() == 2
+
+
+@pytest.mark.slow
+def test_200_megabytes_come_back_from_every_rank_and_go_there(world2: World) -> None:
+    numel = 50_000_000
+    values = world2.run(lambda: torch.full((numel,), float(Comm().rank)))
+    assert [(len(x), x[0].item(), x[-1].item()) for x in values] == [(numel, 0, 0), (numel, 1, 1)]
+    assert world2.run(lambda x: x[-1].item() + Comm().rank, values[1]) == [1.0, 2.0]
+
+
+TENSORS = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "not contiguous": torch.arange(12.0).view(3, 4).t()[1:],
+    "expanded": torch.tensor([1.0]).expand(5),
+    "view of a large one": torch.arange(1000)[10:13],
+    "bfloat16": torch.arange(5, dtype=torch.bfloat16),
+    "float16": torch.arange(5, dtype=torch.float16),
+    "float8": torch.arange(5.0).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.tensor([1 + 2j, 3 - 4j]),
+    "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "float64": torch.rand(3, dtype=torch.float64),
+    "uint8": torch.arange(3, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_every_kind_of_tensor_travels_both_ways(world2: World, kind: str) -> None:
+    x = TENSORS[kind]
+    for back in world2.run(lambda y: y, x):
+        assert back.dtype == x.dtype and back.shape == x.shape
+        assert torch.equal(back.to(torch.complex128), x.to(torch.complex128))
+        if back.numel():
+            back.view(-1)[0] = 1  # it is ours to write to
+
+
+def test_a_tensor_of_a_graph_comes_back_without_it(world2: World) -> None:
+    def leaf_and_result() -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = torch.ones(2, requires_grad=True)
+        return leaf, leaf * 2
+
+    leaf, result = world2.run(leaf_and_result)[0]
+    assert leaf.requires_grad and leaf.is_leaf
+    assert not result.requires_grad and result.tolist() == [2, 2]
+
+
+def test_modules_travel_with_their_tied_weights(world2: World) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    back = world2.run(lambda m: m, module)[1]
+    assert back[1].weight is back[0].weight
+    assert torch.equal(back[0].weight, module[0].weight)
+
+
+def test_other_tensors_travel_too(world2: World) -> None:
+    sparse = torch.eye(3).to_sparse()
+    meta = torch.empty(3, device="meta")
+    array = np.arange(6.0).reshape(2, 3)
+    for one, other, third in world2.run(lambda *things: things, sparse, meta, array):
+        assert torch.equal(one.to_dense(), torch.eye(3))
+        assert other.is_meta and other.shape == (3,)
+        assert np.array_equal(third, array)
+
+
+# ---- what ranks keep
+
+
+def test_state_is_kept_between_runs_on_each_rank(world4: World) -> None:
+    def put() -> None:
+        me = labkit.attach()
+        me.state.mine = [me.rank]
+
+    def add() -> list[int]:
+        labkit.attach().state.mine.append(9)
+        return labkit.attach().state.mine
+
+    world4.run(put)
+    assert world4.run(add) == [[0, 9], [1, 9], [2, 9], [3, 9]]
+
+
+def test_cells_and_functions_share_the_state_of_a_rank(world2: World) -> None:
+    world2.run_cell("x = 10 * rank\ndef f(y):\n    return x + y", "<cell>")
+    assert world2.run_cell("f(1)", "<next cell>") == [1, 11]
+    assert world2.run(lambda: labkit.attach().state.x) == [0, 10]
+    world2.run(lambda: setattr(labkit.attach().state, "x", 5))
+    assert world2.run_cell("x, size, comm.rank", "<last cell>") == [(5, 2, 0), (5, 2, 1)]
+
+
+def test_a_cell_gives_its_last_expression_and_a_statement_gives_none(world2: World) -> None:
+    assert world2.run_cell("a = 3\na + rank", "<cell>") == [3, 4]
+    assert world2.run_cell("a = 3", "<cell>") == [None, None]
+    assert world2.run_cell("", "<cell>") == [None, None]
+    assert world2.run_cell("# nothing", "<cell>") == [None, None]
+
+
+def test_a_class_of_a_cell_lives_on_and_comes_back(world2: World) -> None:
+    world2.run_cell("class Pair:\n    def __init__(self, x):\n        self.x = x", "<cell>")
+    assert [pair.x for pair in world2.run_cell("Pair(rank)", "<cell>")] == [0, 1]
+
+
+def test_ranks_are_the_same_processes_from_run_to_run(world4: World) -> None:
+    pids = pids_of(world4)
+    assert len(set(pids)) == 4 and os.getpid() not in pids
+    assert pids_of(world4) == pids
+
+
+def test_restart_gives_new_processes_without_state() -> None:
+    with World(2) as world:
+        world.run(lambda: setattr(labkit.attach().state, "x", 5))
+        before = pids_of(world)
+        world.restart()
+        assert not set(before) & set(pids_of(world))
+        assert world.run(lambda: hasattr(labkit.attach().state, "x")) == [False, False]
+        assert gone(before)
+
+
+def test_run_on_runs_on_these_ranks_in_this_order(world4: World) -> None:
+    assert world4.run_on([2, 0], lambda: Comm().rank) == [2, 0]
+    assert world4.run_on(range(1, 3), lambda: Comm().rank) == [1, 2]
+    assert world4.run_on([], lambda: Comm().rank) == []
+    assert world4.run_cell("rank", "<cell>", ranks=[3]) == [3]
+
+
+# ---- communication
+
+
+def sum_of_ranks() -> float:
+    x = torch.tensor([float(Comm().rank + 1)])
+    Comm().all_reduce(x)
+    return x.item()
+
+
+def test_plain_torch_distributed_works_on_the_same_default_group(world4: World) -> None:
+    def both() -> tuple[float, float, int]:
+        x = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(x)
+        mine = sum_of_ranks()
+        gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, torch.tensor([float(dist.get_rank())]))
+        half = dist.new_group([0, 1])
+        dist.barrier()
+        assert (Comm(half).size == 2) if dist.get_rank() < 2 else True
+        return x.item(), mine, int(sum(gathered))
+
+    assert world4.run(both) == [(10.0, 10.0, 6)] * 4
+
+
+def test_world_of_one_is_the_same_code() -> None:
+    with World(1) as world:
+        assert world.run(sum_of_ranks) == [1.0]
+        assert "1 rank" in world.picked
+
+
+def test_many_ranks_on_few_cores() -> None:
+    with World(12) as world:
+        assert world.run(sum_of_ranks) == [78.0] * 12
+
+
+def test_two_worlds_live_side_by_side() -> None:
+    with World(2) as one, World(3) as other:
+        assert one.run(sum_of_ranks) == [3.0] * 2
+        assert other.run(sum_of_ranks) == [6.0] * 3
+        assert not set(pids_of(one)) & set(pids_of(other))
+        one.close()
+        assert other.run(sum_of_ranks) == [6.0] * 3
+
+
+@pytest.mark.slow
+def test_worlds_of_several_threads_do_not_disturb_each_other() -> None:
+    wrong: list[object] = []
+
+    def live(size: int) -> None:
+        try:
+            for _ in range(4):
+                with World(size) as world:
+                    for _ in range(5):
+                        if world.run(sum_of_ranks) != [size * (size + 1) / 2] * size:
+                            wrong.append(size)
+                    with pytest.raises(RankError, match="ZeroDivisionError"):
+                        world.run(lambda: 1 // 0)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=live, args=(size,)) for size in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a world of a thread hangs"
+    assert not wrong
+
+
+def test_one_world_runs_one_thing_at_a_time(world2: World, tmp_path: Path) -> None:
+    def hold(folder: Path) -> None:
+        (folder / "began").touch()
+        until((folder / "go").exists)
+
+    thread = threading.Thread(target=world2.run, args=(hold, tmp_path))
+    thread.start()
+    try:
+        assert until((tmp_path / "began").exists)
+        with pytest.raises(RuntimeError, match="another thread"):
+            world2.run(lambda: 1)
+    finally:
+        (tmp_path / "go").touch()
+        thread.join()
+    assert world2.run(lambda: 1) == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["close", "restart"])
+def test_closing_from_another_thread_ends_a_run(how: str, tmp_path: Path) -> None:
+    def hold(folder: Path) -> None:
+        (folder / "began").touch()
+        until(lambda: False, 600)
+
+    caught: list[RankError] = []
+
+    def run() -> None:
+        with pytest.raises(RankError) as info:
+            world.run(hold, tmp_path)
+        caught.append(info.value)
+
+    with World(2) as world:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert until((tmp_path / "began").exists)
+        getattr(world, how)()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert caught[0].kind == "interrupted"
+        if how == "restart":
+            assert world.run(lambda: 1) == [1, 1]
+
+
+# ---- what a world is made with
+
+
+def test_same_seed_on_every_rank_and_the_one_that_is_asked_for() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+    with World(2) as one, World(2) as same, World(2, seed=1) as other:
+        first = one.run(draw)
+        assert first[0] == first[1]
+        assert same.run(draw) == first
+        assert all(x != y for x, y in zip(other.run(draw)[0], first[0]))
+
+
+def test_threads_are_what_torch_computes_with(world2: World) -> None:
+    assert world2.run(torch.get_num_threads) == [1, 1]
+    with World(1, threads=2) as world:
+        assert world.run(torch.get_num_threads) == [2]
+
+
+def test_picked_says_what_and_why(world2: World) -> None:
+    assert "2 ranks" in world2.picked and world2.backend in world2.picked
+    assert world2.picked.split(": ", 1)[1]
+    assert world2.picked in repr(world2)
+    with World(1, backend="gloo", device="cpu") as world:
+        assert "as asked" in world.picked
+
+
+def test_a_link_reaches_the_ranks() -> None:
+    with World(2, link=Link(gbps=5)) as world:
+        assert world.run(lambda: labkit.comm.here.link) == [Link(gbps=5)] * 2
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+
+
+def test_without_check_there_is_no_board_and_the_same_results() -> None:
+    with World(2, check=False) as world:
+        assert world.run(lambda: labkit.comm.here.board) == [None, None]
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+
+
+def test_a_timeout_without_end_is_possible() -> None:
+    with World(2, timeout_s=float("inf")) as world:
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_spawned_ranks_are_the_same(tmp_path: Path) -> None:
+    with World(2, start="spawn") as world:
+        assert world.run(of_this_module, 5) == [15, 16]
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+        pids = pids_of(world)
+        with pytest.raises(RankError, match="rank 1 raised ValueError"):
+            world.run(lambda: (_ for _ in ()).throw(ValueError()) if Comm().rank else None)
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+        pids += pids_of(world)
+    assert gone(pids)
+
+
+def test_ranks_see_the_folder_and_environment_of_the_driver_at_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LABKIT_TEST_GONE", "1")
+    World(1).close()  # the server has seen it
+    monkeypatch.delenv("LABKIT_TEST_GONE")
+    monkeypatch.setenv("LABKIT_TEST_NEW", "ü")
+    monkeypatch.chdir(tmp_path)
+    with World(2) as world:
+        names = ["LABKIT_TEST_NEW", "LABKIT_TEST_GONE"]
+        seen = world.run(lambda: (os.getcwd(), *map(os.environ.get, names)))
+        assert seen == [(str(tmp_path), "ü", None)] * 2
+
+
+def test_modules_that_the_driver_can_import_the_ranks_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lab_module_of_test.py").write_text("def f():\n    return 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import lab_module_of_test  # type: ignore[import-not-found]
+
+    with World(1) as world:
+        assert world.run(lab_module_of_test.f) == [42]
+
+
+def test_a_temporary_folder_with_a_long_name_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with World(2) as world:
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
+        assert os.listdir(folder)
+    assert not os.listdir(folder)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "size, error, reason",
+    [
+        (0, ValueError, "at least 1 rank"),
+        (-2, ValueError, "at least 1 rank"),
+        (10_000, ValueError, "10,000 ranks are too many for this machine.*choose up to"),
+        (MOST_RANKS + 1, ValueError, "too many"),
+        (True, TypeError, "an integer"),
+        ("4", TypeError, "an integer"),
+        (2.0, TypeError, "an integer"),
+        (None, TypeError, "an integer"),
+    ],
+)
+def test_a_size_that_makes_no_sense_is_refused_with_the_reason(
+    size: object, error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        World(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({"backend": "mpi"}, "gloo"),
+        ({"device": "tpu"}, "cuda"),
+        ({"timeout_s": 0}, "above 0"),
+        ({"timeout_s": float("nan")}, "above 0"),
+        ({"threads": 0}, "at least 1 thread"),
+        ({"start": "teleport"}, "spawn"),
+        ({"backend": "nccl", "device": "cpu"}, "gloo"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_way_out(wrong: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        World(2, **wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no GPU"):
+        World(2, device="cuda")
+    with pytest.raises(ValueError, match="needs a GPU for each of the 2 ranks, here are 0"):
+        World(2, backend="nccl")
+
+
+@pytest.mark.slow
+def test_a_world_that_needs_more_files_than_allowed_is_refused_and_a_small_one_works(
+    tmp_path: Path,
+) -> None:
+    script = """
+    import resource
+    import psutil
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 50,) * 2)
+    try:
+        World(40)
+    except ValueError as error:
+        say(error)
+    with World(3) as world:
+        say(world.run(lambda: Comm().rank))
+    """
+    with driver(script, tmp_path) as running:
+        assert "may not open enough files" in running.hear()
+        assert running.hear() == "[0, 1, 2]"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100  # only the driver's was small
+
+
+def test_a_world_inside_a_rank_is_refused(world2: World) -> None:
+    with pytest.raises(RankError, match="inside a rank"):
+        world2.run(lambda: World(2))
+    with pytest.raises(RankError, match="Comm.*subgroup"):
+        world2.run(lambda: World(2))
+
+
+def test_a_closed_world_says_so() -> None:
+    world = World(2)
+    world.close()
+    world.close()
+    assert "closed" in repr(world)
+    with pytest.raises(RuntimeError, match="closed.*make a new World"):
+        world.run(lambda: 1)
+    with pytest.raises(RuntimeError, match="make a new World"):
+        world.restart()
+
+
+def test_what_is_no_function_or_no_rank_is_refused_and_the_world_goes_on(world2: World) -> None:
+    pids = pids_of(world2)
+    with pytest.raises(TypeError, match="needs a function"):
+        world2.run(42)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank 2 is not in this world; choose 0 to 1"):
+        world2.run_on([0, 2], lambda: 1)
+    with pytest.raises(ValueError, match="rank -1 is not"):
+        world2.run_on([-1], lambda: 1)
+    with pytest.raises(ValueError, match="rank '0' is not"):
+        world2.run_on("0", lambda: 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="each rank once"):
+        world2.run_on([1, 1], lambda: 1)
+    assert pids_of(world2) == pids
+
+
+def test_a_fault_at_birth_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(1).close()
+    server, ranks = servers(), ranks_of_servers()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RankError, match="(?s)rank . could not start.*Overflow"):
+        World(2, seed=2**70)
+    monkeypatch.setattr(os, "getcwd", lambda: "/no/such/folder")
+    with pytest.raises(RankError, match="(?s)rank . could not start.*FileNotFoundError.*no/such"):
+        World(2)
+    assert not os.listdir(tmp_path)
+    assert servers() == server and ranks_of_servers() == ranks
+
+
+# ---- what stays behind, and what listens
+
+
+@pytest.mark.slow
+def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # what a cluster's user may have set
+
+    def open_all_sorts() -> int:
+        comm = Comm()
+        comm.subgroup([0, 1])
+        sum_of_ranks()
+        dist.new_group([0, 2])
+        dist.barrier()
+        return os.getpid()
+
+    with World(3) as forked, World(2, start="spawn") as spawned:
+        pids = [*forked.run(open_all_sorts), *spawned.run(os.getpid)]
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        assert set(pids) <= {process.pid for process in family}
+        for process in family:
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
+
+
+def test_closing_leaves_no_rank_folder_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(1).close()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = psutil.Process().num_fds()
+    with World(3) as world:
+        pids = pids_of(world)
+        assert all(map(alive, pids)) and os.listdir(tmp_path)
+    assert gone(pids)
+    assert not os.listdir(tmp_path)
+    assert psutil.Process().num_fds() == files
+
+
+def test_a_world_that_is_dropped_ends_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    world = World(2)
+    pids = pids_of(world)
+    world = World(2)  # as a notebook's cell does that is run again
+    assert gone(pids)
+    assert len(os.listdir(tmp_path)) == 1
+    world.close()
+
+
+def test_what_a_rank_has_started_ends_with_it() -> None:
+    def start() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    with World(2) as world:
+        pids = world.run(start)
+        assert all(map(alive, pids))
+    assert gone(pids)
+    with World(1, start="spawn") as world:
+        pids = world.run(start)
+    assert gone(pids)
+
+
+def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -> None:
+    def forks() -> str:
+        return "parent" if os.fork() else "child"
+
+    assert world2.run(forks) == ["parent", "parent"]
+    assert world2.run(lambda: Comm().rank) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_script_that_forgets_to_close_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    script = """
+    world = World(2)
+    say(*world.run(os.getpid))
+    """
+    with driver(script, tmp_path) as running:
+        pids = running.hear_pids()
+        assert running.rest() == ""
+        assert running.process.returncode == 0
+        assert gone(pids) and not running.leftovers()
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_driver_that_ends_does_not_take_the_world_with_it(tmp_path: Path) -> None:
+    script = """
+    with World(2) as world:
+        child = os.fork()
+        if child == 0:
+            sys.exit()
+        os.waitpid(child, 0)
+        say(world.run(lambda: Comm().subgroup([0, 1]).size))  # needs the world's folder
+        if os.fork() == 0:
+            try:
+                world.run(lambda: 1)
+            except RuntimeError as error:
+                say(error)
+            os._exit(0)
+        os.wait()
+    """
+    with driver(script, tmp_path) as running:
+        assert running.hear() == "[2, 2]"
+        assert "belongs to process" in running.hear()
+
+
+# ---- attach
+
+
+@pytest.mark.slow
+def test_attach_alone_is_a_world_of_one(tmp_path: Path) -> None:
+    script = """
+    me = labkit.attach()
+    x = torch.ones(3)
+    me.comm.all_reduce(x)
+    say(me.rank, me.size, x.tolist(), me is labkit.attach())
+    with World(2) as world:  # a notebook that tried a strategy alone may still start ranks
+        say(world.run(lambda: Comm().size))
+    """
+    with driver(script, tmp_path) as running:
+        assert running.hear() == "0 1 [1.0, 1.0, 1.0] True"
+        assert running.hear() == "[2, 2]"
+        assert running.rest() == "" and running.process.returncode == 0
+
+
+def test_attach_inside_a_world_is_the_rank_it_is(world2: World) -> None:
+    assert world2.run(lambda: (labkit.attach().rank, labkit.attach().size)) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.slow
+def test_the_same_function_runs_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        """
+import labkit
+from test_world import sum_of_ranks
+
+me = labkit.attach()
+me.state.x = me.rank
+try:
+    labkit.World(2)
+except RuntimeError as error:
+    refused = "inside a rank" in str(error)
+print(f"SAID {me.rank} {me.size} {sum_of_ranks()} {refused}\\n", end="", flush=True)
+"""
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+            str(tmp_path / "job.py"),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("SAID"))
+    assert said == ["SAID 0 2 3.0 True", "SAID 1 2 3.0 True"]
+    assert "Warning" not in done.stderr.replace("OMP_NUM_THREADS", "")
+
+
+# ---- output
+
+
+def test_what_ranks_print_is_marked_by_rank(
+    world2: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak() -> None:
+        print("first\nsecond")
+        print("to stderr", file=sys.stderr)
+        os.write(1, b"from C\n")
+        print("no end of line", end="")
+
+    world2.run(speak)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert [line.split("] ")[1] for line in mine] == [
+            "first", "second", "to stderr", "from C", "no end of line",
+        ]  # fmt: skip
+    assert len(lines) == 10
+
+
+@pytest.mark.slow
+def test_output_comes_while_the_ranks_run(tmp_path: Path) -> None:
+    script = """
+    def speak(file):
+        print("early")
+        while not os.path.exists(file):
+            time.sleep(0.01)
+        print("late")
+    World(1).run(speak, sys.argv[0] + ".go")
+    """
+    with driver(script, tmp_path) as running:
+        assert running.process.stdout is not None
+        assert running.process.stdout.readline() == "[rank 0] early\n"
+        Path(f"{running.file}.go").touch()
+        assert running.process.stdout.readline() == "[rank 0] late\n"
+
+
+def test_a_flood_of_output_neither_hangs_nor_loses_a_line(
+    world4: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flood() -> int:
+        line = "x" * 99 + "\n"
+        for _ in range(1000):
+            sys.stdout.write(line * 100)
+        return Comm().rank
+
+    assert world4.run(flood) == [0, 1, 2, 3]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * 100_000
+    assert {len(line) for line in lines} == {99 + len("[rank 0] ")}
+
+
+def test_a_line_without_end_and_bytes_that_are_no_text_are_shown_as_far_as_can_be(
+    world2: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def odd() -> None:
+        os.write(1, b"\xff\xfe valid \xc3\n")
+        print("\udc80 surrogate, \x00 zero")
+        sys.stdout.write("y" * 10_000_000)
+
+    world2.run(odd)
+    out = capsys.readouterr().out
+    assert out.count(" valid ") == 2 and out.count("zero") == 2
+    assert out.count("y") == 20_000_000
+
+
+def test_a_thread_of_a_rank_that_prints_on_and_on_does_not_hold_a_run_up(world2: World) -> None:
+    def leave_a_thread_printing() -> str:
+        def chatter() -> None:
+            while True:
+                print("chatter")
+
+        threading.Thread(target=chatter, daemon=True).start()
+        return "done"
+
+    assert world2.run(leave_a_thread_printing) == ["done", "done"]
+    assert world2.run(lambda: Comm().rank) == [0, 1]
+    world2.restart()
+
+
+@pytest.mark.parametrize("what", ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None"])
+def test_a_function_that_closes_its_streams_harms_nobody(
+    world2: World, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world2.run_cell(f"import sys\n{what}\nrank", "<cell>") == [0, 1]
+    world2.run(lambda: print("heard"))
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] heard", "[rank 1] heard"]
+
+
+def test_output_of_an_earlier_thread_comes_with_the_next_run(
+    world2: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def later(begun: threading.Event | None = None) -> None:
+        timer = threading.Timer(0.05, print, ["from a thread"])
+        timer.start()
+        labkit.attach().state.timer = timer
+
+    world2.run(later)
+    world2.run(lambda: labkit.attach().state.timer.join())
+    assert capsys.readouterr().out.count("from a thread") == 2
+
+
+class Terminal:
+    """A stream that collects what is written to it."""
+
+    def __init__(self, tty: bool = False, encoding: str = "utf-8"):
+        self.text, self._tty, self.encoding = "", tty, encoding
+
+    def write(self, text: str) -> None:
+        text.encode(self.encoding)
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return self._tty
+
+
+def written(monkeypatch: pytest.MonkeyPatch, *pieces: tuple[int, bytes], **terminal) -> str:
+    stream = Terminal(**terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    output = RankOutput(3)
+    for rank, data in pieces:
+        output.feed(rank, data)
+    output.close()
+    monkeypatch.undo()
+    return stream.text
+
+
+def test_lines_cut_in_pieces_and_characters_cut_in_two_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = written(monkeypatch, (0, b"caf\xc3"), (1, b"other\n"), (0, b"\xa9 au"), (0, b" lait\n"))
+    assert text == "[rank 1] other\n[rank 0] café au lait\n"
+
+
+def test_a_progress_bar_ends_as_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = [(0, b"\r 10%"), (0, b"\r 50%\r"), (0, b" 90%"), (0, b"\r100%\n")]
+    assert written(monkeypatch, *bar) == "[rank 0] 100%\n"
+    assert written(monkeypatch, *bar[:-1]) == "[rank 0]  90%\n"
+    assert written(monkeypatch, (0, b"windows\r"), (0, b"\nline\r\n")) == (
+        "[rank 0] windows\n[rank 0] line\n"
+    )
+
+
+def test_a_terminal_shows_a_progress_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = written(monkeypatch, (2, b"\r 10%"), (2, b"\r 50%"), (2, b"\n"), tty=True)
+    assert text == ("\r\x1b[K[rank 2]  10%\r\x1b[K[rank 2]  50%\r\x1b[K[rank 2]  50%\n")
+
+
+def test_a_long_bar_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    output = RankOutput(1)
+    for step in range(10_000):
+        output.feed(0, f"\rstep {step}".encode())
+    assert len(output._open[0]) < 100
+
+
+def test_a_terminal_of_a_smaller_alphabet_gets_what_it_can_show(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = written(monkeypatch, (0, "█ caf\u00e9\n".encode()), encoding="ascii")
+    assert text == "[rank 0] ? caf?\n"
+
+
+class Page:
+    """A notebook's output that is drawn anew."""
+
+    def __init__(self) -> None:
+        self.drawn: list[str] = []
+
+    def __call__(self, bundle: dict[str, str], **_: object) -> "Page":
+        self.drawn.append(bundle["text/plain"])
+        return self
+
+    update = __call__
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    page = Page()
+    monkeypatch.setattr("IPython.display.display", page)
+    monkeypatch.setattr(output_module, "in_notebook", lambda: True)
+    return page
+
+
+def test_a_notebook_keeps_the_output_grouped_by_rank(page: Page) -> None:
+    output = RankOutput(2)
+    for k in range(3):
+        output.feed(1, f"one {k}\n".encode())
+        output.feed(0, f"zero {k}\n".encode())
+    output.close()
+    assert page.drawn[-1].splitlines() == [
+        "[rank 0] zero 0", "[rank 0] zero 1", "[rank 0] zero 2",
+        "[rank 1] one 0", "[rank 1] one 1", "[rank 1] one 2",
+    ]  # fmt: skip
+
+
+def test_a_notebook_shows_bars_and_lines_while_they_come(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = RankOutput(2)
+    output.feed(0, b"begin\n")
+    output.feed(1, b"\r 10%")
+    monkeypatch.setattr(output_module, "REDRAW_S", 0.0)
+    output.refresh()
+    assert page.drawn[-1] == "[rank 0] begin\n[rank 1]  10%"
+    drawings = len(page.drawn)
+    output.refresh()
+    assert len(page.drawn) == drawings, "nothing new, nothing drawn"
+    output.feed(1, b"\r 20%")
+    assert page.drawn[-1] == "[rank 0] begin\n[rank 1]  20%"
+
+
+def test_a_flood_is_cut_in_a_notebook(page: Page) -> None:
+    output = RankOutput(1)
+    output.feed(0, "".join(f"line {k}\n" for k in range(100_000)).encode())
+    output.feed(0, b"z" * 1_000_000 + b"\n")
+    output.close()
+    lines = page.drawn[-1].splitlines()
+    assert len(lines) == output_module.MOST_LINES + 1
+    assert lines[0] == "[rank 0] line 0" and "lines left out" in page.drawn[-1]
+    assert len(lines[-1]) < 3000 and "characters more" in lines[-1]
+
+
+def test_progress_on_a_rank_travels_and_rank_0_speaks_for_all(
+    world2: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> int:
+        import time
+
+        for _ in labkit.progress(range(8), "train"):
+            time.sleep(0.1)
+        return 1
+
+    assert world2.run(work) == [1, 1]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("[rank 0] train") and "8/8" in lines[0]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_a_rank_keeps_the_memory_that_a_step_has_freed(world2: World) -> None:
+    """Else every step asks the system for it again, page by page."""
+
+    def pages_of_a_step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        activations = [torch.ones(1 << 20) for _ in range(16)]  # 4 MiB each
+        del activations
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first, *_, last = [world2.run(pages_of_a_step) for _ in range(4)]
+    assert all(page_count > 10_000 for page_count in first)
+    assert all(page_count < 1000 for page_count in last)
+
+
+def test_later_ranks_have_what_an_optimizer_imports() -> None:
+    """The server imports it when it has nothing else to do, so that no rank has to."""
+
+    def has_it() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with World(1) as world:
+            if world.run(has_it) == [True]:
+                return
+        time.sleep(0.6)
+    pytest.fail("no rank ever had it")

@@ -1,0 +1,217 @@
+"""Every pipeline schedule keeps the rules of a pipeline and holds what it promises; and sizes that
+it cannot do are refused with the rule. That the rules find faults stands in
+test_schedules_rules.py, bubbles in test_schedules_bubbles.py."""
+
+import doctest
+import re
+from collections import Counter
+from importlib import import_module
+
+import pytest
+from hypothesis import given, settings
+
+from labkit.schedules import (
+    SCHEDULES,
+    Action,
+    check,
+    chunks_of,
+    interleaved,
+    microbatches_of,
+    one_f_one_b,
+    parse,
+    peak_in_flight,
+    pipedream,
+    received,
+    schedule,
+    sent,
+    show,
+    stage_and_chunk,
+    virtual_stage,
+)
+from schedule_cases import Case, can_end, cases, made, own_order, promised_peaks
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_a_schedule_keeps_the_rules(case: Case) -> None:
+    """By `check`, and by an oracle that knows nothing of it."""
+    name, p, m, v = case
+    found = made(case)
+    check(found, microbatches=m)
+    assert (len(found), chunks_of(found), microbatches_of(found)) == (p, v, m)
+    phases = ["forward", "input", "weight"] if "zb" in name else ["forward", "backward"]
+    phases += ["update"] * (name == "pipedream")
+    wanted = {Action(one, k, c) for one in phases for k in range(m) for c in range(v)}
+    for actions in found:
+        assert len(actions) == len(wanted) and set(actions) == wanted, "each exactly once"
+        assert not own_order(actions)
+    assert can_end(found)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_a_schedule_holds_what_it_promises(case: Case) -> None:
+    assert peak_in_flight(made(case)) == promised_peaks(case)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_what_one_stage_sends_another_needs(case: Case) -> None:
+    """Each message once, between neighbours, with the last before the first."""
+    _, p, m, v = case
+    ways = {"sent": Counter(), "received": Counter()}  # type: ignore[var-annotated]
+    for stage, actions in enumerate(made(case)):
+        for action in actions:
+            for what, message in (
+                ("sent", sent(action, stage, p, v)),
+                ("received", received(action, stage, p, v)),
+            ):
+                if message is not None:
+                    ways[what][message] += 1
+                    here = message.source if what == "sent" else message.target
+                    assert stage_and_chunk(here, p) == (stage, action.chunk)
+                    assert abs(message.source - message.target) == 1
+    assert ways["sent"] == ways["received"]
+    assert set(ways["sent"].values()) <= {1}
+    assert len(ways["sent"]) == 2 * m * (p * v - 1)
+
+
+def test_virtual_stages_go_round() -> None:
+    """Chunk 0 of all stages, then chunk 1: as Megatron-LM numbers them."""
+    order = [stage_and_chunk(one, stages=3) for one in range(6)]
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [virtual_stage(*one, stages=3) for one in order] == list(range(6))
+    round_again = received(Action("forward", 4, chunk=1), stage=0, stages=3, chunks=2)
+    assert round_again == sent(Action("forward", 4, chunk=0), stage=2, stages=3, chunks=2)
+    assert round_again is not None and round_again.source % 3 == 2
+    assert sent(Action("weight", 0), 1, 3) is received(Action("update", 0), 1, 3) is None
+
+
+# --- what each is ---------------------------------------------------------------------------------
+
+
+def test_1f1b_alternates_after_its_warm_up() -> None:
+    first, last = one_f_one_b(3, 5)[0], one_f_one_b(3, 5)[2]
+    assert first == parse("F0 F1 F2 B0 F3 B1 F4 B2 B3 B4")
+    assert last == parse("F0 B0 F1 B1 F2 B2 F3 B3 F4 B4")
+
+
+def test_interleaved_goes_through_the_chunks_in_groups() -> None:
+    """As Megatron-LM's figure 4: p micro-batches on chunk 0, then the same on chunk 1."""
+    actions = interleaved(4, 8, chunks=2)[0]
+    forwards = [(one.microbatch, one.chunk) for one in actions if one.phase == "forward"]
+    assert forwards[:8] == [(k, c) for c in range(2) for k in range(4)]
+    assert forwards[8:] == [(k, c) for c in range(2) for k in range(4, 8)]
+    backwards = [(one.microbatch, one.chunk) for one in actions if one.phase == "backward"]
+    assert backwards == [(k, 1 - c) for k, c in forwards]
+
+
+@given(cases(("pipedream",)))
+@settings(max_examples=50, deadline=None)
+def test_pipedream_is_some_updates_behind(case: Case) -> None:
+    """On stage r, a forward knows of p-1-r updates less than on one device."""
+    _, p, m, _ = case
+    for r, actions in enumerate(pipedream(p, m)):
+        known = 0
+        for action in actions:
+            if action.phase == "forward":
+                assert known == max(0, action.microbatch - (p - 1 - r))
+            known += action.phase == "update"
+
+
+# --- sizes that cannot be -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_wrong_sizes_are_named(name: str) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    with pytest.raises(ValueError, match="stages=0: a pipeline has"):
+        schedule(name, 0, 3, chunks)
+    with pytest.raises(ValueError, match="microbatches=-1"):
+        schedule(name, 3, -1, chunks)
+    with pytest.raises(ValueError, match=r"microbatches=2.5: a pipeline has a whole number"):
+        schedule(name, 1, 2.5, chunks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (("1f2b", 2, 2), "'1f2b': there are naive, gpipe, 1f1b, interleaved, zb-h1"),
+        (("interleaved", 4, 6, 2), "microbatches=6 with 4 stages.*multiple of 4"),
+        (("interleaved", 4, 8), "chunks=1: interleaved needs at least 2"),
+        (("interleaved", 4, 8, 0), "chunks=0: interleaved needs at least 2"),
+        (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one piece.*interleaved"),
+        (("zb-h1", 4, 3), "microbatches=3 with 4 stages: zb-h1 needs 4 or more"),
+        (("zb-h2", 4, 6), "microbatches=6 with 4 stages: zb-h2 needs 7 or more"),
+    ],
+)
+def test_inadmissible_sizes_are_refused_with_the_rule(sizes: tuple, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=message):
+        schedule(*sizes)
+
+
+def test_each_size_is_admitted_or_refused_as_the_closed_forms_do() -> None:
+    from labkit import predict
+
+    for p in range(1, 9):
+        for m in range(1, 17):
+            for name, formula in (
+                ("interleaved", lambda p, m: predict.interleaved(p, m, 1, 1, chunks=2)),
+                ("zb-h1", lambda p, m: predict.zero_bubble_h1(p, m, 1, 1, 1)),
+                ("zb-h2", lambda p, m: predict.zero_bubble_h2(p, m, 1, 1, 1)),
+            ):
+                chunks = 2 if name == "interleaved" else 1
+                assert _refused(schedule, name, p, m, chunks) == _refused(formula, p, m)
+
+
+def _refused(function, *args) -> bool:  # type: ignore[no-untyped-def]
+    try:
+        function(*args)
+    except ValueError:
+        return True
+    return False
+
+
+# --- the tables in the files ----------------------------------------------------------------------
+
+SIZES = re.compile(r"(\d+) stages, (\d+) micro-batches(?:, (\d+) chunks)?")
+FILES = {
+    "naive": ["naive"],
+    "gpipe": ["gpipe"],
+    "one_f_one_b": ["1f1b"],
+    "interleaved": ["interleaved"],
+    "zero_bubble": ["zb-h1", "zb-h2"],
+    "pipedream": ["pipedream"],
+}
+
+
+def tables(text: str) -> list[tuple[tuple[int, ...], str]]:
+    """The sizes above each table of a docstring, and its lines."""
+    found: list[tuple[tuple[int, ...], list[str]]] = []
+    for line in text.splitlines():
+        if sizes := SIZES.search(line):
+            found.append((tuple(int(one) for one in sizes.groups() if one), []))
+        elif re.match(r"\s+stage \d+ ", line):
+            found[-1][1].append(line.strip())
+    return [(sizes, "\n".join(lines)) for sizes, lines in found]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
+    found = tables(import_module(f"labkit.schedules.{file}").__doc__ or "")
+    assert len(found) == len(FILES[file])
+    for name, (sizes, table) in zip(FILES[file], found, strict=True):
+        assert table == show(schedule(name, *sizes))
+
+
+@pytest.mark.parametrize("file", [*FILES, "actions", "messages", "balance", "text", "__init__"])
+def test_the_examples_in_a_file_are_right(file: str) -> None:
+    module = import_module(f"labkit.schedules.{file}".removesuffix(".__init__"))
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
+
+
+def test_every_schedule_has_a_table() -> None:
+    assert sorted(name for names in FILES.values() for name in names) == sorted(SCHEDULES)

@@ -1,0 +1,104 @@
+"""What the tests of checkpoints in three dimensions train: a GPT in any layout of a mesh."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit import DDP, GPT, MasterWeights, Mesh, ZeRO3, ZeroOptimizer, split
+from labkit import tensor_parallel as cut_over
+from labkit.models.gpt import Block
+from labkit.parallel.pipeline.pipeline import Pipeline
+from pipeline_cases import tokens_loss
+from shard_cases import ADAM, STRATEGIES
+
+ROWS, LENGTH, BLOCKS = 8, 6, 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, chunks of each pipeline rank, and the strategy over dp."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    chunks: int = 1
+    strategy: str = "plain"
+    sequence: bool = False
+    scatter_gather: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        more = f"x{self.chunks}" if self.chunks > 1 else ""
+        return f"{self.strategy}-{self.pp}{more}.{self.dp}.{self.tp}"
+
+
+def gpt(seed: int = 0, tied: bool = True) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(11, 8, BLOCKS, 2, LENGTH, tied=tied).double()
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 11, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def built(
+    layout: Layout, tied: bool = True, seed: int = 0, make: Any = ADAM
+) -> tuple[Mesh, nn.Module, Any]:
+    mesh = Mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp)
+    model: nn.Module = gpt(seed, tied)
+    if layout.tp > 1:
+        model = cut_over(model, mesh.tp, sequence=layout.sequence)
+    if layout.pp == layout.chunks == 1:
+        return mesh, *STRATEGIES[layout.strategy](model, mesh.dp, make)
+    stages = split(model, layout.pp * layout.chunks)
+    zero_3: Any = partial(ZeRO3, units=Block, persist_below=10)
+    wrap = {"ddp": DDP, "masters": DDP, "zero-3": zero_3}.get(layout.strategy)
+    for index in range(mesh.pp.rank, len(stages), layout.pp):
+        if wrap is not None:
+            stages[index] = wrap(stages[index], comm=mesh.dp)
+    pipe = Pipeline(
+        stages, mesh.pp, "interleaved" if layout.chunks > 1 else "1f1b", 2, tokens_loss,
+        scatter_gather=mesh.tp if layout.scatter_gather else None,
+    )  # fmt: skip
+    trained = pipe.parameters()
+    if layout.strategy in ("zero-1", "zero-2"):
+        stage = int(layout.strategy[-1])
+        zero = ZeroOptimizer(trained, make.func, stage, mesh.dp, bucket_mb=0.0005, **make.keywords)
+        return mesh, pipe, zero
+    if layout.strategy == "masters":
+        return mesh, pipe, MasterWeights(trained, make.func, **make.keywords)
+    return mesh, pipe, make(trained)
+
+
+def train(mesh: Mesh | None, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """The global losses of some steps, where the loss is: on the last stage."""
+    losses = []
+    for step in steps:
+        x = tokens(step)
+        if mesh is not None:
+            x = x.chunk(mesh.dp.size)[mesh.dp.rank]
+        optimizer.zero_grad()
+        if isinstance(model, Pipeline):
+            loss = model.step(x, x)
+        else:
+            loss = tokens_loss(model(x), x)
+            loss.backward()
+        optimizer.step()
+        if loss is not None:
+            total = loss.detach().double().reshape(1).clone()
+            if mesh is not None:
+                mesh.dp.all_reduce(total, "mean")
+            losses.append(total.item())
+    return losses
+
+
+def alone(tied: bool = True, seed: int = 0, make: Any = ADAM) -> tuple[GPT, torch.optim.Optimizer]:
+    """The same in one process."""
+    model = gpt(seed, tied)
+    return model, make(model.parameters())

@@ -1,0 +1,383 @@
+"""Run folders and other files that somebody else made: whatever is in them, they are read or
+refused in one sentence, shown as plain text, and nothing is written outside of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from damage import SECRET, damage
+from labkit import Link, World, read_run, record, write_run
+from labkit.bench.sweep import Point, Sweep
+from labkit.cli import app
+from labkit.trace.chrome import to_chrome, write_chrome
+from labkit.training import Task, train
+from places import ROOT
+from traces import sample_trace
+
+EVIL = "\x1b]0;title\x07\x1b[31m[/x][nope]"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of two ranks, over a paced link, with a step in detail."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    predicted = {"parameter_bytes": 1, "gradient_bytes": 2, "optimizer_bytes": 3}
+    with World(2, link=Link(gbps=1)) as world, record(folder, 1, what="ddp", predicted=predicted):
+        world.run(train, "ddp", Task(model="tiny", steps=3, rows=4, length=16))
+    assert read_run(folder).complete
+    return folder
+
+
+def change_lines(file: Path, **changes: Any) -> int:
+    """Write other values into the comm events of a rank file; how many there are."""
+    header, *lines = (json.loads(line) for line in file.read_text().splitlines())
+    events = [line for line in lines if line[0] == "comm"]
+    for line in events:
+        for name, value in changes.items():
+            line[2 + header["columns"]["comm"].index(name)] = value
+    file.write_text("\n".join(map(json.dumps, [header, *lines])) + "\n")
+    return len(events)
+
+
+def labkit(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "labkit", *args]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, **options
+    )  # fmt: skip
+
+
+def fuzz(*args: object) -> dict[str, Any]:
+    program = [sys.executable, str(ROOT / "tests" / "support" / "damage.py"), *map(str, args)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["faults"] == []
+    assert found["peak_mb"] < 2000
+    return found
+
+
+def test_a_range_of_ranks_is_bounded_and_its_line_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    count = change_lines(folder / "rank0.jsonl", ranks="0:1000000000000:1")
+    trace = read_run(folder)
+    assert count > 1 and trace.ranks[0].comms == [] and trace.ranks[1].comms
+    assert any("rank0.jsonl: line" in x and "left out" in x for x in trace.about["problems"])
+
+
+def test_the_ranges_of_a_file_are_bounded_together_and_equal_ones_share_their_numbers(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    file = folder / "rank0.jsonl"
+    change_lines(file, ranks="0:1000:1")
+    events = read_run(folder).ranks[0].comms
+    assert len(events) > 1 and all(x.ranks is events[0].ranks for x in events)
+    assert events[0].ranks == tuple(range(1000))
+    header, *lines = file.read_text().splitlines()
+    event = next(json.loads(line) for line in lines if '"comm"' in line[:8])
+    place = 2 + json.loads(header)["columns"]["comm"].index("ranks")
+    many = []
+    for number in range(200):
+        event[1], event[place] = number, f"{number}:{number + 100_000}:1"
+        many.append(json.dumps(event))
+    file.write_text("\n".join([header, *many]))
+    kept = read_run(folder).ranks[0].comms
+    assert 0 < len(kept) < 20 and len(kept[0].ranks) == 100_000
+
+
+@pytest.mark.parametrize("name", ["rank0.jsonl", "run.json"])
+def test_a_world_of_a_million_million_ranks_is_not_believed(name: str, tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    about, *lines = (folder / name).read_text().splitlines() if name != "run.json" else [""]
+    if name == "run.json":
+        told = json.loads((folder / name).read_text()) | {"world_size": 10**12}
+        (folder / name).write_text(json.dumps(told))
+        for rank in (0, 1):
+            (folder / f"rank{rank}.jsonl").unlink()
+    else:
+        header = json.loads(about) | {"size": 10**12}
+        (folder / name).write_text("\n".join([json.dumps(header), *lines]))
+    trace = read_run(folder)
+    assert trace.size == (0 if name == "run.json" else 2)
+    assert any(name in problem for problem in trace.about["problems"])
+
+
+def test_missing_ranks_are_counted_and_not_all_listed(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(1), tmp_path / "run")
+    header, *lines = (folder / "rank0.jsonl").read_text().splitlines()
+    told = json.loads(header) | {"size": 1024}
+    (folder / "rank0.jsonl").write_text("\n".join([json.dumps(told), *lines]))
+    problems = read_run(folder).about["problems"]
+    assert len(problems) == 9 and problems[-1] == "1,015 more ranks have no file"
+
+
+@pytest.mark.parametrize("picture", ["timeline.png", "memory.png"])
+def test_view_writes_through_no_link(picture: str, tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    (outside := tmp_path / "outside").write_text(SECRET)
+    (folder / picture).symlink_to(outside)
+    done = CliRunner().invoke(app, ["view", str(folder)])
+    assert done.exit_code == 2 and "is a link" in " ".join(done.output.split())
+    assert outside.read_text() == SECRET
+
+
+def test_replay_and_chrome_write_through_no_link(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    (outside := tmp_path / "outside").write_text(SECRET)
+    for name in ("replay-selene.png", "chrome.json", "chrome.json.gz"):
+        (folder / name).symlink_to(outside)
+    common = ["replay", str(folder), "--on", "selene", "--measured"]
+    for args in (
+        common,
+        [*common, "--chrome", str(folder / "chrome.json")],
+        ["view", str(folder), "--chrome", str(folder / "chrome.json.gz")],
+    ):
+        done = CliRunner().invoke(app, args)
+        assert done.exit_code == 2 and "is a link" in " ".join(done.output.split())
+        assert outside.read_text() == SECRET
+
+
+def test_a_cluster_whose_name_is_a_path_draws_into_the_folder_of_the_run(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    (folder / "replay-..").mkdir()
+    (tmp_path / "mine.toml").write_text(
+        '[clusters."../../../up"]\ntitle = "[/x]\\u001b[31m"\ndevice = "v100"\nnodes = 1\n'
+        '[[clusters."../../../up".levels]]\ndevices = 2\nports = 1\n'
+        'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
+    )
+    args = ["replay", str(folder), "--clusters", str(tmp_path / "mine.toml"), "--measured"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert (folder / "replay-..-..-..-up.png").is_file() and "\x1b" not in done.output
+    assert {x.name for x in tmp_path.iterdir()} == {"run", "mine.toml"}
+
+
+def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Path) -> None:
+    trace = sample_trace(2)
+    trace.about |= {"what": EVIL, "seed": [EVIL]}
+    for one in trace.ranks.values():
+        one.host = one.device = EVIL
+        for event in one.comms:
+            event.op = event.group = EVIL
+    folder = write_run(trace, tmp_path / f"run[nope]{chr(27)}[31m")
+    told = json.loads((folder / "run.json").read_text()) | {"command": "\ud800\u202e"}
+    (folder / "run.json").write_text(json.dumps(told))
+    change_lines(folder / "rank1.jsonl", rank=-1)
+    done = labkit("view", str(folder), "--chrome", str(tmp_path / "chrome.json"))
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
+    assert not set(shown) & {"\x1b", "\x07", "\ud800", "\u202e"}
+    assert "\\x1b]0;title\\x07\\x1b[31m[/x][nope]" in shown and "\\ud800\\u202e" in shown
+    assert (folder / "timeline.png").stat().st_size > 1000
+
+
+def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    trace = sample_trace(2)
+    for one in trace.ranks.values():
+        for event in one.comms:
+            event.op, event.group = "$\\frac{$", " "
+    trace.about["replayed"] = "$\\frac{$"
+    folder = write_run(trace, tmp_path / "run")
+    assert CliRunner().invoke(app, ["view", str(folder)]).exit_code == 0
+    assert (folder / "timeline.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "device", "loop"])
+@pytest.mark.parametrize("name", ["run.json", "rank0.jsonl", "metrics.jsonl"])
+def test_what_is_no_regular_file_is_named_and_does_not_block(
+    name: str, what: str, tmp_path: Path
+) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    (file := folder / name).unlink()
+    match what:
+        case "fifo":
+            os.mkfifo(file)
+        case "folder":
+            file.mkdir()
+        case "device":
+            file.symlink_to("/dev/zero")
+        case _:
+            file.symlink_to(file)
+    if name == "run.json":
+        with pytest.raises((ValueError, OSError), match="run.json"):
+            read_run(folder)
+        assert CliRunner().invoke(app, ["view", str(folder)]).exit_code == 2
+    else:
+        trace = read_run(folder)
+        assert any(name in problem for problem in trace.about["problems"])
+        assert 1 in trace.ranks and trace.complete == (name == "metrics.jsonl")
+
+
+def test_a_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    with (folder / "rank0.jsonl").open("r+b") as file:
+        file.truncate(1 << 40)
+    trace = read_run(folder)
+    assert 0 not in trace.ranks and trace.ranks[1].complete
+    assert any("1,099,511,627,776 bytes" in problem for problem in trace.about["problems"])
+
+
+@pytest.mark.parametrize(
+    "note",
+    [{"step": "x"}, {"step": [1]}, {"step": {}}, {"step": None}, {"step": float("nan")},
+     {"loss": "2.5"}, {"loss": []}, {"loss": 10**400}, {"loss": True}, {"rank": "x"}],
+)  # fmt: skip
+def test_a_loss_or_step_that_is_no_number_is_left_out_by_its_line(
+    note: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_run(sample_trace(1), tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | note)
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    trace = read_run(folder)
+    assert trace.about["problems"] == ["metrics.jsonl: line 2 cannot be read and is left out"]
+    assert len(trace.metrics) == len(lines) - 1
+    done = CliRunner().invoke(app, ["view", str(folder)])
+    assert done.exit_code == 0 and "5.5000 -> 5.0000" in done.output
+    measured = ["replay", str(folder), "--on", "selene", "--measured"]
+    assert CliRunner().invoke(app, measured).exit_code == 0
+
+
+@pytest.mark.parametrize("losses", [[float("inf"), float("-inf")], [1e308, 1e308]])
+def test_a_diverged_loss_is_shown(losses: list[float], tmp_path: Path) -> None:
+    trace = sample_trace(2)
+    trace.metrics = [{"step": 0, "rank": rank, "loss": loss} for rank, loss in enumerate(losses)]
+    folder = write_run(trace, tmp_path / "run")
+    done = CliRunner().invoke(app, ["view", str(folder)])
+    assert done.exit_code == 0 and ("nan" if losses[0] > 1e308 else "inf") in done.output
+
+
+@pytest.mark.parametrize("time_s", [1e300, -1e300, 5e9, 10**400, True, "1"])
+def test_a_time_that_no_clock_shows_is_left_out(time_s: Any, tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    assert change_lines(folder / "rank0.jsonl", ended_s=time_s)
+    trace = read_run(folder)
+    assert trace.ranks[0].comms == [] and trace.ranks[0].spans
+    write_chrome(trace, tmp_path / "chrome.json")
+    header, *lines = (folder / "rank1.jsonl").read_text().splitlines()
+    told = json.loads(header) | {"clock": {"monotonic_s": 0.0, "unix_s": time_s}}
+    (folder / "rank1.jsonl").write_text("\n".join([json.dumps(told), *lines]))
+    assert 1 not in read_run(folder).ranks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rank": 2}, {"rank": -1}, {"peer": 9}, {"peer": None}, {"ranks": []},
+     {"payload_bytes": 2**61}, {"payload_bytes": True}, {"seq": 10**400}],
+)  # fmt: skip
+def test_an_event_that_cannot_have_been_is_left_out(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    count = change_lines(folder / "rank0.jsonl", op="send", **changes)
+    trace = read_run(folder)
+    assert count and trace.ranks[0].comms == []
+    assert to_chrome(trace)["traceEvents"]
+
+
+def test_an_event_of_a_group_that_its_rank_is_not_in_is_exported(tmp_path: Path) -> None:
+    folder = write_run(sample_trace(2), tmp_path / "run")
+    change_lines(folder / "rank0.jsonl", ranks=[5, 6])
+    events = to_chrome(read_run(folder))["traceEvents"]
+    assert sum(x.get("cat") == "communication" for x in events) > 2
+
+
+def test_a_real_run_is_read_as_before(recorded: Path) -> None:
+    trace = read_run(recorded)
+    assert "problems" not in trace.about and trace.about["link"] == {"gbps": 1, "latency_us": 0.0}
+    assert all(one.comms and one.operations and one.memory for one in trace.ranks.values())
+
+
+def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: Path) -> None:
+    file = recorded / "run.json"
+    whole = file.read_text()
+    for name, value in (
+        ("link", {"gbps": "fast"}), ("link", 5), ("link", {"inside": {"gbps": 1}}), ("link", {}),
+        ("predicted", {"parameter_bytes": "x"}), ("world_size", 2.5),
+    ):  # fmt: skip
+        file.write_text(json.dumps(json.loads(whole) | {name: value, "problems": 7}))
+        trace = read_run(recorded)
+        assert trace.about["problems"] == [f"run.json: {name} cannot be read and is left out"]
+        assert name not in trace.about and len(trace.ranks) == 2
+    file.write_text(whole)
+
+
+def test_damaged_runs_are_read_or_refused(recorded: Path) -> None:
+    found = fuzz("runs", recorded, 5000, 30, 30)
+    assert found["counts"]["read"] > 20 and found["counts"]["read refused"] > 0
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_runs_are_read_or_refused(recorded: Path) -> None:
+    found = fuzz("runs", recorded, 0, 1000, 20)
+    assert found["counts"]["read"] + found["counts"]["read refused"] == 1000
+
+
+@pytest.mark.slow
+def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for seed in range(7000, 7008):
+        chance, folder = Random(seed), tmp_path / f"run{seed}"
+        shutil.copytree(recorded, folder)
+        (outside := tmp_path / "outside").write_text(SECRET)
+        damage(chance.choice(sorted(folder.iterdir())), outside, chance)
+        (folder / "memory.png").symlink_to(outside)
+        for args in (
+            ("view", str(folder), "--chrome", str(tmp_path / "chrome.json")),
+            ("replay", str(folder), "--on", "dgx-h100", "--measured"),
+        ):
+            done = labkit(*args)
+            assert done.returncode in (0, 2), (seed, done.stdout, done.stderr)
+            assert "Traceback" not in done.stdout + done.stderr and "\x1b" not in done.stdout
+            assert done.returncode == 0 or "labkit: " in done.stdout
+        assert outside.read_text() == SECRET
+
+
+def sweep_file(folder: Path) -> Path:
+    points = [
+        Point("all_reduce", 2, 4096, 1024, "float32", "sum", name, "ring", own, 1e-4, 1.0, 0, 1e-5)
+        for name, own in (("default", False), ("ring", False), ("gloo", True))
+    ]
+    return Sweep(points, {"backend": "gloo", "time": "median"}).save(folder / "sweep.json")
+
+
+def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(tmp_path: Path) -> None:
+    counts = fuzz("files", sweep_file(tmp_path), 0, 25)["counts"]
+    for what in ("clusters", "log", "table", "sweep"):
+        assert counts.get(what, 0) + counts.get(f"{what} refused", 0) == 25
+
+
+@pytest.mark.slow
+def test_many_damaged_clusters_logs_tables_and_sweeps(tmp_path: Path) -> None:
+    fuzz("files", sweep_file(tmp_path), 1000, 500)
+
+
+def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Path) -> None:
+    text = (ROOT / "labkit/trace/nccl_log/examples/one_node.log").read_text()
+    (tmp_path / "nccl.log").write_text(text.replace("nranks 4", f"nranks {10**12}").replace(
+        "nRanks 4", f"nRanks {10**12}").replace("nranks 8", f"nranks {10**12}"))  # fmt: skip
+    done = labkit("nccl-log", "nccl.log", cwd=tmp_path)
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("trees", ["1/-1/-1->0->1", "0/-1/-1->0->-1", "0/0/1->0->-1"])
+def test_a_tree_that_leads_back_to_itself_is_drawn(trees: str) -> None:
+    from labkit import plot
+    from labkit.trace.nccl_log import parse_nccl_log
+
+    log = parse_nccl_log(
+        "n:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1 commId 0x2 - Init START\n"
+        f"n:1:1 [0] NCCL INFO Trees [0] {trees} [0] 0/-1/-1->1->0\n"
+    )
+    assert log.main.trees
+    assert plot.nccl(log).axes

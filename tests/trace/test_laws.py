@@ -1,0 +1,266 @@
+"""Each law of a trace holds for a good one, and is told when it is broken."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from labkit.events import CommEvent
+from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
+from labkit.trace.laws import TOLERANCE_S, broken_laws
+from traces import sample_trace
+
+MORE_S = 3 * TOLERANCE_S
+
+
+def reduces(trace: Trace, rank: int) -> list[CommEvent]:
+    return [x for x in trace.ranks[rank].comms if x.op == "all_reduce"]
+
+
+def span(trace: Trace, rank: int, phase: str, module: str) -> Span:
+    return next(
+        x for x in trace.ranks[rank].spans if (x.phase, x.module) == (phase, module)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_good_trace_breaks_none(ranks: int) -> None:
+    assert broken_laws(sample_trace(ranks)) == []
+    assert broken_laws(sample_trace(ranks).step(1)) == []
+    assert broken_laws(Trace()) == []
+
+
+def step_ends_early(trace: Trace) -> None:
+    one = trace.ranks[1]
+    one.steps[0].ended_s, one.spans[:] = one.steps[0].began_s - MORE_S, []
+
+
+def steps_overlap(trace: Trace) -> None:
+    trace.ranks[1].steps[1].began_s -= MORE_S
+
+
+def step_comes_twice(trace: Trace) -> None:
+    trace.ranks[1].steps[1].index = 0
+    trace.ranks[1].spans[:] = [x for x in trace.ranks[1].spans if x.step != 1]
+
+
+def span_ends_early(trace: Trace) -> None:
+    one = span(trace, 2, "forward", "blocks.1.mlp.up")
+    one.ended_s = one.began_s - MORE_S
+
+
+def spans_cross(trace: Trace) -> None:
+    span(trace, 2, "forward", "blocks.1.mlp").ended_s += MORE_S
+
+
+def span_is_outside(trace: Trace) -> None:
+    one = trace.ranks[0].steps[2]
+    trace.ranks[0].spans.append(Span("forward", "late", 2, one.ended_s, one.ended_s + MORE_S))
+
+
+def span_is_before(trace: Trace) -> None:
+    first = span(trace, 0, "forward", "")
+    first.step = 1
+
+
+def span_without_step(trace: Trace) -> None:
+    del trace.ranks[0].steps[2]
+
+
+def began_before_issued(trace: Trace) -> None:
+    reduces(trace, 3)[0].issued_s = reduces(trace, 3)[0].began_s + MORE_S
+
+
+def ended_before_began(trace: Trace) -> None:
+    event = reduces(trace, 3)[0]
+    event.ended_s = event.began_s - MORE_S
+
+
+def waited_too_short(trace: Trace) -> None:
+    event = reduces(trace, 3)[2]
+    event.wait_ended_s = event.ended_s - MORE_S
+
+
+def wait_before_issue(trace: Trace) -> None:
+    event = reduces(trace, 3)[0]
+    event.wait_began_s = event.issued_s - MORE_S
+
+
+def wait_backward(trace: Trace) -> None:
+    event = reduces(trace, 3)[0]
+    event.wait_began_s = event.wait_ended_s + MORE_S
+
+
+def lane_overlaps(trace: Trace) -> None:
+    reduces(trace, 2)[1].began_s = reduces(trace, 2)[0].ended_s - MORE_S
+    reduces(trace, 2)[1].issued_s = reduces(trace, 2)[0].issued_s
+
+
+def caller_overlaps(trace: Trace) -> None:
+    for event in reduces(trace, 2)[:2]:
+        event.lane = "caller"
+    lane_overlaps(trace)
+
+
+def collective_is_missing(trace: Trace) -> None:
+    trace.ranks[2].comms.remove(reduces(trace, 2)[1])
+
+
+def other_op(trace: Trace) -> None:
+    reduces(trace, 2)[1].op = "broadcast"
+
+
+def other_dtype(trace: Trace) -> None:
+    reduces(trace, 2)[1].dtype = "float64"
+
+
+def other_bytes(trace: Trace) -> None:
+    reduces(trace, 2)[1].payload_bytes += 4
+
+
+def receive_without_send(trace: Trace) -> None:
+    del trace.ranks[0].comms[0]
+
+
+def send_without_receive(trace: Trace) -> None:
+    del trace.ranks[1].comms[0]
+
+
+def message_grows(trace: Trace) -> None:
+    trace.ranks[1].comms[0].payload_bytes += 8
+
+
+def number_is_left_out(trace: Trace) -> None:
+    for rank in (0, 1):
+        for event in trace.ranks[rank].comms:
+            if event.op in ("send", "recv") and event.step == 2 and 1 in (rank, event.peer):
+                event.seq += 1
+
+
+def number_comes_twice(trace: Trace) -> None:
+    for rank in trace.ranks:
+        reduces(trace, rank)[1].seq = 1
+
+
+def subgroup_leaves_one_out(trace: Trace) -> None:
+    for one in trace.ranks.values():
+        for event in reduces(trace, one.rank):
+            event.group, event.ranks = "pair", (0, 1)
+        if one.rank > 1:
+            one.comms[:] = [x for x in one.comms if x.op != "all_reduce"]
+    trace.ranks[1].comms.remove(reduces(trace, 1)[3])
+
+
+def never_ends(trace: Trace) -> None:
+    reduces(trace, 3)[-1].ended_s = reduces(trace, 3)[-1].wait_ended_s = 0.0
+
+
+def step_never_ends(trace: Trace) -> None:
+    trace.ranks[3].steps[-1].ended_s = 0.0
+
+
+def span_never_ends(trace: Trace) -> None:
+    trace.ranks[3].spans[-1].ended_s = 0.0
+
+
+def memory_goes_back(trace: Trace) -> None:
+    one = trace.ranks[3].memory
+    one[4], one[5] = one[5], one[4]
+
+
+def memory_is_negative(trace: Trace) -> None:
+    trace.ranks[3].memory[4] = trace.ranks[3].memory[4]._replace(held_bytes=(1, -2, 3, 4, 5, 6))
+
+
+def memory_lacks_a_category(trace: Trace) -> None:
+    trace.ranks[3].memory[4] = trace.ranks[3].memory[4]._replace(held_bytes=(1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (step_ends_early, "rank 1: step 0 ends at -0.000060 s, before it begins at 0.000000 s"),
+        (steps_overlap, "rank 1: step 1, from"),
+        (step_comes_twice, "rank 1: step 0, from"),
+        (span_ends_early, "rank 2: forward of blocks.1.mlp.up in step 0 ends at"),
+        (spans_cross, "rank 2: forward of blocks.1.mlp in step 0, 0.0"),
+        (span_is_outside, "rank 0: forward of late in step 2, "),
+        (span_is_before, "rank 0: forward of the whole model in step 1, "),
+        (span_without_step, "is of step 2, which is not there"),
+        (began_before_issued, "rank 3: all_reduce 1 of group default has began_s = "),
+        (ended_before_began, "rank 3: all_reduce 1 of group default has ended_s = "),
+        (waited_too_short, "rank 3: all_reduce 3 of group default has wait_ended_s = "),
+        (wait_before_issue, "rank 3: all_reduce 1 of group default has wait_began_s = "),
+        (wait_backward, "rank 3: all_reduce 1 of group default has wait_ended_s = "),
+        (lane_overlaps, "rank 2: the lane of group default carries all_reduce 2 of group default"),
+        (caller_overlaps, "rank 2: the caller carries all_reduce 2 of group default from"),
+        (collective_is_missing, "rank 2: all_reduce 2 of group default is missing, which rank 0"),
+        (other_op, "rank 2: collective 2 of group default has op broadcast, but all_reduce on"),
+        (other_dtype, "rank 2: collective 2 of group default has dtype float64, but float32 on"),
+        (other_bytes, "rank 2: collective 2 of group default has payload_bytes 199940, but 199936"),
+        (receive_without_send, "message 1 to rank 1, tag 0, group default, is received, but was"),
+        (send_without_receive, "message 1 to rank 1, tag 0, group default, is sent, but was never"),
+        (message_grows, "is sent with 1024 bytes and received with 1032"),
+        (number_is_left_out, "rank 0: the messages to rank 1, tag 0, group default go from number"),
+        (number_comes_twice, "rank 0: the collectives of group default go from number 1 to 1"),
+        (subgroup_leaves_one_out, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
+        (never_ends, "rank 3: all_reduce 9 of group default never ended"),
+        (step_never_ends, "rank 3: step 2 never ended"),
+        (span_never_ends, "rank 3: optimizer of the whole model in step 2 never ended"),
+        (memory_goes_back, "rank 3: memory at"),
+        (memory_is_negative, "rank 3: gradients hold -2 bytes at"),
+        (memory_lacks_a_category, "has 5 categories, not 6"),
+    ],
+)
+def test_a_broken_law_is_told(break_it: Callable[[Trace], None], words: str) -> None:
+    trace = sample_trace(4)
+    break_it(trace)
+    found = broken_laws(trace)
+    assert any(words in sentence for sentence in found), found
+    assert all(sentence.startswith("rank ") for sentence in found)
+
+
+@pytest.mark.parametrize(
+    "break_it", [ended_before_began, span_is_outside, other_dtype, never_ends, memory_is_negative]
+)
+def test_one_fault_is_told_once(break_it: Callable[[Trace], None]) -> None:
+    trace = sample_trace(4)
+    break_it(trace)
+    assert len(broken_laws(trace)) == 1
+
+
+def test_clocks_have_a_tolerance() -> None:
+    trace = sample_trace(2)
+    reduces(trace, 1)[2].wait_ended_s = reduces(trace, 1)[2].ended_s - TOLERANCE_S / 2
+    assert broken_laws(trace) == []
+
+
+def test_what_a_damaged_trace_has_lost_is_not_held_against_it() -> None:
+    trace = sample_trace(4)
+    trace.ranks[2].complete = False
+    collective_is_missing(trace)
+    trace.ranks[2].spans[-1].ended_s = trace.ranks[2].steps.pop().ended_s = 0.0
+    received = [x for x in trace.ranks[2].comms if x.op == "recv"]
+    trace.ranks[2].comms.remove(received[1])
+    assert broken_laws(trace) == []
+    del trace.ranks[0]
+    assert broken_laws(trace) == []
+
+
+def test_what_may_differ_between_ranks_may() -> None:
+    """Uneven all-to-all; numbers that making a subgroup takes; a user's span over two steps."""
+    ranks = {}
+    for rank in range(2):
+        one = CommEvent(
+            "all_to_all", "default", (0, 1), rank, 1, "float32", (2,), 16 + 8 * rank, 8, True,
+            issued_s=1.0, began_s=1.0, ended_s=1.5, wait_began_s=1.0, wait_ended_s=1.5,
+        )  # fmt: skip
+        later = {name: getattr(one, name) + 1 for name in ("issued_s", "began_s", "ended_s")}
+        waits = {"wait_began_s": 2.0, "wait_ended_s": 2.5}
+        other = replace(one, op="barrier", payload_bytes=0, seq=4, **later, **waits)
+        ranks[rank] = RankTrace(
+            rank, 2, steps=[Step(0, 0.5, 1.75), Step(1, 1.75, 3.0)],
+            spans=[Span("user", "an epoch", 0, 0.75, 2.75)], comms=[one, other],
+            memory=[MemoryPoint(1.0, 0, (0,) * 6)],
+        )  # fmt: skip
+    assert broken_laws(Trace(ranks)) == []

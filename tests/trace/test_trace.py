@@ -1,0 +1,416 @@
+"""A run as a folder: whole, cut off anywhere, from several hosts, in the way of other files."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from labkit import read_run, write_run
+from labkit.events import CommEvent
+from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace, rankfile
+from labkit.trace.folder import FORMAT, add_metrics, begin_run
+from labkit.trace.rankfile import RankFile, read_rank_file
+from traces import sample_trace
+
+
+def event(seq: int, issued_s: float, ended_s: float = 0.0) -> CommEvent:
+    return CommEvent(
+        "all_reduce", "default", (0, 1), 0, seq, "float32", (4,), 16, 16, False,
+        issued_s=issued_s, began_s=issued_s, ended_s=ended_s,
+    )  # fmt: skip
+
+
+def small(rank: int = 0) -> RankTrace:
+    """One of each kind, and something open."""
+    return RankTrace(
+        rank, 2, "cpu", "n1",
+        steps=[Step(0, 1.0, 2.0), Step(1, 2.0, 0.0, detail=True)],
+        spans=[Span("forward", "blocks.0", 0, 1.25, 1.5, 1, "Block", 12, 34)],
+        comms=[event(1, 1.5, 1.75), event(2, 2.25)],
+        memory=[MemoryPoint(2.125, 1, (1, 2, 3, 4, 5, 6))],
+    )  # fmt: skip
+
+
+def things(one: RankTrace) -> list[Any]:
+    return [*one.things(), *one.memory]
+
+
+# ---- whole
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_trace_comes_back_as_it_was(ranks: int, tmp_path: Path) -> None:
+    trace = sample_trace(ranks)
+    assert write_run(trace, tmp_path / "run") == tmp_path / "run"
+    back = read_run(tmp_path / "run")
+    assert back.ranks == trace.ranks
+    assert back.metrics == trace.metrics
+    assert back.complete
+    assert back.about.items() >= trace.about.items()
+    assert "problems" not in back.about
+    assert all(type(x.ranks) is tuple for one in back.ranks.values() for x in one.comms)
+    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl", *(f"rank{r}.jsonl" for r in range(ranks)), "run.json",
+    ]  # fmt: skip
+
+
+def test_what_is_open_or_incomplete_comes_back_so(tmp_path: Path) -> None:
+    other = RankTrace(1, 2, complete=False)
+    back = read_run(write_run(Trace({0: small(), 1: other}), tmp_path / "run"))
+    assert back.ranks[0].steps == [Step(0, 0.0, 1.0), Step(1, 1.0, 0.0, True)]
+    assert back.ranks[0].comms[1].ended_s == 0.0
+    assert back.ranks[0].complete and not back.ranks[1].complete
+    assert back.about["problems"] == [
+        "rank1.jsonl has no end mark: the rank died, or is still running"
+    ]
+    again = read_run(write_run(back, tmp_path / "again"))
+    assert again.ranks == back.ranks
+    assert again.about["problems"] == back.about["problems"]
+
+
+def test_run_json_says_what_and_where(tmp_path: Path) -> None:
+    begin_run(tmp_path / "a" / "run", {"what": "ddp", "seed": 3, "command": "mine"})
+    said = json.loads((tmp_path / "a" / "run" / "run.json").read_text())
+    assert (said["format"], said["what"], said["seed"]) == (FORMAT, "ddp", 3)
+    assert said["command"] == "mine"
+    for name in ("labkit", "host", "platform", "python", "torch", "started_at"):
+        assert isinstance(said[name], str) and said[name]
+
+
+def test_groups_of_any_ranks(tmp_path: Path) -> None:
+    many = [tuple(range(1024)), (0, 8, 16, 24), (0, 1, 2, 4), (5,), (3, 2, 1, 0), (1, 1, 1, 1)]
+    one = RankTrace(0, 1024)
+    for seq, ranks in enumerate(many):
+        one.comms.append(event(seq, 1.0 + seq, 2.0 + seq))
+        one.comms[-1].ranks = ranks
+    write_run(Trace({0: one}), tmp_path / "run")
+    assert [x.ranks for x in read_run(tmp_path / "run").ranks[0].comms] == many
+    assert (tmp_path / "run" / "rank0.jsonl").stat().st_size < 4000
+
+
+# ---- while it runs
+
+
+def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    file = RankFile(tmp_path / "run", 0, 1, host="n1")
+    step, sent = Step(0, 1.0, 0.0), event(1, 1.5)
+    file.append([step, sent])
+    file.append([Span("user", "x", 0, 1.0, 1.25)])
+    assert len((tmp_path / "run" / "rank0.jsonl").read_text().splitlines()) == 4  # none twice
+    running = read_run(tmp_path / "run")
+    assert not running.complete
+    assert running.ranks[0].steps == [Step(0, 0.0, 0.0)]
+    assert running.ranks[0].comms[0].ended_s == 0.0
+    sent.wire_bytes, sent.ended_s = 7, 3.0
+    file.append()
+    seen = read_run(tmp_path / "run").ranks[0].comms
+    assert [(x.wire_bytes, x.ended_s) for x in seen] == [(7, 2.0)]
+    step.ended_s = 4.0
+    file.close()
+    back = read_run(tmp_path / "run")
+    assert back.complete
+    assert back.ranks[0].steps == [Step(0, 0.0, 3.0)]
+    assert len(back.ranks[0].comms) == len(back.ranks[0].spans) == 1
+
+
+def test_a_thing_that_ends_while_it_is_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, packed = event(1, 1.5), rankfile._packed
+
+    def another_thread_comes_between(value: Any) -> Any:
+        if value == "float32":  # a field between `op` and `ended_s`
+            one.op, one.wire_bytes, one.ended_s = "reduce", 5, 2.5
+        return packed(value)
+
+    begin_run(tmp_path / "run")
+    with RankFile(tmp_path / "run", 0, 1) as file:
+        monkeypatch.setattr(rankfile, "_packed", another_thread_comes_between)
+        file.append([one])
+    (back,) = read_run(tmp_path / "run").ranks[0].comms
+    assert (back.op, back.wire_bytes, back.ended_s) == ("reduce", 5, 1.0)
+
+
+def test_a_rank_that_fails_leaves_no_end_mark(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    with pytest.raises(KeyError), RankFile(tmp_path / "run", 0, 1) as file:
+        file.append([Step(0, 1.0, 2.0)])
+        raise KeyError
+    assert not read_run(tmp_path / "run").complete
+
+
+def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    file = RankFile(tmp_path / "run", 0, 1)
+    file.append([Step(0, 1.0, 2.0)])
+    file.mark_end()
+    assert read_run(tmp_path / "run").complete
+    file.append([Step(1, 2.0, 3.0)])
+    between = read_run(tmp_path / "run")
+    assert len(between.ranks[0].steps) == 2 and not between.complete
+    assert "no end mark" in between.about["problems"][0]
+    file.close()
+    assert read_run(tmp_path / "run").complete
+
+
+def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    RankFile(tmp_path / "run", 0, 1).close()
+    with pytest.raises(ValueError, match="another rank 0 writes it"):
+        RankFile(tmp_path / "run", 0, 1)
+
+
+def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
+    write_run(Trace({0: RankTrace(0, 1)}, metrics=[{"step": 0, "loss": 2.5}]), tmp_path / "run")
+    add_metrics(tmp_path / "run", [{"step": 1, "loss": np.float32(1.5)}])
+    assert [x["loss"] for x in read_run(tmp_path / "run").metrics] == [2.5, 1.5]
+
+
+# ---- one clock
+
+
+def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
+    """Each rank has one step, its monotonic clock's next second."""
+    begin_run(path)
+    for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
+        with RankFile(path, rank, len(clocks), "cpu", host, (monotonic_s, unix_s)) as file:
+            file.append([Step(0, monotonic_s, monotonic_s + 1)])
+            file.append([event(1, monotonic_s + 0.5)])
+    return read_run(path)
+
+
+def test_ranks_of_one_host_share_its_monotonic_clock(tmp_path: Path) -> None:
+    trace = hosts_run(tmp_path / "run", [("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)])
+    assert [one.steps[0].began_s for one in trace.ranks.values()] == [0.0, 1.0]
+
+
+def test_hosts_are_put_beside_each_other_by_unix_time(tmp_path: Path) -> None:
+    clocks = [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)]
+    trace = hosts_run(tmp_path / "run", clocks)
+    assert [one.steps[0].began_s for one in trace.ranks.values()] == [0.0, 2.0, 2.5]
+    assert [one.steps[0].ended_s for one in trace.ranks.values()] == [1.0, 3.0, 3.5]
+    assert [one.comms[0].issued_s for one in trace.ranks.values()] == [0.5, 2.5, 3.0]
+    assert {one.comms[0].ended_s for one in trace.ranks.values()} == {0.0}  # open on all
+
+
+def test_a_host_that_was_switched_on_later_can_have_begun_earlier(tmp_path: Path) -> None:
+    trace = hosts_run(tmp_path / "run", [("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)])
+    assert [one.steps[0].began_s for one in trace.ranks.values()] == [4.0, 0.0]
+
+
+# ---- cut off, spoilt, missing
+
+
+def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
+    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
+    file = tmp_path / "run" / "rank0.jsonl"
+    whole = file.read_bytes()
+    full = read_rank_file(file)
+    header = whole.index(b"\n")
+    counts = []
+    for cut in range(len(whole) + 1):
+        file.write_bytes(whole[:cut])
+        trace = read_run(tmp_path / "run")
+        assert trace.ranks[1].complete
+        if cut < header:
+            assert 0 not in trace.ranks
+            assert trace.about["problems"] == [
+                "rank0.jsonl breaks off in its first line, nothing of it is read"
+            ]
+            continue
+        one = read_rank_file(file)
+        for kind in ("steps", "spans", "comms", "memory"):
+            here, all_of_it = getattr(one.trace, kind), getattr(full.trace, kind)
+            assert here == all_of_it[: len(here)]
+        counts.append(len(things(one.trace)))
+        ended = cut >= len(whole) - 1  # all but the last newline
+        assert one.trace.complete == trace.ranks[0].complete == trace.complete == ended
+        assert len(one.problems) == (not ended)
+        assert trace.size == 2
+        if whole[cut - 1 : cut] not in (b"\n", b"]", b"}"):
+            line = whole[:cut].count(b"\n") + 1
+            assert f"breaks off in line {line}:" in one.problems[0]
+    assert counts == sorted(counts)
+    assert set(counts) == set(range(7))
+
+
+def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
+    notes = [{"step": 0, "rank": 0, "loss": 2.5}, {"step": 1, "rank": 0, "loss": float("nan")}]
+    write_run(Trace({0: RankTrace(0, 1)}, metrics=notes), tmp_path / "run")
+    for name in ("metrics.jsonl", "run.json"):
+        file = tmp_path / "run" / name
+        whole = file.read_bytes()
+        for cut in range(len(whole) + 1):
+            file.write_bytes(whole[:cut])
+            try:
+                trace = read_run(tmp_path / "run")
+            except ValueError as error:
+                assert name == "run.json" and "its run.json is no JSON" in str(error)
+            else:
+                assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
+                if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
+                    assert "metrics.jsonl: line" in trace.about["problems"][0]
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage", b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"null", b"12", b'["step"]',
+        b'["step",1,0,1.0]', b'["step",1,0,"1.0",2.0,false]', b'["step",1,0,NaN,2.0,false]',
+        b'["step","1",0,1.0,2.0,false]', b'["what",1,2]', b'[["step"],1,2]', b'["end",null]',
+        b'["memory",1,1.0,0,[1,"2"]]', b'["memory",1,1.0,0,"0:x:1"]', b"",
+        b'["span",1,"forward","x",0,1.0,2.0]', b'["step",1,0,1.0,2.0,false,0]',
+    ],
+)  # fmt: skip
+def test_a_spoilt_line_is_left_out_and_told(line: bytes, tmp_path: Path) -> None:
+    write_run(Trace({0: small()}), tmp_path / "run")
+    file = tmp_path / "run" / "rank0.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
+    trace = read_run(tmp_path / "run")
+    assert trace.ranks[0].steps == [Step(0, 0.0, 1.0)]  # the second was in that line
+    assert len(things(trace.ranks[0])) == 5
+    assert not trace.ranks[0].complete
+    assert "rank0.jsonl: line 3 cannot be read and is left out" in trace.about["problems"]
+
+
+@pytest.mark.slow
+def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
+    file = tmp_path / "run" / "rank0.jsonl"
+    whole = file.read_bytes()
+    for _ in range(1500):
+        spoilt = bytearray(whole)
+        for _ in range(chance.choice([1, 1, 3])):
+            spoilt[chance.randrange(len(spoilt))] = chance.randrange(256)
+        file.write_bytes(bytes(spoilt))
+        trace = read_run(tmp_path / "run")
+        assert trace.ranks[1].complete
+
+
+def test_a_lost_line_and_lost_ranks_are_told(tmp_path: Path) -> None:
+    write_run(sample_trace(4, steps=1), tmp_path / "run")
+    file = tmp_path / "run" / "rank0.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join(lines[:5] + lines[7:]))
+    (tmp_path / "run" / "rank2.jsonl").unlink()
+    (tmp_path / "run" / "rank3.jsonl").rename(tmp_path / "run" / "rank1.jsonl")
+    trace = read_run(tmp_path / "run")
+    count = len(lines) - 3
+    assert sorted(trace.ranks) == [0] and trace.size == 4 and not trace.complete
+    assert trace.about["problems"] == [
+        f"rank0.jsonl: of {count} things that were written, {count - 2} are there",
+        "rank1.jsonl is of rank 3, so it is not read",
+        "rank2.jsonl is missing",
+        "rank3.jsonl is missing",
+    ]
+
+
+def test_a_run_that_nobody_wrote_is_not_complete(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run", {"world_size": 4})
+    trace = read_run(tmp_path / "run")
+    assert not trace.complete
+    assert trace.about["problems"] == ["no rank has written anything"]
+
+
+# ---- other formats, other programs, other files
+
+
+def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
+    write_run(Trace({0: small()}), tmp_path / "run")
+    expected = read_run(tmp_path / "run")
+    file = tmp_path / "run" / "rank0.jsonl"
+    header, *lines = file.read_text().splitlines()
+    said = json.loads(header) | {"weather": "fine"}
+    said["columns"]["step"].insert(1, "mood")
+    said["columns"]["power"] = ["when_s", "watts"]
+    new = [json.loads(line) for line in lines]
+    for one in new:
+        if one[0] == "step":
+            one.insert(3, "good")
+    new[-1] = ["power", 6, 1.5, 230]
+    new.append(["end", 7])
+    file.write_text("\n".join(map(json.dumps, [said, *new])))
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about | {"mood": "good"}))
+    back = read_run(tmp_path / "run")
+    assert back.ranks == expected.ranks and back.ranks[0].complete
+    assert back.about["mood"] == "good"
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    new = about | {"format": FORMAT + 1, "labkit": "9.1"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(new))
+    with pytest.raises(ValueError, match=r"labkit 9\.1 in a newer format.*pip install -U labkit"):
+        read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
+     ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON")],
+)  # fmt: skip
+def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "rank0.jsonl").write_text("mine")
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=f"is not a labkit run.*{words}"):
+        read_run(tmp_path)
+    for replace in (False, True):
+        with pytest.raises(ValueError, match=words):
+            begin_run(tmp_path, replace=replace)
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
+
+
+def test_an_existing_run_is_replaced_only_when_told_and_the_users_files_stay(
+    tmp_path: Path,
+) -> None:
+    write_run(sample_trace(3), tmp_path)
+    kept = ["notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"]
+    for name in kept:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match="holds a run already"):
+        write_run(sample_trace(1), tmp_path)
+    assert len(read_run(tmp_path).ranks) == 3
+    write_run(sample_trace(1), tmp_path, replace=True)
+    assert list(read_run(tmp_path).ranks) == [0]
+    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(
+        [*kept, "metrics.jsonl", "rank0.jsonl", "run.json"]
+    )
+
+
+def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_run(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("mine")
+    for function in (read_run, begin_run):
+        with pytest.raises(ValueError, match="file"):
+            function(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_hosts_of_a_trace_stay_beside_each_other(tmp_path: Path) -> None:
+    trace = hosts_run(tmp_path / "run", [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2)])
+    assert read_run(write_run(trace, tmp_path / "again")).ranks == trace.ranks
+
+
+def test_writing_leaves_the_trace_as_it_was(tmp_path: Path) -> None:
+    trace = sample_trace(2)
+    trace.about["problems"] = ["of another time"]
+    before = copy.deepcopy(trace)
+    write_run(trace, tmp_path / "run")
+    assert (trace.ranks, trace.about, trace.metrics) == (
+        before.ranks, before.about, before.metrics
+    )  # fmt: skip
+    assert "problems" not in read_run(tmp_path / "run").about

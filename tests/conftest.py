@@ -55,7 +55,7 @@ def recorded_runs_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     fill: Callable[..., None] = session._fill
 
     def held_to_the_laws(trace: Any, found: Any) -> None:
-        from labkit.trace.laws import broken_laws
+        from laws import broken_laws
 
         fill(trace, found)
         if trace.complete:

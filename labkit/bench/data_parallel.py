@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from labkit.bench import peers
-from labkit.comm.words import ranks_in_words
+from labkit.comm.validation import ranks_in_words
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer

@@ -41,11 +41,11 @@ from labkit.checkpoints.contents import (
     lies_like,
     state_of,
 )
-from labkit.checkpoints.progress import slow_progress
 from labkit.checkpoints.together import together
 from labkit.checkpoints.unpickling import check_weights_only
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
+from labkit.runtime.progress import slow_progress
 
 BOX_BYTES = 64 * 2**20
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
 from labkit.checkpoints.contents import Path
 from labkit.checkpoints.folders import METADATA, inside, sealed
-from labkit.checkpoints.progress import slow_progress
 from labkit.checkpoints.unpickling import MetadataUnpickler, check_weights_only
 from labkit.parallel.common.shards import Shard
+from labkit.runtime.progress import slow_progress
 
 
 @dataclass(frozen=True)

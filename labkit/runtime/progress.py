@@ -5,7 +5,7 @@ On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the 
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ T = TypeVar("T")
 EVERY_S = 0.1
 WIDTH = 30
 NOTICE_S = 1.0
+PATIENCE_S = 2.0  # with what may be over in no time
 
 
 def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
@@ -82,3 +83,13 @@ def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:
     full = WIDTH * count // total
     left_s = spent_s / count * (total - count)
     return f"{label} {'█' * full}{'░' * (WIDTH - full)} {count}/{total}, {left_s:.0f} s left"
+
+
+def slow_progress(things: Sequence[T], label: str) -> Iterator[T]:
+    """Go through `things`; a bar is shown for what is left after two seconds."""
+    began_s = time.monotonic()
+    for done, thing in enumerate(things):
+        if time.monotonic() - began_s > PATIENCE_S:
+            yield from progress(things[done:], label)
+            return
+        yield thing

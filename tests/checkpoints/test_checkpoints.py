@@ -24,8 +24,9 @@ from checkpoint_cases import (
     train,
 )
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
-from labkit.checkpoints import progress, saving
+from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
+from labkit.runtime import progress
 
 AGREE = 1e-10
 SHAPES = [(), (5,), (1, 1), (4, 4), (1, 4), (4, 1), (3, 4, 5), (2, 3, 1, 4)]

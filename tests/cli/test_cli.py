@@ -20,8 +20,8 @@ from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
 from labkit.parallel.common.footprint import parameter_bytes
 from labkit.trace import Trace
-from labkit.trace.laws import broken_laws
 from labkit.training import Task, train
+from laws import broken_laws
 from places import ROOT
 
 P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())

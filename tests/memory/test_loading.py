@@ -20,7 +20,7 @@ from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run
 from labkit.memory.packing import ALIGN_BYTES, Packed, on_device
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run
-from labkit.trace.laws import broken_laws
+from laws import broken_laws
 
 LIMIT_S = 20  # of waiting for something that must come
 

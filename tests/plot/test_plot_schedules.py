@@ -22,7 +22,7 @@ from labkit.replaying import by_microbatch, pipeline_trace
 from labkit.replaying.microbatches import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
-from labkit.trace.laws import broken_laws
+from laws import broken_laws
 from test_plot import assert_readable as no_words_overlap
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}

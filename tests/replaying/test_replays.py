@@ -25,8 +25,8 @@ from labkit.replaying import (
 from labkit.schedules import one_f_one_b
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace
 from labkit.trace.groups import groups_like
-from labkit.trace.laws import broken_laws
 from labkit.trace.measures import communicating, length_s
+from laws import broken_laws
 
 PLAIN = Device("plain", {"float32": 1e9}, 1e9, 1e9, 0.0)
 

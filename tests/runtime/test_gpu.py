@@ -5,7 +5,7 @@ import torch
 
 from labkit import DDP, GPT, MLP, Batch, Comm, Single, World, attach, loss, record
 from labkit.trace import Trace
-from labkit.trace.laws import broken_laws
+from laws import broken_laws
 
 pytestmark = pytest.mark.gpu
 

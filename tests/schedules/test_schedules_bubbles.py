@@ -20,7 +20,7 @@ from labkit.schedules import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from labkit.trace.laws import broken_laws
+from laws import broken_laws
 from schedule_cases import Case, cases, made
 
 UNIT = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}

@@ -7,7 +7,7 @@ import pytest
 
 from labkit.events import CommEvent
 from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
-from labkit.trace.laws import TOLERANCE_S, broken_laws
+from laws import TOLERANCE_S, broken_laws
 from traces import sample_trace
 
 MORE_S = 3 * TOLERANCE_S

@@ -31,8 +31,8 @@ from labkit.plot.choice import choose_step
 from labkit.runtime.clock import StreamClock
 from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
-from labkit.trace.laws import broken_laws
 from labkit.trace.recording.recorder import Recorder
+from laws import broken_laws
 
 pytestmark = pytest.mark.slow
 

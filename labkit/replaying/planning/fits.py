@@ -12,13 +12,13 @@ is promised more than the least that a recording has found.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.checkpoints.progress import slow_progress
 from labkit.predict.activations import activation_terms
 from labkit.predict.pipelines import interleaved
 from labkit.predict.states import MIXED_ADAM
 from labkit.predict.tables import Table
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.report import StepReport
+from labkit.runtime.progress import slow_progress
 
 GB = 1e9
 MASKS = "dropout: two masks"  # a step at scale is recorded without dropout

@@ -15,7 +15,6 @@ from functools import cached_property
 from math import lcm
 from typing import Any
 
-from labkit.checkpoints.progress import slow_progress
 from labkit.clusters import Cluster
 from labkit.predict.tables import Table
 from labkit.replaying.planning.fits import (
@@ -32,6 +31,7 @@ from labkit.replaying.planning.layouts import layouts, several
 from labkit.replaying.planning.reasons import why, why_not
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.written import plan_json, plan_of, plan_table, trades_table
+from labkit.runtime.progress import slow_progress
 
 
 @dataclass(frozen=True)

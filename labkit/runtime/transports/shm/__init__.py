@@ -17,7 +17,7 @@ Three rules make it safe without any lock between the ranks:
     data, then word a rank first writes the data, then a word that says it is there
     leave, then word nobody writes over data before all readers have said that they are done
 
-    words.py        a word, and waiting for it: look for a while, then let the kernel wake us
+    futex.py        a word, and waiting for it: look for a while, then let the kernel wake us
     region.py       the file that all map, and that has no name as soon as all have
     slots.py        where each rank lays out pieces of its tensor: collectives go through them
     collectives.py  the collectives

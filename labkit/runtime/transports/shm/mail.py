@@ -15,6 +15,7 @@ import torch
 
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.shm import ring
+from labkit.runtime.transports.shm.futex import in_order
 from labkit.runtime.transports.shm.ring import (
     HEAD,
     READ,
@@ -26,7 +27,6 @@ from labkit.runtime.transports.shm.ring import (
     taken_word,
 )
 from labkit.runtime.transports.shm.slots import copy
-from labkit.runtime.transports.shm.words import in_order
 from labkit.runtime.transports.wire import LaneWork
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from labkit.runtime.transports.shm.words import GONE, HERE, WORD_BYTES, Words, address_of
+from labkit.runtime.transports.shm.futex import GONE, HERE, WORD_BYTES, Words, address_of
 
 ALIGNED = 64  # bytes of a line of the cache: where data of a rank begins
 

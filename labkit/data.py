@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,3 +79,8 @@ class CommEvent:
     ended_s: float = 0.0  # the transport was done
     wait_began_s: float = 0.0  # the strategy stood still for it ...
     wait_ended_s: float = 0.0  # ... until then
+
+
+def ranks_in_words(size: int) -> str:
+    """ "1 rank", "2 ranks", "1,024 ranks"."""
+    return "1 rank" if size == 1 else f"{size:,} ranks"

@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import nn
 
 from labkit.bench import peers
-from labkit.comm.validation import ranks_in_words
 from labkit.data import Batch, loss
+from labkit.events import ranks_in_words
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
 from labkit.runtime.attach import attach

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.foreign import brief, read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"

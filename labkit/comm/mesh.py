@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
 from labkit.comm.communicator import Comm
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 
 
 class Mesh:

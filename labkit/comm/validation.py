@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from labkit.events import ranks_in_words
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.send_receive import REDUCTIONS
 
@@ -111,8 +112,3 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
     except RuntimeError:
         return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32 or float32"
     return ""
-
-
-def ranks_in_words(size: int) -> str:
-    """ "1 rank", "2 ranks", "1,024 ranks"."""
-    return "1 rank" if size == 1 else f"{size:,} ranks"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm import Comm, Link, TwoLevel, here
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.runtime.channel import Channel
 from labkit.runtime.dispatcher import Carrier
 from labkit.runtime.pick_transport import NAMES, VARIABLE

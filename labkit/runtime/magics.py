@@ -15,7 +15,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.runtime.pick import check_size
 from labkit.runtime.world import World
 

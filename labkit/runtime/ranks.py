@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.comm import Board
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.runtime.channel import LONGEST_FOLDER, Channel, listener, ready
 from labkit.runtime.errors import RankError
 from labkit.runtime.folders import memory_folder, new_folder, remove

@@ -22,7 +22,7 @@ from typing import Any
 
 from labkit.comm import Link, TwoLevel
 from labkit.comm.chooser import table_note
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.runtime import cells, pickling
 from labkit.runtime.attach import current
 from labkit.runtime.errors import RankError, RankInterrupt

@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection
 
 from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 
 SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from labkit.comm import CollectiveMismatch, Comm
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.memory.conditions import generators
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.random_state import draws

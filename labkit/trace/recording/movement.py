@@ -18,7 +18,7 @@ import torch
 from labkit.comm import Comm
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY, Algorithm, run
 from labkit.comm.collectives.steps import STREAM
-from labkit.comm.validation import ranks_in_words
+from labkit.events import ranks_in_words
 from labkit.runtime.transports.wire import Wire, Work
 from labkit.trace.movement import MOST_RANKS, Key, Movement, Note, movement_of, number
 

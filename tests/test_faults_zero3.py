@@ -346,6 +346,35 @@ def test_a_model_that_nobody_has_is_freed(pair: World) -> None:
     assert pair.run(run) == [[True, True]] * 2
 
 
+class Renormed(nn.Linear):
+    """Has rows of length 1: written in place before they are used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused(world: World) -> None:
+    def run() -> list[str]:
+        frozen = Renormed(3, 3).requires_grad_(False)
+        words, x = torch.tensor([0, 1]), torch.ones(2, 3)
+        every = [
+            (nn.Sequential(nn.Embedding(2, 3, max_norm=0.1), nn.Linear(3, 1)), words, 0),
+            (nn.Sequential(nn.Linear(3, 3), Renormed(3, 1)), x, 0),
+            (nn.Sequential(nn.Linear(3, 3), frozen), x, 0),
+            (Renormed(3, 1), x, 10),
+        ]
+        return [
+            refusal(lambda: ZeRO3(module, persist_below=below)(given))  # noqa: B023
+            for module, given, below in every
+        ]
+
+    for said in world.run(run):
+        names = [sentence.split("wrote to ")[1].split(",")[0] for sentence in said]
+        assert names == ["0.weight", "1.weight", "1.weight", "weight"]
+
+
 def test_a_step_after_backward_with_inputs_is_refused(world: World) -> None:
     def run() -> tuple[str, list[float]]:
         model = ZeRO3(nn.Linear(4, 4))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import labkit
-from labkit import Comm, RankError, World, ZeRO3
+from labkit import Comm, RankError, World, ZeRO3, full_state_dict
 
 Forward = Callable[..., torch.Tensor]
 
@@ -610,3 +610,21 @@ def test_a_compiled_module_is_refused(world: World) -> None:
 
     for said in world.run(run):
         assert all("wrap the plain module" in one for one in said)
+
+
+def test_the_whole_state_is_whole_around_a_compiled_model_too(world: World) -> None:
+    """`torch.compile` hides that the model is ZeRO3; a state dict of shards looks like a state."""
+
+    def run() -> str:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        right = {name: x.clone() for name, x in module.state_dict().items()}
+        model = ZeRO3(module)
+        compiled: Any = torch.compile(model, backend="eager")
+        for one in (model, compiled):
+            found = full_state_dict(one)
+            assert found.keys() == right.keys()
+            assert all(torch.equal(found[name], x) for name, x in right.items())
+        return refusal(lambda: full_state_dict(nn.Sequential(model)))
+
+    assert all("has a ZeRO3 inside" in said for said in world.run(run))

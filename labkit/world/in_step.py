@@ -38,8 +38,7 @@ def begun() -> Begun:
 
 
 def in_step(ranks: Collection[Begun]) -> bool:
-    """Whether the members of each group began as many collectives, and received what was sent; not
-    where a rank has no group any more, after `dist.destroy_process_group()`."""
+    """Whether all have groups, began as many collectives in each, and received what was sent."""
     left: Counter[tuple[str, int, int]] = Counter()
     numbers: dict[str, set[int]] = {}
     for collectives, messages in ranks:

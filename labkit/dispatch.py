@@ -2,14 +2,10 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils import _python_dispatch as modes
 
 
-class DispatchMode(TorchDispatchMode):
+class DispatchMode(modes.TorchDispatchMode):
     """A mode whose first use does not load torch._dynamo, which takes 3 s on each rank."""
 
     @classmethod
@@ -19,4 +15,4 @@ class DispatchMode(TorchDispatchMode):
 
 def no_modes() -> AbstractContextManager[None]:
     """A block that no recording counts, and whose tensors have numbers in a dry run, too."""
-    return _disable_current_modes() if _get_current_dispatch_mode() else nullcontext()
+    return modes._disable_current_modes() if modes._get_current_dispatch_mode() else nullcontext()

@@ -129,10 +129,9 @@ def read_sweep(path: str | Path) -> Sweep:
         for point in points:
             for name, kind in Point.__annotations__.items():
                 value = getattr(point, name)
-                if not isinstance(value, kind) or plain(value) != str(value):
-                    raise ValueError(f"a {name} is of another type")
-                if name in POSITIVE and not 0 < value < math.inf:
-                    raise ValueError(f"a {name} is {value}")
+                right = isinstance(value, kind) and plain(value) == str(value)
+                if not right or (name in POSITIVE and not 0 < value < math.inf):
+                    raise ValueError(f"a {name} is {value!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
         return Sweep(points, dict(told["about"]))

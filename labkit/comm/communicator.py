@@ -72,9 +72,9 @@ class Comm:
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
             raise RuntimeError(
-                "Comm(): this process is not a rank yet. Run the function with "
-                "World(n).run(...), or call labkit.attach() first (it serves torchrun, and a "
-                "single process as a world of 1)."
+                "Comm(): this process is not a rank yet. Run the function with World(n).run(...), "
+                "or call labkit.attach() first (under torchrun, or alone: a world of 1). A World's "
+                "ranks after destroy_process_group: world.restart() or %ranks reset makes new ones."
             )
         group = dist.group.WORLD if group is None else group
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:

@@ -81,7 +81,7 @@ def attach(
     >>> me = labkit.attach()
     >>> me.comm.all_reduce(x)
     """
-    if _me is not None and dist.is_initialized():
+    if _me is not None and (dist.is_initialized() or _me.control is not None):
         if link is not None and link != here.link:
             raise ValueError(f"attach(link={link}): this rank has its link: {here.link}")
         return _me

@@ -38,11 +38,12 @@ def begun() -> Begun:
 
 
 def in_step(ranks: Collection[Begun]) -> bool:
-    """Whether the members of each group began as many collectives, and received what was sent."""
+    """Whether all have groups, began as many collectives in each, and received what was sent."""
     left: Counter[tuple[str, int, int]] = Counter()
     numbers: dict[str, set[int]] = {}
     for collectives, messages in ranks:
         left.update(messages)
         for group, number in collectives.items():
             numbers.setdefault(group, set()).add(number)
-    return not any(left.values()) and all(len(found) == 1 for found in numbers.values())
+    intact = all(collectives for collectives, _ in ranks) and not any(left.values())
+    return intact and all(len(found) == 1 for found in numbers.values())

@@ -131,8 +131,8 @@ FAULTS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
         ULYSSES,
     ),
     "the gradient is not brought back": (
-        "ulysses", "return to_heads(dx, ctx.comm), None",
-        "return to_heads(dx * 0 + dx.sum(), ctx.comm), None", ULYSSES,
+        "ulysses", "to_sequence, to_heads, self.comm)",
+        "to_sequence, lambda dx, comm: to_heads(dx * 0 + dx.sum(), comm), self.comm)", ULYSSES,
     ),
 }  # fmt: skip
 

@@ -81,6 +81,15 @@ def test_after_an_exception_the_ranks_keep_their_variables(world: World, source:
     assert remembers(world)
 
 
+@pytest.mark.parametrize("who", ["True", "rank == 1"])
+def test_ranks_that_ended_their_process_group_are_replaced(world: World, who: str) -> None:
+    """Scripts for torchrun end so; kept, the ranks could never talk to each other again."""
+    world.run_cell(f"if {who}: dist.destroy_process_group()", "<cell that ends the group>")
+    with pytest.raises(RankError, match="the next run starts new ranks"):
+        world.run_cell("1 / 0", "<cell of the mistake>")
+    assert world.run(lambda: len(Comm().all_gather_object(0))) == [world.size] * world.size
+
+
 @pytest.mark.parametrize("source", ["return 3", "await comm", "break", "x = 1\nyield x", "x ="])
 def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source: str) -> None:
     remember(world)
@@ -214,3 +223,12 @@ def test_ranks_of_a_subset_keep_their_variables(shell: InteractiveShell) -> None
     with pytest.raises(RankError, match=KEPT):
         show(shell, "undefined_name", "0,2")
     assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]
+
+
+def test_ranks_that_left_their_group_are_no_worlds_of_one(world: World) -> None:
+    """Scripts end so; whoever goes on is told how, and no rank trains alone in silence."""
+    for source in ("Comm()", "labkit.attach().comm", "labkit.DDP(torch.nn.Linear(2, 2))"):
+        world.run_cell("dist.destroy_process_group()", "<cell>")
+        with pytest.raises(RankError, match=r"world.restart\(\) or %ranks reset makes new ones"):
+            world.run_cell(f"import labkit\nfrom labkit import Comm\n{source}", "<cell>")
+    assert sum_of_ones(world) == [world.size] * world.size

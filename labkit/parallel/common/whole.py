@@ -20,8 +20,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             those of the module inside. Of a Pipeline, the model of all stages, on the CPU. After
             steps of a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if isinstance(model, InStages):
         return model.full_state_dict()
+    if any(isinstance(one, WholeState) for one in model.modules() if one is not model):
+        raise ValueError("full_state_dict: this model has a ZeRO3 inside of it; give that one")
     parts = plain_module(model).state_dict(keep_vars=True)
     # ZeRO3's are whole over its own ranks, and may be cut over others.
     found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)

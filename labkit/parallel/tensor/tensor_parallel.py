@@ -62,7 +62,7 @@ def tensor_parallel(
             else stays whole.
         comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
             seed: then replicas drop the same elements, and parts do not.
-        sequence: cut what is between these layers along the sequence, dim 1.
+        sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
         gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
 
     Edit a model first, then make its optimizer and wrap it in DDP or ZeRO: its parameters are new.
@@ -85,6 +85,12 @@ def tensor_parallel(
     for layer in layers:
         _cut_layer(layer, comm, sequence)
     layers += _cut_vocabulary(model, comm, sequence, gather_logits)
+    ends = {VocabParallelEmbedding, VocabParallelHead}
+    if sequence and comm.size > 1 and not ends <= {*map(type, layers)}:
+        raise ValueError(
+            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
+            "together again; this model lacks one, so ranks would take all of x for their part"
+        )
     if untied := tied - _names_of_one(model):
         raise ValueError(
             f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "

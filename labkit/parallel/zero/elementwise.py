@@ -34,7 +34,7 @@ def check_elementwise(
     if why:
         raise ValueError(
             f"{name} cannot be sharded: {why}. ZeRO gives each rank flat pieces of the parameters; "
-            "take an optimizer that treats each element by itself (SGD, Adam, AdamW, RMSprop, "
+            "give the class of one that treats each element by itself (SGD, Adam, AdamW, RMSprop, "
             f"Adagrad, ...), or {name} under DDP"
         )
 

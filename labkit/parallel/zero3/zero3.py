@@ -206,6 +206,12 @@ class ZeRO3(WholeState, nn.Module):
         finally:
             self._in_forward = False
         self._free_all()
+        for p, places in (pair for flat in self._flats for pair in zip(flat.gathered, flat.places)):
+            if p._version:
+                raise ValueError(
+                    f"ZeRO3: forward wrote to {places[0].name}, which would not last, as "
+                    "only shards do; compute a new tensor there, or write to shards after a step"
+                )
         for x in tensors_in(output):
             if x.requires_grad and torch.is_grad_enabled():
                 x.register_hook(lambda _: self._note_backward(running_backward() or 0))

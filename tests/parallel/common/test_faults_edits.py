@@ -530,3 +530,19 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused(world: World) -> None:
     for what in ("hook", "forward"):
         with pytest.raises(RankError, match=r"layer\.up has hooks or a forward of its own"):
             world.run(run, what)
+
+
+@pytest.mark.parametrize("has", ["tokens", "head", ""])
+def test_a_sequence_that_nothing_cuts_or_joins_is_refused(world: World, has: str) -> None:
+    """Each rank would take all of x for its part: gradients were those of two copies of it."""
+
+    def run() -> None:
+        model: Any = Around(WithoutBiases())
+        if has:
+            setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
+        tensor_parallel(model, Comm(), sequence=True)
+
+    with pytest.raises(RankError, match="this model lacks one, so ranks would take all of x"):
+        world.run(run)
+    with World(1) as one:
+        one.run(run)

@@ -472,6 +472,15 @@ def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it(pai
         assert lbfgs.startswith("LBFGS cannot be sharded: ")
 
 
+def test_an_optimizer_in_place_of_its_class_is_told_so(pair: World) -> None:
+    def run() -> str:
+        parameters = list(fresh().parameters())
+        return refused(partial(ZeroOptimizer, parameters, torch.optim.AdamW(parameters)))
+
+    for said in pair.run(run):
+        assert "'AdamW' object is not callable" in said and "give the class of one" in said
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
 def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_parameters(
     pair: World, strategy: str, tmp_path: Path

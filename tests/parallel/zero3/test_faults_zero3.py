@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import labkit
-from labkit import Comm, RankError, World, ZeRO3
+from labkit import Comm, RankError, World, ZeRO3, full_state_dict
 
 Forward = Callable[..., torch.Tensor]
 
@@ -346,6 +346,35 @@ def test_a_model_that_nobody_has_is_freed(pair: World) -> None:
     assert pair.run(run) == [[True, True]] * 2
 
 
+class Renormed(nn.Linear):
+    """Has rows of length 1: written in place before they are used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused(world: World) -> None:
+    def run() -> list[str]:
+        frozen = Renormed(3, 3).requires_grad_(False)
+        words, x = torch.tensor([0, 1]), torch.ones(2, 3)
+        every = [
+            (nn.Sequential(nn.Embedding(2, 3, max_norm=0.1), nn.Linear(3, 1)), words, 0),
+            (nn.Sequential(nn.Linear(3, 3), Renormed(3, 1)), x, 0),
+            (nn.Sequential(nn.Linear(3, 3), frozen), x, 0),
+            (Renormed(3, 1), x, 10),
+        ]
+        return [
+            refusal(lambda: ZeRO3(module, persist_below=below)(given))  # noqa: B023
+            for module, given, below in every
+        ]
+
+    for said in world.run(run):
+        names = [sentence.split("wrote to ")[1].split(",")[0] for sentence in said]
+        assert names == ["0.weight", "1.weight", "1.weight", "weight"]
+
+
 def test_a_step_after_backward_with_inputs_is_refused(world: World) -> None:
     def run() -> tuple[str, list[float]]:
         model = ZeRO3(nn.Linear(4, 4))
@@ -581,3 +610,21 @@ def test_a_compiled_module_is_refused(world: World) -> None:
 
     for said in world.run(run):
         assert all("wrap the plain module" in one for one in said)
+
+
+def test_the_whole_state_is_whole_around_a_compiled_model_too(world: World) -> None:
+    """`torch.compile` hides that the model is ZeRO3; a state dict of shards looks like a state."""
+
+    def run() -> str:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        right = {name: x.clone() for name, x in module.state_dict().items()}
+        model = ZeRO3(module)
+        compiled: Any = torch.compile(model, backend="eager")
+        for one in (model, compiled):
+            found = full_state_dict(one)
+            assert found.keys() == right.keys()
+            assert all(torch.equal(found[name], x) for name, x in right.items())
+        return refusal(lambda: full_state_dict(nn.Sequential(model)))
+
+    assert all("has a ZeRO3 inside" in said for said in world.run(run))

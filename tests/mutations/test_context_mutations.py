@@ -17,7 +17,7 @@ from labkit import RankError, World
 
 pytestmark = pytest.mark.slow
 
-PARTS = "labkit.parallel.common."
+PARTS = "labkit.parallel.context."
 
 
 @pytest.fixture(scope="module")

@@ -853,7 +853,8 @@ ON_PAPER = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from labkit import Comm, Link, listen
-from labkit.comm import algorithms, here, wire
+from labkit.comm import collectives, here
+from labkit.runtime.transports import wire
 from labkit.events import chunk_sizes
 
 n, rank = 1024, 3
@@ -862,10 +863,10 @@ dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
 def forbidden(*_, **__):
     raise AssertionError("an algorithm was expanded, or something was sent")
 
-for name in dir(algorithms):
-    if callable(getattr(algorithms, name)) and name.islower():
-        setattr(algorithms, name, forbidden)
-for of_collective in algorithms.ALGORITHMS.values():
+for name in dir(collectives):
+    if callable(getattr(collectives, name)) and name.islower():
+        setattr(collectives, name, forbidden)
+for of_collective in collectives.ALGORITHMS.values():
     of_collective.update(dict.fromkeys(of_collective, forbidden))
 wire.Wire.isend = wire.Wire.irecv = forbidden
 

@@ -388,7 +388,7 @@ def test_code_is_shown_from_the_library_as_it_is():
     code = show("comm/collectives/broadcast.py:tree_broadcast")
     assert code.text.startswith("def tree_broadcast(") and code.text.endswith("return sent_bytes")
     assert re.fullmatch(r"labkit/comm/collectives/broadcast.py, lines \d+ to \d+", code.caption)
-    file = (ROOT / "labkit" / "comm" / "algorithms" / "broadcast.py").read_text().splitlines()
+    file = (ROOT / "labkit" / "comm" / "collectives" / "broadcast.py").read_text().splitlines()
     first, last = map(int, re.findall(r"\d+", code.caption))
     assert file[first - 1 : last] == code.text.splitlines()
     assert "<span" in code._repr_html_() and code.caption in repr(code)
@@ -399,7 +399,7 @@ def test_a_piece_of_a_method_is_shown_without_its_indent():
     lines = ['self._closed, self._asked_to_stop = True, "closed"', "with self._busy:"]
     assert code.text.splitlines() == lines
     first, last = map(int, re.findall(r"\d+", code.caption))
-    file = (ROOT / "labkit" / "world" / "world.py").read_text().splitlines()
+    file = (ROOT / "labkit" / "runtime" / "world.py").read_text().splitlines()
     assert [line.strip() for line in file[first - 1 : last]] == lines
 
 

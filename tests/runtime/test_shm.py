@@ -21,7 +21,7 @@ from comm_contract import PLAIN, check, events_of
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
-from labkit.runtime.transports.shm import collectives, ring, slots, words
+from labkit.runtime.transports.shm import collectives, futex, ring, slots
 from labkit.runtime.transports.shm.mail import Inbox, Outbox
 from provoke import driver, gone, until
 
@@ -362,7 +362,7 @@ def test_who_waits_does_not_spin(world2: World) -> None:
 
 def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
     def napping() -> None:
-        words._system_call = None
+        futex._system_call = None
         comm_contract.all_gather(Comm())
         comm_contract.point_to_point(Comm())
         comm_contract.in_flight(Comm())

@@ -19,14 +19,11 @@ import torch
 from torch import nn
 
 from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.grad_buffer import UNUSED, check_dense, mark_used, nobody_used
 from labkit.parallel.common.replicas import (
-    UNUSED,
     Replica,
     at_end_of_backward,
-    check_dense,
     copy_from_rank_0,
-    mark_used,
-    nobody_used,
     when_gradient_is_there,
 )
 

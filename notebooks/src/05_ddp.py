@@ -193,11 +193,14 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 show("parallel/ddp/buckets.py:cut")
 
 # %% [markdown]
-# A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` moves them
+# A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` puts them
 # there, divided, and starts one all-reduce: that is the `hook`, unless you give another.
 
 # %%
-show("parallel/ddp/buckets.py:Bucket.send", since="for parameter, view")
+show("parallel/common/grad_buffer.py:GradBuffer.put")
+
+# %%
+show("parallel/ddp/buckets.py:Bucket.send", since="for parameter in")
 
 # %%
 show("parallel/ddp/comm_hooks.py:all_reduced")

@@ -206,14 +206,15 @@ show("parallel/common/flat.py:FlatPartition.pieces")
 # copied to be gathered. `stepped` is what the optimizer gets: this rank's share in fp32.
 
 # %%
-show("parallel/zero/buckets.py:ZeroBucket.__init__", since="self.layout", until="starts = [")
+show("parallel/zero/buckets.py:ZeroBucket.__init__", since="self.layout", until="self._versions")
 
 # %% [markdown]
 # Autograd calls a hook at each finished gradient, as in lab 05. It is divided on its way to its
-# place. Look at the first lines: **a gradient that comes twice is an error**. Section 6 shows why.
+# place, by `put` of the same `GradBuffer`. First it is noted: **a gradient that comes twice is an
+# error**. Section 6 shows why.
 
 # %%
-show("parallel/zero/buckets.py:ZeroBucket.take")
+show("parallel/common/grad_buffer.py:GradBuffer.note")
 
 # %% [markdown]
 # A full bucket leaves. In stage 1 its share is a view of all the gradients, which stay:
@@ -498,7 +499,7 @@ world.run(hunt)[0]
 # Adam no loss curve shows it, since a factor of 2 in a gradient cancels. With a bucket that counts
 # down its parameters it is worse: it is "full" one gradient early, and leaves without it.
 #
-# That is what the error in `ZeroBucket.take` is for. DeepSpeed asserts the same: a parameter that has
+# That is what the error in `GradBuffer.note` is for. DeepSpeed asserts the same: a parameter that has
 # been reduced must not come again.
 
 # %% [markdown]

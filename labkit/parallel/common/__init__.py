@@ -2,6 +2,7 @@
 
 replicas.py           a module on all ranks: equal at the beginning, its hooks, its copies
 agreement.py          do the ranks train the same? is a parameter another strategy's?
+grad_buffer.py        gradients in one flat tensor: filled, flagged, reduced
 flat.py               parameters in one flat tensor, cut into equal shares
 conjugate.py          exchanges whose backward is another exchange: f, g, gather, scatter
 shards.py             marks of parameters of which a rank has a part

@@ -1,5 +1,5 @@
-"""What naive and bucketed data parallelism share: equal replicas to begin with, one moment at the
-end of each backward, and the news that nobody used a parameter.
+"""What naive and bucketed data parallelism share: equal replicas to begin with, and one moment at
+the end of each backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +12,6 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
 from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_is_there
-
-# A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
-# sum, and a sum is -0.0 only where all its terms are: where the result is -0.0, no rank used the
-# parameter, and its gradient stays None, as in a single process. The news travels for free.
-# Gradients are divided before they are summed: a quotient may underflow to -0.0, `mark_used`
-# mends that, and fp16 sums do not overflow.
-UNUSED = -0.0
 
 
 class Replica(nn.Module):
@@ -97,24 +90,3 @@ def copy_from(src: int, tensors: Iterable[torch.Tensor], comm: Comm) -> None:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward that now runs is over, before `backward()` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def mark_used(flat: torch.Tensor) -> None:
-    """A gradient's first element may be -0.0 by itself; + 0.0 makes that 0.0 and leaves others."""
-    flat[:1].add_(0.0)
-
-
-def nobody_used(flat: torch.Tensor) -> bool:
-    """Whether the reduced gradient says that no rank used its parameter."""
-    first = flat[:1].real if flat.is_complex() else flat[:1]
-    return bool(((first == 0) & torch.signbit(first)).all())
-
-
-def check_dense(gradients: Iterable[torch.Tensor]) -> None:
-    """Raises TypeError when a gradient is sparse."""
-    for gradient in gradients:
-        if gradient.layout != torch.strided:
-            raise TypeError(
-                f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer "
-                "with sparse=False"
-            )

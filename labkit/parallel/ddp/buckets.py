@@ -16,51 +16,29 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.common.flat import FlatPartition
+from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
 from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 
 MB = 2**20
 P = TypeVar("P", bound=torch.Tensor)
 
 
-class Bucket:
-    """The gradients of some parameters, one after the other in one flat tensor."""
+class Bucket(GradBuffer):
+    """The gradients of some parameters, which travel together, by a `hook`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], comm: Comm | None):
-        sizes, first = [p.numel() for p in parameters], parameters[0].detach()
-        total = sum(sizes)
-        self.flat = comm.symmetric_empty(total, first) if comm else first.new_empty(total)
-        parts = self.flat.split(sizes)
-        self.view = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
-        self.missing = set(parameters)  # whose gradient has not come in this backward
-        self.unused: list[nn.Parameter] = []  # here, in the last one
+        super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1))
+        numel, first = self.partition.numel, parameters[0].detach()
+        self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
         self.handle: UnderWay | None = None
-        starts = [part.storage_offset() for part in parts if part.numel()]
-        self._starts = torch.tensor(starts, device=self.flat.device)
-        self._zeros = self.flat.new_zeros(len(starts))
-
-    def gradient_is_there(self, parameter: nn.Parameter) -> None:
-        """Take note of it; raises RuntimeError when it comes a second time in one backward."""
-        if parameter not in self.missing:
-            raise RuntimeError(
-                "the gradient of a parameter came twice in one backward, which reentrant "
-                "checkpointing does; use torch.utils.checkpoint(..., use_reentrant=False)"
-            )
-        self.missing.remove(parameter)
 
     def send(self, comm: Comm, meanwhile: bool, divisor: int, hook: Hook = all_reduced) -> None:
-        """Move all gradients, divided, to their places here and sum them, `meanwhile` or at once.
-        What this rank has not used it says (see `replicas.UNUSED`)."""
-        self.unused = [p for p in self.view if p.grad is None]
-        for parameter, view in self.view.items():
+        """Divide all gradients into their places here and sum them, `meanwhile` or at once."""
+        for parameter in self.parameters:
             if parameter.grad is not None:
-                check_dense([parameter.grad])
-                torch.div(parameter.grad.detach(), divisor, out=view)  # maybe in place already
-                parameter.grad = view
-        self.flat.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
-        for parameter in self.unused:
-            self.view[parameter].fill_(UNUSED)
-        self.handle = hook(self.flat, comm, meanwhile)
+                self.put(parameter, divisor)
+        self.handle = hook(self.flag_unused(), comm, meanwhile)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
@@ -74,7 +52,7 @@ class Bucket:
         """Be ready for the next backward, also where the last was cut short: what is under way
         would write into the next one's gradients."""
         self._wait()
-        self.missing = set(self.view)
+        super().reset()
 
     def _wait(self) -> None:
         if self.handle is not None:

@@ -21,7 +21,7 @@ arXiv 2006.15704, sections 3.2 and 4.2.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class DDP(Replica):
             others are not sent at all; ValueError where it turns out otherwise.
         hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
         find_unused_parameters: torch has it, and here it changes nothing: what a rank did not use
-            is found in any case, and costs no search (see `replicas.UNUSED`).
+            is found in any case, and costs no search (see `grad_buffer.UNUSED`).
 
     When `backward()` returns, the gradients are the averages; they stay valid until the next
     backward. Use `.module` for the wrapped module. After the first backward, buckets are filled
@@ -122,7 +122,7 @@ class DDP(Replica):
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `parameter`."""
-        bucket = self._bucket_of.get(parameter)  # type: ignore[call-overload]
+        bucket = self._bucket_of.get(parameter)
         if bucket is None:
             self._refuse(parameter, "got a gradient, and had none in the first backward")
         if not self._synchronise:
@@ -131,7 +131,7 @@ class DDP(Replica):
             self._begin()
         if self._came is not None:
             self._came.append(parameter)  # type: ignore[arg-type]
-        bucket.gradient_is_there(parameter)
+        bucket.note(parameter)
         while self.overlap and self._sent < len(self._buckets) - 1 and not self._next.missing:
             self._send_next()
 
@@ -176,7 +176,7 @@ class DDP(Replica):
         for bucket in self._buckets:
             bucket.reset()
 
-    def _refuse(self, parameter: torch.Tensor, what: str) -> None:
+    def _refuse(self, parameter: torch.Tensor, what: str) -> NoReturn:
         self._reset()
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 

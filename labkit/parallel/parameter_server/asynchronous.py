@@ -33,7 +33,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.replicas import Replica, check_dense, copy_from_rank_0
+from labkit.parallel.common.grad_buffer import check_dense
+from labkit.parallel.common.replicas import Replica, copy_from_rank_0
 from labkit.parallel.parameter_server.synchronous import SERVER
 
 DONE = -1  # in place of the version: this worker pushes no more

@@ -25,14 +25,11 @@ import torch
 from torch import nn
 
 from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.grad_buffer import UNUSED, check_dense, mark_used, nobody_used
 from labkit.parallel.common.replicas import (
-    UNUSED,
     Replica,
     at_end_of_backward,
-    check_dense,
     copy_from_rank_0,
-    mark_used,
-    nobody_used,
     when_gradient_is_there,
 )
 
@@ -110,7 +107,7 @@ class ParameterServer(Replica):
 
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum of all ranks' gradients of `parameter`, on the server; None on the others.
-        What a rank has not used it says (see `replicas.UNUSED`)."""
+        What a rank has not used it says (see `grad_buffer.UNUSED`)."""
         mine = parameter.grad
         if mine is None:
             mine = torch.full_like(parameter, UNUSED)

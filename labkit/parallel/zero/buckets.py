@@ -14,7 +14,7 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
     averaged             a a b b            rank 1's share, summed over the ranks
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.common.flat import FlatPartition
-from labkit.parallel.common.replicas import UNUSED, check_dense, nobody_used
+from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
 from labkit.parallel.zero.gradient_in_pieces import gradient_in_pieces
 from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
 
@@ -32,7 +32,9 @@ class ZeroBucket:
 
     gradient_factor: float | torch.Tensor | None = None  # see StandIns
 
-    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
+    ):
         self.parameters, self.comm = list(parameters), comm
         self.layout = FlatPartition([p.shape for p in parameters], comm.size)
         first = parameters[0]
@@ -48,20 +50,10 @@ class ZeroBucket:
         self.stand_ins = [
             nn.Parameter(self.stepped[one.at : one.at + one.numel]) for one in self.pieces
         ]
-        starts = [
-            rank * self.layout.share + one.at
-            for rank in range(comm.size)
-            for one in self.layout.pieces(rank)
-        ]
-        self._starts = torch.tensor(starts, device=first.device)
-        self._zeros = self.flat.new_zeros(len(starts))
         self._versions = [p._version for p in self.parameters]
-        self.gradients: torch.Tensor | None = None
-        self.view: dict[torch.Tensor, torch.Tensor] = {}  # of `gradients`
+        self.gradients = GradBuffer(parameters, self.layout, names)
         self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
         self.averaged = self.share[:0]  # until gradients have come
-        self.missing = set(self.parameters)  # whose gradient has not come in this backward
-        self._unused: list[int] = []
         self._sending: Handle | None = None
         self._gathering: Handle | None = None
         self._aside: torch.Tensor | None = None
@@ -78,45 +70,30 @@ class ZeroBucket:
     def uncover(self, p: torch.Tensor) -> bool:
         """Have in `.grad` what autograd may add to; returns whether that is divided already."""
         if p.grad is not None and p.grad is self.in_pieces.get(p):
-            p.grad = self.view[p]
-        return p.grad is not None and p.grad is self.view.get(p)
+            p.grad = self.gradients.view[p]
+        return p.grad is not None and p.grad is self.gradients.view.get(p)
 
     def take(self, p: torch.Tensor, divided: bool) -> None:
-        """Move the gradient of `p` to its place, divided. Raises RuntimeError when it comes a
-        second time in one backward."""
-        if p not in self.missing:
-            raise RuntimeError(
-                "the gradient of a parameter came twice in one backward, which reentrant "
-                "checkpointing does (use torch.utils.checkpoint(..., use_reentrant=False)); or the "
-                "last backward was cut short by an error, then call optimizer.zero_grad()"
-            )
+        """Move the gradient of `p` to its place, divided; where backward added to what it had left
+        there, it is `divided` already."""
+        self.gradients.note(p)
         self._put_in_place(p, divided)
-        self.missing.remove(p)
 
     def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
-        if self.gradients is None:
-            self.gradients = torch.empty_like(self.flat)
-            self.gradients[self.layout.numel :].zero_()
-            self.view = dict(zip(self.parameters, self.layout.views(self.gradients)))
-        if self.uncover(p) or p.grad is None:
-            return
-        check_dense([p.grad])
-        torch.div(p.grad.detach(), 1 if divided else self.comm.size, out=self.view[p])
-        p.grad = self.view[p]
+        if self.gradients.flat is None:
+            flat = torch.empty_like(self.flat)
+            flat[self.layout.numel :].zero_()
+            self.gradients.use(flat)
+        if not self.uncover(p) and p.grad is not None:
+            self.gradients.put(p, 1 if divided else self.comm.size)
 
     # --- gradients leave ---
 
     def send(self, meanwhile: bool) -> None:
-        """Sum all ranks' gradients, each rank its share, `meanwhile` or at once. What this rank
-        has not used it says (see `replicas.UNUSED`), in each piece of it."""
+        """Sum all ranks' gradients, each rank its share, `meanwhile` or at once."""
         for p in self.parameters:
             self._put_in_place(p, divided=False)
-        assert self.gradients is not None
-        self.gradients.index_add_(0, self._starts, self._zeros)  # no used one begins with -0.0
-        self._unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        for i in self._unused:
-            self.view[self.parameters[i]].fill_(UNUSED)
-        self._sending = self._reduce_scatter(self.gradients, meanwhile)
+        self._sending = self._reduce_scatter(self.gradients.flag_unused(), meanwhile)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
@@ -127,7 +104,8 @@ class ZeroBucket:
         self.reset()
 
     def reset(self) -> None:
-        self.missing, self._sending = set(self.parameters), None
+        self.gradients.reset()
+        self._sending = None
 
     def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
         self.averaged = self.layout.share_of(gradients, self.comm.rank)
@@ -136,24 +114,24 @@ class ZeroBucket:
     def _averages_are_there(self) -> None:
         """The other shares are other ranks': here they are zero, and a second backward adds to
         each only what is new."""
-        assert self.gradients is not None
+        assert self.gradients.flat is not None
         begin = self.comm.rank * self.layout.share
-        self.gradients[:begin].zero_()
-        self.gradients[begin + self.layout.share :].zero_()
+        self.gradients.flat[:begin].zero_()
+        self.gradients.flat[begin + self.layout.share :].zero_()
         for p in self._used_elsewhere(self.averaged):
-            p.grad = self.view[p]
+            p.grad = self.gradients.view[p]
 
     def _used_elsewhere(self, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The parameters with a piece here that another rank used, and this one did not."""
-        unused = [one for one in self.pieces if one.index in self._unused]
         return [
-            self.parameters[one.index]
-            for one in unused
-            if not nobody_used(arrived[one.at : one.at + 1])
+            p
+            for one in self.pieces
+            if (p := self.parameters[one.index]) in self.gradients.unused
+            and not nobody_used(arrived[one.at : one.at + 1])
         ]
 
     def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
-        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
+        self.in_pieces = {p: gradient_in_pieces(p, self.gradients.view.get(p)) for p in averaged}
         for p, in_pieces in self.in_pieces.items():
             p.grad = in_pieces
 
@@ -179,7 +157,7 @@ class ZeroBucket:
     def zero_gradients(self) -> None:
         """For `zero_grad(set_to_none=False)`: in place, without new memory."""
         by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
-        for x in (self.averaged, self.gradients, *by_hand):
+        for x in (self.averaged, self.gradients.flat, *by_hand):
             if x is not None:
                 x.zero_()
 
@@ -245,8 +223,10 @@ class FreeingBucket(ZeroBucket):
     it, and are added.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
-        super().__init__(parameters, comm)
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
+    ):
+        super().__init__(parameters, comm, names)
         self.averaged = torch.zeros_like(self.share)
         self.averaged_for: set[torch.Tensor] = set()
         self._stepped_on = False  # the next backward may overwrite what is there
@@ -267,7 +247,8 @@ class FreeingBucket(ZeroBucket):
         self.averaged_for.update(self._used_elsewhere(arrived))
         if self._beside is not None:
             self.averaged.add_(self._beside)
-        self.gradients, self.view, self._beside = None, {}, None
+        self.gradients.free()
+        self._beside = None
 
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p in self.averaged_for

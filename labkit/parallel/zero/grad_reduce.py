@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm import Comm
+from labkit.parallel.common.grad_buffer import GradBuffer
 from labkit.parallel.common.replicas import at_end_of_backward, when_gradient_is_there
 from labkit.parallel.zero.buckets import ZeroBucket
 
@@ -51,8 +52,12 @@ class SendInBackward:
         self._bucket_of[p].take(p, divided=p in self._adds)
         self._adds.discard(p)
         last = len(self._buckets) - 1
-        while self.synchronise and self._sent < last and not self._buckets[self._sent].missing:
+        while self.synchronise and self._sent < last and not self._next.missing:
             self._send_next(meanwhile=True)
+
+    @property
+    def _next(self) -> GradBuffer:
+        return self._buckets[self._sent].gradients
 
     def _send_next(self, meanwhile: bool) -> None:
         if self._sent - self._received >= self._in_flight:

@@ -113,7 +113,7 @@ class ZeroOptimizer(NotCopyable, StandIns):
         copies = [p for p in trainable if tied_with(p)]
         others = [p for p in trainable if not tied_with(p)]
         some_together = cut(others, bucket_mb * MB) + [[p] for p in copies]
-        self._buckets = [kind(some, self.comm) for some in some_together]
+        self._buckets = [kind(some, self.comm, self._named) for some in some_together]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         in_flight = len(self._buckets) if stage == 1 else IN_FLIGHT

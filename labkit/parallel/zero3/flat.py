@@ -22,7 +22,8 @@ from torch import nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.common.flat import FlatPartition
-from labkit.parallel.common.replicas import UNUSED, check_dense, copy_from_rank_0, nobody_used
+from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
+from labkit.parallel.common.replicas import copy_from_rank_0
 from labkit.parallel.common.shards import marked_as
 from labkit.parallel.zero3.sharded_parameter import ShardedParameter
 from labkit.parallel.zero3.tensors import ShardGradient, UngatheredParameter, refuse_hook
@@ -114,9 +115,10 @@ class Flat:
             both[0].register_hook = refuse_hook  # type: ignore[method-assign]
             both[0].register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
         self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
+        names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
+        self.gradients = GradBuffer(self.gathered, self.partition, names)
+        self.gradients.use(self.unreduced.flat, self.unreduced.views)
         self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
-        begins = [r * cut.share + x.at for r in range(cut.ranks) for x in cut.pieces(r)]
-        self._begins = torch.tensor(begins, dtype=torch.long, device=device)  # of ranks' pieces
         self.ungathered: list[UngatheredParameter] = []  # ZeRO3 makes them
         self.resting: Sequence[torch.Tensor] = self.shards
         self._handle: Handle | None = None
@@ -170,30 +172,21 @@ class Flat:
         if self._handle is not None:
             self._handle.wait()
         self._handle = None
-        self.missing = set(range(len(self.places))) if self.trainable else set()
+        self.gradients.reset()
         self.unreduced.free()
         for parameter in self.gathered:
             parameter.grad = None
 
-    def take_gradient(self, index: int) -> None:
+    def take_gradient(self, parameter: torch.Tensor) -> None:
         """Move a parameter's gradient, divided, to its place in the flat memory."""
-        if index not in self.missing:
-            raise RuntimeError(
-                f"the gradient of {self.places[index][0].name} came twice in one backward, which "
-                "reentrant checkpointing does; use torch.utils.checkpoint(..., use_reentrant=False)"
-            )
+        self.gradients.note(parameter)
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
-        gradient, place = self.gathered[index].grad, self.unreduced.views[index]
-        assert gradient is not None
-        check_dense([gradient])
-        torch.div(gradient.detach(), self.comm.size, out=place)
-        self.gathered[index].grad = place  # the other one is freed
-        self.missing.discard(index)
+        self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
     def send_gradients(self, meanwhile: bool) -> None:
-        """Sum them over the ranks, each share on the rank that owns it. What this rank has not
-        used it says (see `replicas.UNUSED`). Where the sums arrive, and what then becomes of them:
+        """Sum them over the ranks, each share on the rank that owns it. Where the sums arrive,
+        and what then becomes of them:
 
             shards have      of one dtype     the sums arrive in     and then
             no gradient      yes              `gradient` itself      are what shards show
@@ -202,10 +195,7 @@ class Flat:
         """
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
-        flat = self.unreduced.flat
-        flat.index_add_(0, self._begins, flat.new_zeros(len(self._begins)))  # no used one is -0.0
-        for index in self.missing:
-            self.unreduced.views[index].fill_(UNUSED)
+        flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
         if self.gradient is None:
             self.gradient = torch.empty_like(self.share)
@@ -224,7 +214,8 @@ class Flat:
         assert self.gradient is not None
         for piece in self.pieces:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
-            if piece.index in self.missing and nobody_used(self._arriving[here]):
+            is_unused = self.gathered[piece.index] in self.gradients.unused
+            if is_unused and nobody_used(self._arriving[here]):
                 continue
             if not self._are_new and shard.grad is not None:
                 shard.grad.add_(self._arriving[here].view(shard.shape))

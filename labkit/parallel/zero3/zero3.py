@@ -133,7 +133,7 @@ class ZeRO3(WholeState, nn.Module):
         copy_from_rank_0(module.buffers(), self.comm)
         self._unchanged = Unchanged(module)
         self._named = list(module.named_parameters())
-        self._flat_of: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+        self._flat_of: dict[torch.Tensor, tuple[Unit, Flat]] = {}
         self._orders = {False: Order(), True: Order()}  # of forward, of backward
         self._pending: dict[int, dict[Flat, Unit]] = {}  # backward -> whose gradients have not left
         self._noted: dict[int, set[Unit]] = {}  # backward -> units that have taken part
@@ -156,8 +156,8 @@ class ZeRO3(WholeState, nn.Module):
             if module not in unit.members:
                 module.register_forward_pre_hook(partial(self._check_gathered, unit, name))
         for flat in unit.trainable:
-            for index, parameter in enumerate(flat.gathered):
-                self._flat_of[parameter] = unit, flat, index
+            for parameter in flat.gathered:
+                self._flat_of[parameter] = unit, flat
                 when_gradient_is_there(parameter, self._gradient_is_there)
         for flat in unit.flats:
             gather = partial(self._use, unit, stays=True)
@@ -300,10 +300,10 @@ class ZeRO3(WholeState, nn.Module):
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of a gathered parameter."""
-        unit, flat, index = self._flat_of[parameter]  # type: ignore[index]
+        unit, flat = self._flat_of[parameter]
         self.awaits_gradients = False
-        flat.take_gradient(index)
-        if flat.missing:
+        flat.take_gradient(parameter)
+        if flat.gradients.missing:
             return
         if not flat.keep_whole:
             self._reduce(flat, meanwhile=True)

@@ -15,7 +15,7 @@ RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, 
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportChoice:
     """A name as events have it ("shm", "gloo", "nccl"), and why not shared memory ("" for a
     world that has it, or was told to do without)."""
 
@@ -28,7 +28,7 @@ class Transport:
 
 def pick_transport(
     size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
-) -> Transport:
+) -> TransportChoice:
     """Shared memory for the ranks of one machine's CPU, where it serves; else the backend.
 
     The first that says something decides: `asked`, the argument; LABKIT_TRANSPORT in the
@@ -48,19 +48,19 @@ def pick_transport(
                 f'transport="{asked}" is for gloo ranks; this world has {picked.backend}, which '
                 "moves GPU tensors itself: leave transport out"
             )
-        return Transport(picked.backend)
+        return TransportChoice(picked.backend)
     if link is not None:
         if asked not in (None, "gloo"):
             raise ValueError(
                 f'transport="{asked}" and a link: the messages of a modelled wire go by gloo, so '
                 "leave one out"
             )
-        return Transport("gloo")
+        return TransportChoice("gloo")
     if named := asked or wished or backend:
-        return Transport(named)
+        return TransportChoice(named)
     if picked.device != "cpu":
-        return Transport("gloo")
-    return Transport("gloo", problem) if (problem := _no_room(size)) else Transport("shm")
+        return TransportChoice("gloo")
+    return TransportChoice("gloo", problem) if (problem := _no_room(size)) else TransportChoice("shm")
 
 
 def _no_room(size: int) -> str:

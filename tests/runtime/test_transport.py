@@ -13,7 +13,7 @@ from comm_contract import events_of
 from labkit import Comm, Link, World, record
 from labkit.runtime import folders
 from labkit.runtime.pick import Pick
-from labkit.runtime.pick_transport import Transport, pick_transport
+from labkit.runtime.pick_transport import TransportChoice, pick_transport
 from provoke import ROOT
 
 MEMORY = Path("/dev/shm")
@@ -69,10 +69,10 @@ def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPat
 def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")
     nccl = Pick("nccl", "cuda", "as asked")
-    assert pick_transport(2, nccl, None, None, None) == Transport("nccl")
+    assert pick_transport(2, nccl, None, None, None) == TransportChoice("nccl")
     monkeypatch.setenv("LABKIT_TRANSPORT", "")
     shared_gpu = Pick("gloo", "cuda", "2 ranks share 1 GPU")
-    assert pick_transport(2, shared_gpu, None, None, None) == Transport("gloo")
+    assert pick_transport(2, shared_gpu, None, None, None) == TransportChoice("gloo")
 
 
 @pytest.mark.parametrize(

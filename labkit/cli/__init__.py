@@ -10,11 +10,11 @@ import typer
 from labkit import __version__
 from labkit.bench.command import bench
 from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
-from labkit.cli.terminal import ToldGroup, console
+from labkit.cli.terminal import ErrorGroup, console
 from labkit.replaying.planning import command as planning
 
 app = typer.Typer(
-    cls=ToldGroup,
+    cls=ErrorGroup,
     help="Distributed training you can read, run, check and see.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,7 +40,7 @@ app.command(epilog=replay.EXAMPLES)(replay.replay)
 app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
 app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
 app.command(epilog=planning.EXAMPLES)(planning.plan)
-app.add_typer(bench, name="bench", cls=ToldGroup)
+app.add_typer(bench, name="bench", cls=ErrorGroup)
 
 
 def main() -> None:

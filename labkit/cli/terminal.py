@@ -12,7 +12,7 @@ from labkit.foreign import markup
 console = Console()
 
 
-class ToldGroup(TyperGroup):
+class ErrorGroup(TyperGroup):
     """Commands whose errors, where a user can mend them, are a sentence and not a traceback."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from labkit import events
 from labkit.comm.chooser import Choice
-from labkit.comm.detached import Departed
+from labkit.comm.detached import DetachedComm
 from labkit.comm.handle import Handle
 from labkit.comm.untraced import untraced
 from labkit.comm.validation import (
@@ -40,7 +40,7 @@ from labkit.comm.validation import (
 )
 from labkit.dispatch import no_modes
 from labkit.runtime.board import CollectiveMismatch
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.process_context import here
 
 Op = Literal["sum", "mean", "min", "max", "product"]
@@ -82,14 +82,14 @@ class Comm:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
         self._group, self._label = group, label and f", {label}"
-        self._carrier = carrier = Carrier.of(group)
-        carrier.users.add(self)
-        self.rank, self.size, self.ranks = carrier.rank, carrier.size, carrier.ranks
+        self._dispatcher = dispatcher = Dispatcher.of(group)
+        dispatcher.users.add(self)
+        self.rank, self.size, self.ranks = dispatcher.rank, dispatcher.size, dispatcher.ranks
 
     @property
     def group(self) -> Any:
         """The process group. Once it is given out, labkit does not destroy it."""
-        self._carrier.users.add(self._carrier)
+        self._dispatcher.users.add(self._dispatcher)
         return self._group
 
     def labelled(self, label: str) -> "Comm":
@@ -97,15 +97,15 @@ class Comm:
         return Comm(self._group, label)
 
     def __repr__(self) -> str:
-        return f"Comm(rank {self.rank} of {self.size}, group {self._carrier.name})"
+        return f"Comm(rank {self.rank} of {self.size}, group {self._dispatcher.name})"
 
     @staticmethod
     def of(comm: Any = None) -> "Comm":
         """What a `comm` argument means: a `Comm`, a process group, or None for all ranks. One that
-        was pickled (`Departed`) over all ranks is that of all ranks here, where there are any."""
-        if isinstance(comm, Departed) and comm.is_world and dist.is_initialized():
+        was pickled (`DetachedComm`) over all ranks is that of all ranks here, if there are any."""
+        if isinstance(comm, DetachedComm) and comm.is_world and dist.is_initialized():
             return Comm()
-        return comm if isinstance(comm, (Comm, Departed)) else Comm(comm)  # type: ignore[return-value]
+        return comm if isinstance(comm, (Comm, DetachedComm)) else Comm(comm)  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: object = None) -> "Comm":
         """Of a copied module, too, the messages go over this group."""
@@ -116,7 +116,7 @@ class Comm:
     def __reduce__(self) -> tuple[Any, ...]:
         """A group does not travel: out of a pickle comes who it was over."""
         is_world = dist.is_initialized() and self.size == dist.get_world_size()
-        return Departed, (self.rank, self.size, self.ranks, is_world)
+        return DetachedComm, (self.rank, self.size, self.ranks, is_world)
 
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
@@ -143,7 +143,7 @@ class Comm:
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
             raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
-        group = self._carrier.new_group([self.ranks[rank] for rank in chosen], shared)
+        group = self._dispatcher.new_group([self.ranks[rank] for rank in chosen], shared)
         return Comm(group) if self.rank in chosen else None
 
     def explain(
@@ -156,19 +156,19 @@ class Comm:
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
         probe = torch.empty(0, dtype=dtype, device=self.own_device())
-        return self._carrier.explain(collective, nbytes, probe, op, algorithm)
+        return self._dispatcher.explain(collective, nbytes, probe, op, algorithm)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.
         Only where ranks compare notes (`World(check=True)`); nothing travels. All ranks call it.
         """
-        self._carrier.compare(what, value)
+        self._dispatcher.compare(what, value)
 
     def compare_calls(self) -> None:
         """Raises CollectiveMismatch, on all ranks, where their collectives since the last call
         differ. With `World(check=True)`, which compares each one, nothing travels."""
-        calls, backends = [*self._carrier.calls], self._carrier.backend_of.values()
-        self._carrier.calls.clear()
+        calls, backends = [*self._dispatcher.calls], self._dispatcher.backend_of.values()
+        self._dispatcher.calls.clear()
         alike = here.board is not None or self.size == 1 or "fake" in backends
         if alike or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
             return
@@ -188,7 +188,7 @@ class Comm:
         """
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
-        return self._carrier.symmetric_empty(numel, like)
+        return self._dispatcher.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class Comm:
         """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
         check_op(op, x)
         finish: Finish = []
-        flat = self._carrier.stage(x, finish)
-        return self._carrier.collective(
+        flat = self._dispatcher.stage(x, finish)
+        return self._dispatcher.collective(
             f"all_reduce({op}{self._label})", x,
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
@@ -215,8 +215,8 @@ class Comm:
         check_op(op, x)
         check_member(dst, self.size)
         finish: Finish = []
-        flat = self._carrier.stage(x, finish if self.rank == dst else None)
-        return self._carrier.collective(
+        flat = self._dispatcher.stage(x, finish if self.rank == dst else None)
+        return self._dispatcher.collective(
             f"reduce({op}, dst={dst})", x, lambda: [x.nbytes], _whole, async_op, finish,
             lambda back, call: back.reduce(flat, dst, op, call),
             nbytes=x.nbytes, reduction=op, algorithm=algorithm, peer=dst,
@@ -230,9 +230,9 @@ class Comm:
         check_op(op, out)
         check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
         finish: Finish = []
-        flat = self._carrier.stage(out, finish)
-        chunks = [self._carrier.stage(x, None) for x in ins]
-        return self._carrier.collective(
+        flat = self._dispatcher.stage(out, finish)
+        chunks = [self._dispatcher.stage(x, None) for x in ins]
+        return self._dispatcher.collective(
             f"reduce_scatter({op}{self._label})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.reduce_scatter(flat, chunks, op, call),
@@ -255,8 +255,8 @@ class Comm:
         """Replace `x` on all ranks by that of rank `src`."""
         check_member(src, self.size)
         finish: Finish = []
-        flat = self._carrier.stage(x, finish)
-        return self._carrier.collective(
+        flat = self._dispatcher.stage(x, finish)
+        return self._dispatcher.collective(
             f"broadcast(src={src})", x, lambda: [x.nbytes], _whole, async_op, finish,
             lambda back, call: back.broadcast(flat, src, call),
             nbytes=x.nbytes, algorithm=algorithm, peer=src,
@@ -268,9 +268,9 @@ class Comm:
         """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
-        flat = self._carrier.stage(x, None)
-        chunks = [self._carrier.stage(out, finish) for out in outs]
-        return self._carrier.collective(
+        flat = self._dispatcher.stage(x, None)
+        chunks = [self._dispatcher.stage(out, finish) for out in outs]
+        return self._dispatcher.collective(
             f"all_gather({self._label[2:]})" if self._label else "all_gather", x,
             lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes, async_op, finish,
             lambda back, call: back.all_gather(chunks, flat, call),
@@ -291,9 +291,9 @@ class Comm:
         """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
         finish: Finish = []
         outs = check_rooted("gather", "outs", outs, x, dst, self.rank, self.size)
-        chunks = None if outs is None else [self._carrier.stage(out, finish) for out in outs]
-        flat = self._carrier.stage(x, None)
-        return self._carrier.collective(
+        chunks = None if outs is None else [self._dispatcher.stage(out, finish) for out in outs]
+        flat = self._dispatcher.stage(x, None)
+        return self._dispatcher.collective(
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.gather(flat, chunks, dst, call),
@@ -307,9 +307,9 @@ class Comm:
         """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
         finish: Finish = []
         ins = check_rooted("scatter", "ins", ins, out, src, self.rank, self.size)
-        chunks = None if ins is None else [self._carrier.stage(x, None) for x in ins]
-        flat = self._carrier.stage(out, finish)
-        return self._carrier.collective(
+        chunks = None if ins is None else [self._dispatcher.stage(x, None) for x in ins]
+        flat = self._dispatcher.stage(out, finish)
+        return self._dispatcher.collective(
             f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.scatter(flat, chunks, src, call),
@@ -323,9 +323,9 @@ class Comm:
         check_list("all_to_all", "outs", outs, self.rank, self.size)
         check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
-        leaving = [self._carrier.stage(x, None) for x in ins]
-        arriving = [self._carrier.stage(out, finish) for out in outs]
-        return self._carrier.collective(
+        leaving = [self._dispatcher.stage(x, None) for x in ins]
+        arriving = [self._dispatcher.stage(out, finish) for out in outs]
+        return self._dispatcher.collective(
             "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.all_to_all(arriving, leaving, call),
@@ -349,8 +349,8 @@ class Comm:
                 f"ring_exchange: out is {describe(out)}, x is {describe(x)}; make them equal"
             )
         finish: Finish = []
-        leaving, arriving = self._carrier.stage(x, None), self._carrier.stage(out, finish)
-        return self._carrier.collective(
+        leaving, arriving = self._dispatcher.stage(x, None), self._dispatcher.stage(out, finish)
+        return self._dispatcher.collective(
             "ring_exchange", x, lambda: [x.nbytes], _whole, async_op, finish,
             lambda back, call: back.ring_exchange(arriving, leaving, call),
             nbytes=x.nbytes, algorithm=algorithm,
@@ -359,7 +359,7 @@ class Comm:
     def barrier(self, algorithm: str = "") -> None:
         """Return when all ranks of the group have called it."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
-        self._carrier.collective(
+        self._dispatcher.collective(
             "barrier", nothing, lambda: [0], _whole, False, [],
             lambda back, call: back.barrier(nothing.new_zeros(1), call),
             nbytes=0, algorithm=algorithm,
@@ -415,8 +415,8 @@ class Comm:
 
     def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
         check_other(peer, tag, self.rank, self.size)
-        flat = self._carrier.stage(x, None)
-        return self._carrier.message(
+        flat = self._dispatcher.stage(x, None)
+        return self._dispatcher.message(
             "send", x, (self.rank, peer), tag, [],
             lambda back, call: back.send(flat, peer, call), blocking,
         )  # fmt: skip
@@ -424,15 +424,15 @@ class Comm:
     def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
         check_other(peer, tag, self.rank, self.size)
         finish: Finish = []
-        flat = self._carrier.stage(x, finish)
-        return self._carrier.message(
+        flat = self._dispatcher.stage(x, finish)
+        return self._dispatcher.message(
             "recv", x, (peer, self.rank), tag, finish,
             lambda back, call: back.receive(flat, peer, call), blocking,
         )  # fmt: skip
 
     def own_device(self) -> str:
         """Where the tensors are that this group moves without a copy."""
-        return "cuda" if self._carrier.backend_of.get("cuda") == "nccl" else "cpu"
+        return "cuda" if self._dispatcher.backend_of.get("cuda") == "nccl" else "cpu"
 
 
 def _whole(chunk_bytes: list[int], rank: int) -> int:

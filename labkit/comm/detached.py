@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Departed:
+class DetachedComm:
     """`rank`, `size` and `ranks` are those of the `Comm`. All else that a `Comm` has raises
     RuntimeError."""
 

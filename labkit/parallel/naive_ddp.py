@@ -24,7 +24,7 @@ from labkit.parallel.common.replicas import (
     Replica,
     at_end_of_backward,
     copy_from_rank_0,
-    when_gradient_is_there,
+    register_grad_ready_hook,
 )
 
 
@@ -40,7 +40,7 @@ class NaiveDDP(Replica):
         super()._attach()
         self._scheduled = False
         for parameter in self._parameters_to_average:
-            when_gradient_is_there(parameter, self._schedule)
+            register_grad_ready_hook(parameter, self._schedule)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronise:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.precision.stand_ins import LOW
-from labkit.precision.weak_hooks import NotCopyable, when_gradient_is_there
+from labkit.precision.shadow_optimizer import LOW
+from labkit.precision.weak_hooks import NotCopyable, register_grad_ready_hook
 
 
 class Fp32Gradients(NotCopyable):
@@ -62,7 +62,7 @@ class Fp32Gradients(NotCopyable):
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
         self._came: set[nn.Parameter] = set()  # since the last hand_over()
-        self._hooks = [when_gradient_is_there(p, self._add) for p in self.parameters]
+        self._hooks = [register_grad_ready_hook(p, self._add) for p in self.parameters]
 
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:

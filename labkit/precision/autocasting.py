@@ -27,7 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from labkit.precision.op_policy import POLICIES
-from labkit.precision.stand_ins import LOW
+from labkit.precision.shadow_optimizer import LOW
 
 Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 

@@ -22,19 +22,19 @@ import torch
 from torch import nn
 
 from labkit.precision.pieces import OwnedPiece
-from labkit.precision.stand_ins import (
+from labkit.precision.shadow_optimizer import (
     LOW,
-    StandIns,
+    ShadowOptimizer,
     fp32_gradient,
     fp32_of,
-    take_what_was_written,
+    sync_master_from_param,
     value_of,
 )
 
 CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
 
 
-class MasterWeights(StandIns):
+class MasterWeights(ShadowOptimizer):
     """`optimizer_cls` on fp32 copies of the bf16 and fp16 parameters; others it has as they are.
 
     Args:
@@ -107,7 +107,7 @@ class MasterWeights(StandIns):
     def _take_what_was_written(self) -> None:
         for p in self._low:
             if p._version != self._versions[p]:
-                take_what_was_written(self._master[p], p)
+                sync_master_from_param(self._master[p], p)
 
     @torch.no_grad()
     def after_load(self) -> None:

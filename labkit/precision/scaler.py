@@ -33,7 +33,7 @@ import torch
 
 from labkit.comm import Comm
 from labkit.precision.dynamic_scale import DynamicScale
-from labkit.precision.stand_ins import StandIns
+from labkit.precision.shadow_optimizer import ShadowOptimizer
 from labkit.precision.unscaling import (
     Trained,
     check_not_clipped,
@@ -65,7 +65,7 @@ class Turn:
 
     def let_go(self) -> None:
         """An optimizer that was unscaled and not stepped keeps no factor for a later step."""
-        if isinstance(self.trained, StandIns) and not self.stepped:
+        if isinstance(self.trained, ShadowOptimizer) and not self.stepped:
             self.trained.skip()
 
 
@@ -188,7 +188,7 @@ class GradScaler:
         forget_clipped(optimizer)
         if not self._must_skip(turn):
             return optimizer.step(**kwargs)
-        if isinstance(optimizer, StandIns):
+        if isinstance(optimizer, ShadowOptimizer):
             optimizer.skip()
         self._check_losses()
         return None

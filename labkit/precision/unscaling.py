@@ -2,7 +2,7 @@
 
                         gradients       are unscaled                   kept until the step
     torch's optimizers  fp32 (or bf16)  at once, where they lie
-    a StandIns          fp32            at once, where they lie
+    a ShadowOptimizer   fp32            at once, where they lie
                         fp16, bf16      in its step, as it makes       gradient_factor = 1 / scale
                                         fp32 of them
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.precision.stand_ins import LOW, StandIns
+from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 
 Trained = torch.optim.Optimizer | nn.Module
 
@@ -31,7 +31,7 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
     """This rank's gradients, as they lie in memory; of sparse ones, the values."""
-    if isinstance(trained, StandIns):
+    if isinstance(trained, ShadowOptimizer):
         found = trained.own_gradients()
     else:
         found = [p.grad for p in parameters_of(trained) if p.grad is not None]
@@ -46,7 +46,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     Raises ValueError for fp16 gradients of an optimizer that steps in fp16.
     """
     gradients = gradients_of(trained)
-    keeps_scale = isinstance(trained, StandIns)
+    keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if x.dtype in LOW] if keeps_scale else []
     there = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
     if any(x.dtype == torch.float16 for x in there):
@@ -57,7 +57,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
             "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
         )
     if low:
-        assert isinstance(trained, StandIns)
+        assert isinstance(trained, ShadowOptimizer)
         trained.gradient_factor = 1 / scale
     found = [_multiply(some, 1 / scale) for some in _alike(there)]
     found += [_multiply(some, 1.0) for some in _alike(low)]  # looks only
@@ -83,7 +83,7 @@ def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 def still_scaled(trained: Trained) -> list[tuple[int, int]]:
     """Where gradients lie that the optimizer unscales in its step, and how often each has been
     written to."""
-    if not isinstance(trained, StandIns):
+    if not isinstance(trained, ShadowOptimizer):
         return []
     return [(x.data_ptr(), x._version) for x in gradients_of(trained) if x.dtype in LOW]
 
@@ -93,7 +93,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
-    if isinstance(trained, nn.Module) and isinstance(owner, StandIns):
+    if isinstance(trained, nn.Module) and isinstance(owner, ShadowOptimizer):
         raise ValueError(
             f"GradScaler.unscale_: a {name} has the gradients of this model; give the optimizer"
         )

@@ -7,7 +7,7 @@ from weakref import WeakMethod
 import torch
 
 
-def when_gradient_is_there(parameter: torch.Tensor, method: Callable[[Any], None]) -> Any:
+def register_grad_ready_hook(parameter: torch.Tensor, method: Callable[[Any], None]) -> Any:
     """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
     Returns the hook's handle, with `remove()`.
 

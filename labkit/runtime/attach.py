@@ -21,7 +21,7 @@ import torch.distributed as dist
 from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.events import ranks_in_words
 from labkit.runtime.channel import Channel
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.pick_transport import NAMES, VARIABLE
 
 
@@ -120,15 +120,15 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
         raise ValueError(
             f"on_paper: rank {rank} is not one of {ranks_in_words(size)}, 0 to {size - 1}"
         )
-    before, worlds = _me, Carrier.worlds
-    Carrier.worlds = 0  # its groups are named as those of a first world: the same every time
+    before, worlds = _me, Dispatcher.worlds
+    Dispatcher.worlds = 0  # its groups are named as those of a first world: the same every time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _me = Rank(rank, size, torch.device("cpu"), "fake")
     try:
         yield _me
     finally:
         dist.destroy_process_group()
-        _me, Carrier.worlds = before, worlds
+        _me, Dispatcher.worlds = before, worlds
 
 
 def _join(backend: str | None, timeout_s: float) -> None:

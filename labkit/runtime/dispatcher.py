@@ -1,6 +1,6 @@
 """How a call through the door is carried out, once for all operations of a process group:
-number it, compare it with the other ranks' on the board, record it, and hand it to the back that
-moves the bytes of its device.
+number it, compare it with the other ranks' on the board, record it, and hand it to the transport
+that moves the bytes of its device.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from labkit.runtime.process_context import caller, here
 from labkit.runtime.transports.native import Native, Nothing
 from labkit.runtime.transports.send_receive import Gloo, SendReceive
 from labkit.runtime.transports.shm import Shared
-from labkit.runtime.transports.transport import Back, Call, Kind
+from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import PacedWire, Work, living
 
 Made = TypeVar("Made")
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
-class Carrier:
+class Dispatcher:
     """What all `Comm`s of one process group share: its numbering and its backs."""
 
     worlds = 0  # default groups that this process has had: torch gives them all the same names
@@ -45,28 +45,28 @@ class Carrier:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         members = ", ".join(map(str, self.ranks[:8])) + (" ..." if len(self.ranks) > 8 else "")
         is_default = group is dist.group.WORLD
-        Carrier.worlds += is_default
+        Dispatcher.worlds += is_default
         self.name = "default" if is_default else f"{group.group_name} (ranks {members})"
-        if Carrier.worlds > 1:
-            self.name += f" of world {Carrier.worlds}"
+        if Dispatcher.worlds > 1:
+            self.name += f" of world {Dispatcher.worlds}"
         config = str(dist.get_backend_config(group))
         self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         self._collectives = count(1)
         self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
         self._messages = defaultdict(partial(count, 1))
-        self._backs: dict[tuple[torch.device, object], Back] = {}
+        self._transports: dict[tuple[torch.device, object], Transport] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations under way
-        self._subgroups: dict[Carrier, bool] = {}  # and whether this rank has dropped them
+        self._subgroups: dict[Dispatcher, bool] = {}  # and whether this rank has dropped them
         self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
 
     @staticmethod
-    def of(group: Any) -> "Carrier":
+    def of(group: Any) -> "Dispatcher":
         with _making:
             for one in (dist.group.WORLD, group):  # the names of the others tell which world
-                if one not in _carriers:
-                    _carriers[one] = Carrier(one)
-            return _carriers[group]
+                if one not in _dispatchers:
+                    _dispatchers[one] = Dispatcher(one)
+            return _dispatchers[group]
 
     def collective(
         self,
@@ -76,7 +76,7 @@ class Carrier:
         bus: BusBytes,
         async_op: bool,
         finish: list[Callable[[], object]],
-        start: Callable[[Back, Call], Work],
+        start: Callable[[Transport, Call], Work],
         *,
         nbytes: int,
         reduction: str = "",
@@ -84,21 +84,21 @@ class Carrier:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Carry out one collective: `start` gets the back and the call and returns its work.
+        """Carry out one collective: `start` gets the transport and the call and returns its work.
         The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
         by which the algorithm is chosen where none is named."""
-        back = self._back(x)
+        transport = self._transport(x)
         collective = what.partition("(")[0]
-        name = back.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
-        back = back.serving(name)
+        name = transport.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
+        transport = transport.serving(name)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None:
             self.calls.append(what)
         if here.board is None and not here.listeners:
-            handle = Handle(_begun(what, lambda: start(back, call)), what, finish)
+            handle = Handle(_begun(what, lambda: start(transport, call)), what, finish)
         else:
-            by = f" by {name}" if algorithm or collective in back.forced else ""
+            by = f" by {name}" if algorithm or collective in transport.forced else ""
             note = Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
                 f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
@@ -108,8 +108,8 @@ class Carrier:
                 chunks = chunk_bytes()
                 event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
                 event.blocking, event.algorithm = not async_op, name
-                event.transport = back.transport
-            handle = self._noted(note, event, async_op, lambda: start(back, call), finish)
+                event.transport = transport.name
+            handle = self._noted(note, event, async_op, lambda: start(transport, call), finish)
         if async_op:
             self.users.add(handle)
             return handle
@@ -117,7 +117,7 @@ class Carrier:
         return None
 
     def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
-        return self._back(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
+        return self._transport(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
 
     def message(
         self,
@@ -126,15 +126,15 @@ class Carrier:
         ends: tuple[int, int],  # (from, to), ranks in the group
         tag: int,
         finish: list[Callable[[], object]],
-        start: Callable[[Back, Call], Work],
+        start: Callable[[Transport, Call], Work],
         blocking: bool,
     ) -> Handle:
         """Carry out one send or receive."""
-        back = self._back(x)
+        transport = self._transport(x)
         call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         if here.board is None and not here.listeners:
-            handle = Handle(_begun(op, lambda: start(back, call)), op, finish)
+            handle = Handle(_begun(op, lambda: start(transport, call)), op, finish)
             self.users.add(handle)
             return handle
         source, target = self.ranks[ends[0]], self.ranks[ends[1]]
@@ -149,9 +149,9 @@ class Carrier:
             peer = ends[1] if op == "send" else ends[0]
             bus_bytes = x.nbytes if op == "send" else 0
             event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
-            event.transport = back.transport
+            event.transport = transport.name
             event.blocking = blocking
-        handle = self._noted(note, event, not blocking, lambda: start(back, call), finish)
+        handle = self._noted(note, event, not blocking, lambda: start(transport, call), finish)
         self.users.add(handle)
         return handle
 
@@ -167,12 +167,12 @@ class Carrier:
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or self.size == 1:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
-        back, what = self._back(like), f"symmetric_empty({numel}, {like.dtype})"
-        return self._made_together(what, lambda: back.symmetric_empty(numel, like.dtype))
+        transport, what = self._transport(like), f"symmetric_empty({numel}, {like.dtype})"
+        return self._made_together(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
-        """`x` as a flat contiguous tensor in memory that the back can reach. Where that is a copy
-        and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        """`x` as a flat contiguous tensor in memory that the transport can reach. Where that is a
+        copy and `x` is to be written (`finish` is given), `finish` gets the way back."""
         check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
@@ -207,7 +207,7 @@ class Carrier:
             if shared:
                 self._shared[key] = made
             elif made != dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(made) == "gloo":
-                self._subgroups[Carrier.of(made)] = False
+                self._subgroups[Dispatcher.of(made)] = False
             return made
 
         return self._made_together(f"subgroup({list(ranks)})", make)
@@ -283,15 +283,15 @@ class Carrier:
         """Of what waits on a stream; gloo makes the host wait."""
         return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
-    def _back(self, x: torch.Tensor) -> Back:
+    def _transport(self, x: torch.Tensor) -> Transport:
         key = (x.device, here.link)
-        if key not in self._backs:
+        if key not in self._transports:
             with _making:  # one for all threads
-                if key not in self._backs:
-                    self._backs[key] = self._new_back(x.device.type)
-        return self._backs[key]
+                if key not in self._transports:
+                    self._transports[key] = self._new_transport(x.device.type)
+        return self._transports[key]
 
-    def _new_back(self, device: str) -> Back:
+    def _new_transport(self, device: str) -> Transport:
         backend = self.backend_of.get(device)
         if "fake" in self.backend_of.values():
             return Nothing()
@@ -317,7 +317,7 @@ class Carrier:
         return timeout.total_seconds()
 
 
-_carriers: WeakKeyDictionary[Any, Carrier] = WeakKeyDictionary()
+_dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
 _making = threading.Lock()
 
 

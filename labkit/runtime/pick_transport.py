@@ -60,7 +60,8 @@ def pick_transport(
         return TransportChoice(named)
     if picked.device != "cpu":
         return TransportChoice("gloo")
-    return TransportChoice("gloo", problem) if (problem := _no_room(size)) else TransportChoice("shm")
+    problem = _no_room(size)
+    return TransportChoice("gloo", problem) if problem else TransportChoice("shm")
 
 
 def _no_room(size: int) -> str:

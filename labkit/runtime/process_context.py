@@ -19,7 +19,7 @@ from labkit.runtime.clock import HOST_CLOCK, Clock
 
 
 @dataclass
-class Surroundings:
+class ProcessContext:
     """`listeners` get every event at its issue; its later times are filled in. `carrying` is
     entered by the door, in whichever thread, around what makes memory for the operation; `clock`
     tells the times of the events. `shared`, if given, is a folder in which all ranks can share
@@ -33,7 +33,7 @@ class Surroundings:
     clock: Clock = HOST_CLOCK
 
 
-here = Surroundings()
+here = ProcessContext()
 
 
 @contextmanager

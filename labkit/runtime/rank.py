@@ -27,7 +27,7 @@ import torch.distributed as dist
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
 from labkit.runtime.attach import Rank, become, current, leave, use_loopback
 from labkit.runtime.channel import Channel, connect
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.errors import RemoteError
 from labkit.runtime.folders import remove
 from labkit.runtime.in_step import begun, count_messages
@@ -169,7 +169,7 @@ def _tidy() -> None:
     """Let go of all that was printed and of groups that were dropped; give the next run new streams
     for those it closed."""
     if dist.is_initialized():
-        Carrier.of(dist.group.WORLD).destroy_dropped()
+        Dispatcher.of(dist.group.WORLD).destroy_dropped()
     for fd, name in ((1, "stdout"), (2, "stderr")):
         try:
             getattr(sys, name).flush()

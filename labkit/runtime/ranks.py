@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from labkit.runtime.world import World
 
 TICK_S = 0.05  # how often a running world is looked after
-BIRTH_S = 60.0
+STARTUP_TIMEOUT_S = 60.0
 ANSWER_S = 1.0  # of a rank that has nothing to do
 MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
 
@@ -59,12 +59,12 @@ class Ranks:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
             with notice("starting ranks; the first time, importing torch takes seconds") as tick:
                 fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
-                self._bear(world, self.folder if fits else new_folder(told, "/tmp"), tick)
+                self._spawn(world, self.folder if fits else new_folder(told, "/tmp"), tick)
         except BaseException:
             self.stop(kill=True)
             raise
 
-    def _bear(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
+    def _spawn(self, world: "World", folder: str, tick: Callable[[], None]) -> None:
         sock, address = listener(folder)
         token, env = secrets.token_bytes(16), dict(os.environ)
         specs = [
@@ -79,18 +79,20 @@ class Ranks:
         ]  # fmt: skip
         controls: dict[int, Channel] = {}
         outputs: dict[int, socket.socket] = {}
-        unborn: dict[Channel, int] = {}  # ranks that have called and are not ready
+        pending: dict[Channel, int] = {}  # ranks that have called and are not ready
         with sock:
             self.pids = self.starter.start(specs, tick)
-            until_s = time.monotonic() + BIRTH_S + world.timeout_s  # they wait for each other, too
-            while len(controls) + len(outputs) < 2 * world.size or unborn:
-                talking = ready([sock, *unborn], TICK_S)
+            until_s = (
+                time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
+            )  # they wait for each other, too
+            while len(controls) + len(outputs) < 2 * world.size or pending:
+                talking = ready([sock, *pending], TICK_S)
                 tick()
                 if not talking:  # only now: a rank that has ended may have said why
                     self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
-                        self._hear(unborn.pop(end), end)
+                        self._hear(pending.pop(end), end)
                         continue
                     caller, _ = sock.accept()
                     hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
@@ -101,7 +103,7 @@ class Ranks:
                     _, rank, stream = HELLO.unpack(hello)
                     if stream == CONTROL:
                         controls[rank] = Channel(caller)
-                        unborn[controls[rank]] = rank
+                        pending[controls[rank]] = rank
                     else:
                         outputs[rank] = caller
         self.controls = [controls[rank] for rank in range(world.size)]

@@ -215,7 +215,7 @@ show("parallel/ddp/comm_hooks.py:all_reduced")
 # step, in which order gradients really come; from then on the buckets are filled in that order.)
 
 # %%
-show("parallel/ddp/ddp.py:DDP._gradient_is_there")
+show("parallel/ddp/ddp.py:DDP._on_grad_ready")
 
 # %%
 show("parallel/ddp/ddp.py:DDP._finish")

@@ -228,19 +228,19 @@ show("parallel/zero/buckets.py:ZeroBucket._reduce_scatter")
 
 # %%
 show(
-    "parallel/zero/buckets.py:FreeingBucket._reduce_scatter",
+    "parallel/zero/buckets.py:Stage2Bucket._reduce_scatter",
     since="for p in self.parameters:",
 )
 
 # %%
-show("parallel/zero/buckets.py:FreeingBucket._averages_are_there")
+show("parallel/zero/buckets.py:Stage2Bucket._averages_are_there")
 
 # %% [markdown]
 # No more than two buckets (`_in_flight`) are under way in stage 2, or a slow wire would make them
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/zero/grad_reduce.py:SendInBackward._send_next")
+show("parallel/zero/grad_reduce.py:GradReducer._send_next")
 
 # %%
 show("parallel/zero/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")

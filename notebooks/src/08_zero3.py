@@ -188,7 +188,7 @@ guess
 # parameters are views of it, and stay the same objects for autograd:
 
 # %%
-show("parallel/zero3/flat.py:ComesAndGoes", since="def allocate")
+show("parallel/zero3/flat.py:ResizableBuffer", since="def allocate")
 
 # %% [markdown]
 # Gathering is one all-gather, of this rank's share into all of it:
@@ -217,7 +217,7 @@ show("parallel/zero3/zero3.py:ZeRO3._after_forward")
 # a reduce-scatter, and the unit is freed:
 
 # %%
-show("parallel/zero3/zero3.py:ZeRO3._gradient_is_there")
+show("parallel/zero3/zero3.py:ZeRO3._on_grad_ready")
 
 # %% [markdown]
 # ## 5. Run it

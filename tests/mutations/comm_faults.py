@@ -12,7 +12,7 @@ import labkit.events
 from labkit.comm import collectives as algorithms
 from labkit.comm.collectives import Algorithm, Chunks, Reduction
 from labkit.comm.handle import Handle
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.transports.send_receive import REDUCTIONS, SendReceive
 from labkit.runtime.transports.wire import Wire
 
@@ -21,7 +21,7 @@ ring_all_gather = algorithms.ring_all_gather
 ring_all_reduce = algorithms.ring_all_reduce
 flat_scatter, flat_gather = algorithms.flat_scatter, algorithms.flat_gather
 pairwise_all_to_all = algorithms.pairwise_all_to_all
-stage = Carrier.stage
+stage = Dispatcher.stage
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def keeps_partial_sums(self: SendReceive, x: torch.Tensor, root: int, op: str, c
     return self._start(call, tree)
 
 
-def never_copies_back(self: Carrier, x: torch.Tensor, finish: Any) -> torch.Tensor:
+def never_copies_back(self: Dispatcher, x: torch.Tensor, finish: Any) -> torch.Tensor:
     """Of a tensor with gaps, the caller's own memory stays as it was."""
     return stage(self, x, None)
 

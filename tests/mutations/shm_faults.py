@@ -9,10 +9,10 @@ import torch
 
 from labkit import Comm
 from labkit.runtime.transports.shm import collectives, ring, slots
-from labkit.runtime.transports.shm.back import Shared
 from labkit.runtime.transports.shm.mail import Arriving, Inbox
 from labkit.runtime.transports.shm.ring import Ring
 from labkit.runtime.transports.shm.slots import Slots
+from labkit.runtime.transports.shm.transport import Shared
 from labkit.runtime.transports.wire import LaneWork
 
 reduce, pairwise = collectives._reduce, collectives.PAIRWISE

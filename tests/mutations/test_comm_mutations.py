@@ -13,7 +13,7 @@ from comm_contract import check_bytes, check_kernel_bytes, events_of
 from labkit import Comm, RankError, World
 from labkit.comm import collectives as algorithms
 from labkit.comm.handle import Handle
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.transports.send_receive import SendReceive
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ WRONG_RESULTS = {
     faults.gives_back_its_own: (algorithms, "next_ring_exchange", comm_contract.ring_exchange),
     faults.lets_all_pass: (algorithms, "dissemination_barrier", comm_contract.objects_and_barrier),
     faults.keeps_partial_sums: (SendReceive, "reduce", comm_contract.reduce),
-    faults.never_copies_back: (Carrier, "stage", comm_contract.all_reduce),
+    faults.never_copies_back: (Dispatcher, "stage", comm_contract.all_reduce),
     faults.waits_for_nothing: (Handle, "wait", comm_contract.point_to_point),
 }
 WRONG_BYTES = {

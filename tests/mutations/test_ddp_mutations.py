@@ -11,7 +11,7 @@ import ddp_checks
 from labkit import DDP, Comm, RankError, World
 from labkit.parallel.ddp import bucket_order as arrivals
 from labkit.parallel.ddp.comm_hooks import UnderWay, bf16_compress_hook
-from labkit.parallel.ddp.joining import RollCall
+from labkit.parallel.ddp.joining import JoinCoordinator
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +186,7 @@ class JoinsWithStaleGradients(DDP):
 
 class EndsWithTheModelOfRank0(DDP):
     def join(self, divide_by_active: bool = False) -> Any:
-        RollCall.first = property(lambda self: 0)  # type: ignore[assignment,method-assign]
+        JoinCoordinator.first = property(lambda self: 0)  # type: ignore[assignment,method-assign]
         return super().join(divide_by_active)
 
 

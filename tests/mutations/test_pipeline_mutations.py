@@ -12,7 +12,7 @@ from torch import Tensor
 import pipeline_cases as cases
 from labkit import RankError, World
 from labkit.parallel.pipeline import deferred_weights, virtual_stage
-from labkit.parallel.pipeline.mail import Mail
+from labkit.parallel.pipeline.mail import P2PChannel
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.tied import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
@@ -138,21 +138,21 @@ def swaps_two_messages() -> AbstractContextManager[Any]:
 
         return post
 
-    return instead(Mail, "_post_send", make)
+    return instead(P2PChannel, "_post_send", make)
 
 
 def tells_the_look_each_time() -> AbstractContextManager[Any]:
     def make(real: Any) -> Any:
         return lambda self, rows, device, afresh: real(self, rows, device, True)
 
-    return instead(Mail, "begin", make)
+    return instead(P2PChannel, "begin", make)
 
 
 def sends_in_double_precision() -> AbstractContextManager[Any]:
     def make(real: Any) -> Any:
         return lambda self, x, message: real(self, torch.cat([x, x]), message)
 
-    return instead(Mail, "_post_send", make)
+    return instead(P2PChannel, "_post_send", make)
 
 
 def waits_to_send() -> AbstractContextManager[Any]:
@@ -163,7 +163,7 @@ def waits_to_send() -> AbstractContextManager[Any]:
 
         return post
 
-    return instead(Mail, "_post_send", make)
+    return instead(P2PChannel, "_post_send", make)
 
 
 def posts_nothing_ahead() -> AbstractContextManager[Any]:
@@ -174,7 +174,7 @@ def posts_nothing_ahead() -> AbstractContextManager[Any]:
 
         return post
 
-    return instead(Mail, "_post_next", make)
+    return instead(P2PChannel, "_post_next", make)
 
 
 def sends_late() -> AbstractContextManager[Any]:
@@ -192,7 +192,7 @@ def sends_late() -> AbstractContextManager[Any]:
 
         return post
 
-    return instead(Mail, "_post_send", make)
+    return instead(P2PChannel, "_post_send", make)
 
 
 # ---- what is kept
@@ -248,7 +248,7 @@ def keeps_outputs() -> AbstractContextManager[Any]:
 
         return send
 
-    return instead(Mail, "send", make)
+    return instead(P2PChannel, "send", make)
 
 
 # ---- replicas, recompute, versions

@@ -10,7 +10,7 @@ import torch
 from labkit import GradScaler, World
 from labkit.precision import scaler, unscaling
 from labkit.precision.dynamic_scale import DynamicScale
-from labkit.precision.stand_ins import StandIns
+from labkit.precision.shadow_optimizer import ShadowOptimizer
 from labkit.runtime.errors import RankError
 from scaler_contract import check_as_torch, check_equal_to_single
 from test_scaler import test_gradients_that_fp16_cannot_hold_reach_the_masters as held_by_fp16
@@ -68,7 +68,7 @@ class UnscalesTwice(GradScaler):
     def unscale_(self, trained: Any) -> None:
         super().unscale_(trained)
         unscaling.unscale(trained, self.get_scale())
-        if isinstance(trained, StandIns) and trained.gradient_factor is not None:
+        if isinstance(trained, ShadowOptimizer) and trained.gradient_factor is not None:
             trained.gradient_factor = self.get_scale() ** -2
 
 

@@ -11,10 +11,10 @@ import shm_faults as faults
 from comm_contract import check_bytes, events_of
 from labkit import Comm, RankError, World
 from labkit.runtime.transports.shm import collectives, slots
-from labkit.runtime.transports.shm.back import Shared
 from labkit.runtime.transports.shm.mail import Inbox
 from labkit.runtime.transports.shm.ring import Ring
 from labkit.runtime.transports.shm.slots import Slots
+from labkit.runtime.transports.shm.transport import Shared
 from test_comm_mutations import run_with
 from test_shm import ours_and_gloos, use_everything, with_tiny_pieces
 

@@ -14,7 +14,7 @@ from labkit import RankError, World, ZeRO3
 from labkit.parallel.zero3 import flat as zero3_flat
 from labkit.parallel.zero3 import units as zero3_units
 from labkit.parallel.zero3 import zero3
-from labkit.parallel.zero3.flat import ComesAndGoes, Flat
+from labkit.parallel.zero3.flat import Flat, ResizableBuffer
 from zero3_contract import check_zero3
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def keeps_stale_parameters() -> Any:
 
     stack = ExitStack()
     stack.enter_context(patch.object(Flat, "gather", once))
-    stack.enter_context(patch.object(ComesAndGoes, "free", lambda self: None))
+    stack.enter_context(patch.object(ResizableBuffer, "free", lambda self: None))
     return stack
 
 
@@ -116,7 +116,7 @@ def test_one_that_shards_nothing_turns_the_contract_red(pair: World) -> None:
 
 def test_one_that_frees_nothing_turns_red() -> None:
     def change() -> None:
-        zero3_flat.ComesAndGoes.free = lambda self: None  # type: ignore[method-assign]
+        zero3_flat.ResizableBuffer.free = lambda self: None  # type: ignore[method-assign]
 
     with World(2) as world:
         world.run(change)

@@ -9,7 +9,7 @@ import torch
 
 from data_parallel_contract import Strategy, check_equal_to_single, torchs_own
 from labkit import DDP, World, ZeroOptimizer
-from labkit.parallel.zero.buckets import FreeingBucket, ZeroBucket
+from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from test_zero import zero
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_strategy_that_shards_nothing_turns_red(pair: World, stage: int) -> No
 
 
 def test_a_stage_2_that_frees_nothing_turns_red(pair: World) -> None:
-    class Keeps(FreeingBucket):
+    class Keeps(Stage2Bucket):
         def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
             super()._cover(averaged)
             for p in averaged:

@@ -11,7 +11,7 @@ import labkit
 from labkit import Comm, World
 from labkit.doctor import examine
 from labkit.runtime import memory
-from labkit.runtime.dispatcher import Carrier
+from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.launch import ForkServer
 from provoke import driver, until
 
@@ -229,7 +229,7 @@ def test_a_rank_that_drops_later_is_waited_for(world3: World) -> None:
             labkit.attach().state.half = half
 
     def groups() -> int:
-        return len(Carrier.of(torch.distributed.group.WORLD)._subgroups)
+        return len(Dispatcher.of(torch.distributed.group.WORLD)._subgroups)
 
     before = world3.run(groups)
     world3.run(make)

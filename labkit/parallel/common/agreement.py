@@ -82,7 +82,7 @@ def _nobody() -> None:
     """What an owner is called that is gone."""
 
 
-class Unchanged:
+class ParamSnapshot:
     """The parameters of a module as they were when it was wrapped."""
 
     def __init__(self, module: nn.Module):
@@ -92,9 +92,9 @@ class Unchanged:
         self._places: list[dict[str, Any]] = []
         for part in module.modules():
             self._places += [part._parameters, part._modules]
-        self._before, self._glimpsed = self._now(), self._glimpse()
+        self._before, self._glimpsed = self._now(), self.fingerprint()
 
-    def _glimpse(self) -> tuple[list[int], list[bool]]:
+    def fingerprint(self) -> tuple[list[int], list[bool]]:
         """Who stands where, and what is frozen: a fraction of the cost of looking names up."""
         standing = chain.from_iterable(map(dict.values, self._places))
         return [*map(id, standing)], [p.requires_grad for p in self._parameters]
@@ -106,7 +106,7 @@ class Unchanged:
 
     def check(self) -> None:
         """Raises ValueError, naming the parameter that is new, gone, another, frozen or thawed."""
-        if self._glimpse() == self._glimpsed:
+        if self.fingerprint() == self._glimpsed:
             return
         now = self._now()
         for name in {**self._before, **now}:

@@ -38,7 +38,7 @@ from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
 from labkit.parallel.common.shards import comms_of, marked_as, shard_of
-from labkit.precision.stand_ins import LOW, StandIns
+from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
 Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
@@ -73,7 +73,7 @@ def clip_grad_norm(
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
     owners = _owners_of_pieces(trained, parameters)
-    optimizer = next((one for one in (trained, *owners) if isinstance(one, StandIns)), None)
+    optimizer = next((one for one in (trained, *owners) if isinstance(one, ShadowOptimizer)), None)
     factor = optimizer.gradient_factor if optimizer else None
     if owners:
         found = [owner.gradient_pieces() for owner in owners]
@@ -108,7 +108,7 @@ def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Owns
     owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
     own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
-    kinds = {one if isinstance(one, StandIns) else one.comm.ranks for one in owners}
+    kinds = {one if isinstance(one, ShadowOptimizer) else one.comm.ranks for one in owners}
     if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
-from labkit.precision.weak_hooks import when_gradient_is_there as when_gradient_is_there
+from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
+from labkit.precision.weak_hooks import register_grad_ready_hook as register_grad_ready_hook
 
 
 class Replica(nn.Module):
@@ -37,7 +37,7 @@ class Replica(nn.Module):
 
     def _attach(self) -> None:
         claim(self.module.named_parameters(), self)
-        self._unchanged = Unchanged(self.module)
+        self._unchanged = ParamSnapshot(self.module)
         self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         self._synchronise = True
 

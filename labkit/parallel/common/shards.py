@@ -23,7 +23,7 @@ Marks are attributes of the parameter. They stay through `module.to(...)`, `p.da
 `copy.deepcopy` and every strategy around the module; ZeRO-3's pieces, flat, have those of the
 parameter that they are of. A parameter made anew (`to_empty` from the meta device) has none.
 A pickled one (`torch.save(model)`, a model returned by `world.run`) has marks that say the same of
-ranks that are far away: their `comm` is a `Departed`, over which nothing travels.
+ranks that are far away: their `comm` is a `DetachedComm`, over which nothing travels.
 """
 
 from collections.abc import Iterable

@@ -31,12 +31,12 @@ from labkit.parallel.common.replicas import (
     Replica,
     at_end_of_backward,
     copy_from,
-    when_gradient_is_there,
+    register_grad_ready_hook,
 )
 from labkit.parallel.ddp.bucket_order import STATIC, agreed_order, agreed_used
 from labkit.parallel.ddp.buckets import MB, Bucket, buckets_of
 from labkit.parallel.ddp.comm_hooks import Hook, all_reduced
-from labkit.parallel.ddp.joining import Doing, RollCall
+from labkit.parallel.ddp.joining import JoinCoordinator, Phase
 from labkit.parallel.naive_ddp import NaiveDDP
 
 Part = TypeVar("Part")
@@ -86,11 +86,11 @@ class DDP(Replica):
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         self._came: list[nn.Parameter] | None = None
         self._fill([])
-        self._roll: RollCall | None = None  # inside join()
+        self._roll: JoinCoordinator | None = None  # inside join()
         self._in_backward = False
         self._sent = 0  # buckets leave in the same order on all ranks
         for parameter in self._parameters_to_average:
-            when_gradient_is_there(parameter, self._gradient_is_there)
+            register_grad_ready_hook(parameter, self._on_grad_ready)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -117,10 +117,10 @@ class DDP(Replica):
     def _copy_buffers(self) -> None:
         buffers = list(self.module.buffers())
         if buffers and self._roll and self._roll.i_am_active:
-            self._roll.tell(Doing.FORWARD)
+            self._roll.tell(Phase.FORWARD)
         copy_from(self._roll.first if self._roll else 0, buffers, self.comm)
 
-    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `parameter`."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
@@ -139,7 +139,7 @@ class DDP(Replica):
         self._in_backward = True
         at_end_of_backward(self._end)
         if self._roll:
-            self._roll.tell(Doing.BACKWARD)
+            self._roll.tell(Phase.BACKWARD)
 
     def _end(self) -> None:
         """Backward is over. Raises ValueError when a static graph used less than before."""
@@ -218,11 +218,11 @@ class DDP(Replica):
         of an optimizer (momentum, Adam) is each rank's own: make a new one to train on.
         """
         device = self._parameters_to_average[0].device
-        self._roll = roll = RollCall(self.comm, device, divide_by_active)
+        self._roll = roll = JoinCoordinator(self.comm, device, divide_by_active)
         try:
             yield
-            while doing := roll.tell(Doing.ENDED):
-                if doing == Doing.FORWARD:
+            while doing := roll.tell(Phase.ENDED):
+                if doing == Phase.FORWARD:
                     self._copy_buffers()
                 else:
                     self.zero_grad()

@@ -19,7 +19,7 @@ import torch
 from labkit.comm import Comm
 
 
-class Doing(IntEnum):
+class Phase(IntEnum):
     """What a rank tells."""
 
     ENDED = 0
@@ -27,7 +27,7 @@ class Doing(IntEnum):
     BACKWARD = 2
 
 
-class RollCall:
+class JoinCoordinator:
     """Who is still active: the ranks that were when anybody was asked last, all to begin with."""
 
     def __init__(self, comm: Comm, device: torch.device, divide_by_active: bool):
@@ -35,13 +35,13 @@ class RollCall:
         self.active = list(range(comm.size))
         self._device = device
 
-    def tell(self, mine: Doing) -> Doing:
+    def tell(self, mine: Phase) -> Phase:
         """Tell the others, and learn what the active ranks do; ENDED when there are none.
         Raises ValueError on every rank when they do different things."""
         told = torch.zeros(self.comm.size, device=self._device)
         told[self.comm.rank] = mine
         self.comm.all_reduce(told)
-        doing = {rank: Doing(int(x)) for rank, x in enumerate(told.tolist()) if x}
+        doing = {rank: Phase(int(x)) for rank, x in enumerate(told.tolist()) if x}
         if len(set(doing.values())) > 1:
             raise ValueError(
                 "inside join() the active ranks call forward and backward alike; now "
@@ -51,7 +51,7 @@ class RollCall:
             )
         if doing:
             self.active = list(doing)
-        return next(iter(doing.values()), Doing.ENDED)
+        return next(iter(doing.values()), Phase.ENDED)
 
     @property
     def first(self) -> int:

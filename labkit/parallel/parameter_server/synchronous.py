@@ -30,7 +30,7 @@ from labkit.parallel.common.replicas import (
     Replica,
     at_end_of_backward,
     copy_from_rank_0,
-    when_gradient_is_there,
+    register_grad_ready_hook,
 )
 
 SERVER = 0
@@ -60,7 +60,7 @@ class ParameterServer(Replica):
         self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
         for parameter in self._parameters_to_average:
             _when_gradient_is_made(parameter, self._share)
-            when_gradient_is_there(parameter, self._schedule)
+            register_grad_ready_hook(parameter, self._schedule)
 
     @property
     def is_server(self) -> bool:

@@ -36,7 +36,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-class Look(NamedTuple):
+class TensorMeta(NamedTuple):
     """What goes over a boundary, but for its rows."""
 
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class Look(NamedTuple):
         return torch.tensor([*head, *self.rest, *room])
 
     @staticmethod
-    def of_numbers(numbers: Tensor) -> "Look":
+    def of_numbers(numbers: Tensor) -> "TensorMeta":
         """The way back."""
         dtype, has_gradient, dims, *rest = numbers.tolist()
-        return Look(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
+        return TensorMeta(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
 
 
-class _Leaving(NamedTuple):
+class PendingSend(NamedTuple):
     """A send that is under way. Until it is over, its tensor must stay what it is."""
 
     handle: Handle
@@ -79,15 +79,15 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class Mail:
+class P2PChannel:
     """What this rank sends and receives in one step after the other of `schedule`: whole tensors,
     or its `parts` of them."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._chunks, self._parts = comm, chunks_of(schedule), parts
         self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
-        self._looks: dict[int, Look] = {}  # by boundary: that behind virtual stage 0, 1, ...
-        self._leaving: deque[_Leaving] = deque()
+        self._looks: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
+        self._leaving: deque[PendingSend] = deque()
         self._in_step = False
 
     def _from(self, source: int, actions: Sequence[object]) -> list[Message]:
@@ -144,7 +144,7 @@ class Mail:
 
     def _leave(self, x: Tensor, target: int, kind: str, what: str) -> None:
         before = _version(x)
-        self._leaving.append(_Leaving(self.comm.isend(x, target, TAGS[kind]), x, before, what))
+        self._leaving.append(PendingSend(self.comm.isend(x, target, TAGS[kind]), x, before, what))
 
     def _let_go(self) -> None:
         """Of tensors that have arrived."""
@@ -162,7 +162,7 @@ class Mail:
             )
         if x.dtype not in DTYPES:
             raise ValueError(f"{at}: a pipeline sends no {x.dtype}")
-        look = Look(x.dtype, tuple(rest), x.requires_grad)
+        look = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._looks.setdefault(boundary, look)
         if known is look and message.target % self.comm.size != self.comm.rank:
             target = message.target % self.comm.size
@@ -225,7 +225,7 @@ class Mail:
                 return
             numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
             self.comm.recv(numbers, source, TAGS["look"])
-            self._looks[boundary] = Look.of_numbers(numbers)
+            self._looks[boundary] = TensorMeta.of_numbers(numbers)
         self._coming[source].popleft()
         look = self._looks[boundary]
         if message.what == "activation" or look.has_gradient:
@@ -235,7 +235,7 @@ class Mail:
             self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
 
 
-def _told(look: Look) -> str:
+def _told(look: TensorMeta) -> str:
     kind = str(look.dtype).removeprefix("torch.")
     return f"{kind} [rows{''.join(f', {n}' for n in look.rest)}]" + (
         "" if look.has_gradient else " without a gradient"

@@ -37,7 +37,7 @@ from labkit import events
 from labkit.comm import Comm
 from labkit.parallel.common.in_stages import mark_stages
 from labkit.parallel.common.whole import full_state_dict
-from labkit.parallel.pipeline.mail import Mail
+from labkit.parallel.pipeline.mail import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
 from labkit.parallel.pipeline.stages import Layers, further_names, layers_in, prefix_of
 from labkit.parallel.pipeline.synchronising import (
@@ -157,7 +157,7 @@ class Pipeline(NotCopyable, nn.Module):
         self._scaler: GradScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
-        self._mail = Mail(comm, self.schedule, parts)
+        self._mail = P2PChannel(comm, self.schedule, parts)
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
-from labkit.parallel.common.agreement import Unchanged, owner_of
+from labkit.parallel.common.agreement import ParamSnapshot, owner_of
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.parallel.pipeline.weight_versions import WeightVersions
 from labkit.parallel.zero3.passes import running_backward
@@ -66,7 +66,7 @@ class VirtualStage:
         self.module, self.index, self.rank = module, index, rank
         self.recompute, self._ends_in = recompute, ends_in
         self._unwrapped = cast(nn.Module, module.module) if hasattr(module, "no_sync") else module
-        self.unchanged = Unchanged(module)
+        self.unchanged = ParamSnapshot(module)
         self.versions = WeightVersions(module, optimizer) if optimizer else None
         self.in_flight: dict[int, InFlight] = {}
         actions = list(actions)

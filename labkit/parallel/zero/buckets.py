@@ -24,13 +24,13 @@ from labkit.comm import Comm, Handle
 from labkit.parallel.common.flat import FlatPartition
 from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
 from labkit.parallel.zero.gradient_in_pieces import gradient_in_pieces
-from labkit.precision.stand_ins import LOW, fp32_gradient, fp32_of, take_what_was_written
+from labkit.precision.shadow_optimizer import LOW, fp32_gradient, fp32_of, sync_master_from_param
 
 
 class ZeroBucket:
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
-    gradient_factor: float | torch.Tensor | None = None  # see StandIns
+    gradient_factor: float | torch.Tensor | None = None  # see ShadowOptimizer
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
@@ -209,13 +209,13 @@ class ZeroBucket:
             self._gathering.wait()
             self._gathering = None
 
-    def take_what_was_written(self) -> None:
+    def sync_master_from_param(self) -> None:
         """What was written to a parameter since the last gather, its master takes."""
         if self.low and self._versions != [p._version for p in self.parameters]:
-            take_what_was_written(self.stepped, self.share)
+            sync_master_from_param(self.stepped, self.share)
 
 
-class FreeingBucket(ZeroBucket):
+class Stage2Bucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
 
     `averaged_for` says which parameters have averages. They arrive in `averaged` itself where it is

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.precision.stand_ins import options_of
+from labkit.precision.shadow_optimizer import options_of
 
 SHAPE, CUT, STEPS = (4, 6), 10, 3  # cut within a row
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from labkit.comm import Comm
 from labkit.parallel.common.grad_buffer import GradBuffer
-from labkit.parallel.common.replicas import at_end_of_backward, when_gradient_is_there
+from labkit.parallel.common.replicas import at_end_of_backward, register_grad_ready_hook
 from labkit.parallel.zero.buckets import ZeroBucket
 
 
-class SendInBackward:
+class GradReducer:
     """Sends `buckets`, at most `in_flight` of them at a time; `names` are for errors."""
 
     def __init__(
@@ -41,9 +41,9 @@ class SendInBackward:
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
         for p, node in zip(self._bucket_of, self._nodes, strict=True):
             node.register_prehook(partial(_divided, p, self._bucket_of[p], self._adds))
-            when_gradient_is_there(p, self._gradient_is_there)
+            register_grad_ready_hook(p, self._on_grad_ready)
 
-    def _gradient_is_there(self, p: torch.Tensor) -> None:
+    def _on_grad_ready(self, p: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `p`."""
         if not self._in_backward:
             self.check_unchanged()

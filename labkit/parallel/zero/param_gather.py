@@ -16,7 +16,7 @@ from labkit.parallel.common.agreement import WeakMark
 from labkit.parallel.zero.buckets import ZeroBucket
 
 
-class WaitInForward:
+class ParamGatherer:
     """Before the forward of each module of `model`, its own parameters have arrived.
 
     A module may use those of a child that it does not call (attention does so with the projection

@@ -38,19 +38,19 @@ from labkit.parallel.common.in_stages import piece_of, tied_with
 from labkit.parallel.common.replicas import copy_from_rank_0
 from labkit.parallel.common.shards import marked_as
 from labkit.parallel.ddp.buckets import MB, cut
-from labkit.parallel.zero.buckets import FreeingBucket, ZeroBucket
+from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.elementwise import check_elementwise
 from labkit.parallel.zero.footprint import predict_zero
-from labkit.parallel.zero.grad_reduce import SendInBackward
-from labkit.parallel.zero.param_gather import WaitInForward
+from labkit.parallel.zero.grad_reduce import GradReducer
+from labkit.parallel.zero.param_gather import ParamGatherer
 from labkit.precision.pieces import OwnedPiece
-from labkit.precision.stand_ins import StandIns, value_of
+from labkit.precision.shadow_optimizer import ShadowOptimizer, value_of
 from labkit.precision.weak_hooks import NotCopyable
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
 
 
-class ZeroOptimizer(NotCopyable, StandIns):
+class ZeroOptimizer(NotCopyable, ShadowOptimizer):
     """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
 
     Args:
@@ -109,7 +109,7 @@ class ZeroOptimizer(NotCopyable, StandIns):
         check_same_on_all_ranks(named, self.comm)
         claim(named, self)
         copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
-        kind = ZeroBucket if stage == 1 else FreeingBucket
+        kind = ZeroBucket if stage == 1 else Stage2Bucket
         copies = [p for p in trainable if tied_with(p)]
         others = [p for p in trainable if not tied_with(p)]
         some_together = cut(others, bucket_mb * MB) + [[p] for p in copies]
@@ -117,8 +117,8 @@ class ZeroOptimizer(NotCopyable, StandIns):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         in_flight = len(self._buckets) if stage == 1 else IN_FLIGHT
-        self._sends = SendInBackward(self._buckets, self._named, self.comm, in_flight)
-        self._gathers = None if gather_in is None else WaitInForward(gather_in, self._bucket_of)
+        self._sends = GradReducer(self._buckets, self._named, self.comm, in_flight)
+        self._gathers = None if gather_in is None else ParamGatherer(gather_in, self._bucket_of)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ class ZeroOptimizer(NotCopyable, StandIns):
         self._hand_down_options()
         self._hand_down_factor()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
-            bucket.take_what_was_written()
+            bucket.sync_master_from_param()
             bucket.step(self.inner)
             last = bucket is self._buckets[0]  # nothing here could hide it
             bucket.gather(meanwhile=not last or self._gathers is not None)

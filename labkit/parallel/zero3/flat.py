@@ -58,7 +58,7 @@ def master_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torch
     return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
 
 
-class ComesAndGoes:
+class ResizableBuffer:
     """A flat tensor of a partition with a view for each parameter, whose memory comes and goes."""
 
     def __init__(self, partition: FlatPartition, dtype: torch.dtype, device: torch.device):
@@ -105,7 +105,7 @@ class Flat:
         self.share = torch.empty(self.partition.share, dtype=dtype, device=device)
         self._fill([parameter for parameter, _ in group])
         self.shards = self._cut_into_shards()
-        self.full = ComesAndGoes(self.partition, compute_dtype_of(first, compute_dtype), device)
+        self.full = ResizableBuffer(self.partition, compute_dtype_of(first, compute_dtype), device)
         self.gathered = [nn.Parameter(x.data, self.trainable) for x in self.full.views]
         for (parameter, _), *both in zip(group, self.shards, self.gathered, strict=True):
             for x in both:
@@ -114,7 +114,7 @@ class Flat:
                 both[1]._backward_hooks = parameter._backward_hooks
             both[0].register_hook = refuse_hook  # type: ignore[method-assign]
             both[0].register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
-        self.unreduced = ComesAndGoes(self.partition, self.full.flat.dtype, device)
+        self.unreduced = ResizableBuffer(self.partition, self.full.flat.dtype, device)
         names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
         self.gradients = GradBuffer(self.gathered, self.partition, names)
         self.gradients.use(self.unreduced.flat, self.unreduced.views)

@@ -41,12 +41,12 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
 from labkit.parallel.common.replicas import (
     at_end_of_backward,
     copy_from_rank_0,
+    register_grad_ready_hook,
     trainable,
-    when_gradient_is_there,
 )
 from labkit.parallel.zero3.flat import Flat, Unit
 from labkit.parallel.zero3.optimizers import check_optimizers
@@ -117,7 +117,7 @@ class ZeRO3(WholeState, nn.Module):
                 )
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             if any(
-                getattr(x, "__module__", "") != when_gradient_is_there.__module__ for x in hooks
+                getattr(x, "__module__", "") != register_grad_ready_hook.__module__ for x in hooks
             ):
                 refuse_hook()
         if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
@@ -131,7 +131,7 @@ class ZeRO3(WholeState, nn.Module):
         claim(module.named_parameters(), self)  # the shards, which now stand there
         check_optimizers()
         copy_from_rank_0(module.buffers(), self.comm)
-        self._unchanged = Unchanged(module)
+        self._unchanged = ParamSnapshot(module)
         self._named = list(module.named_parameters())
         self._flat_of: dict[torch.Tensor, tuple[Unit, Flat]] = {}
         self._orders = {False: Order(), True: Order()}  # of forward, of backward
@@ -158,7 +158,7 @@ class ZeRO3(WholeState, nn.Module):
         for flat in unit.trainable:
             for parameter in flat.gathered:
                 self._flat_of[parameter] = unit, flat
-                when_gradient_is_there(parameter, self._gradient_is_there)
+                register_grad_ready_hook(parameter, self._on_grad_ready)
         for flat in unit.flats:
             gather = partial(self._use, unit, stays=True)
             flat.ungathered = [UngatheredParameter(x, gather) for x in flat.gathered]
@@ -298,7 +298,7 @@ class ZeRO3(WholeState, nn.Module):
             )
         self._use(unit)
 
-    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of a gathered parameter."""
         unit, flat = self._flat_of[parameter]
         self.awaits_gradients = False

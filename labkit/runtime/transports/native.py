@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from labkit.comm.chooser import Choice
 from labkit.comm.collectives import Chunks
-from labkit.runtime.transports.transport import Back, Call, Kind, share_memory
+from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import LaneWork, Work, living
 
 
-class Native(Back):
+class Native(Transport):
     """torch.distributed's own collectives, for backends that are good at them: NCCL.
 
     What the backend really sends it does not tell; the door then takes the formula's bytes.
@@ -23,16 +23,16 @@ class Native(Back):
         self._group = ref(group)
         self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
-        self.transport = self._name = str(dist.get_backend(group))
+        self.name = str(dist.get_backend(group))
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        if asked not in ("", self._name):
+        if asked not in ("", self.name):
             raise ValueError(
-                f"{collective} by {asked!r}: {self._name} chooses its algorithms itself, and has "
+                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, and has "
                 f"an environment variable for it (NCCL_ALGO); leave `algorithm` out, or move the "
                 f"tensor to a group of gloo"
             )
-        return self._name
+        return self.name
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         name = self.choose(collective, nbytes, x, asked)
@@ -105,10 +105,10 @@ class All:
         return all(work.is_completed() for work in self._works)
 
 
-class Nothing(Back):
+class Nothing(Transport):
     """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
 
-    transport = "fake"
+    name = "fake"
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
         return asked

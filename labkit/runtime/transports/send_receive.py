@@ -6,7 +6,7 @@
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
 
-All have the methods of `Back`, over flat contiguous tensors, and return work to wait for.
+All have the methods of `Transport`, over flat contiguous tensors, and return work to wait for.
 Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
 the bytes, and several dtypes are missing. Its all-reduce is a ring as ours, and sends the same.
 """
@@ -21,7 +21,7 @@ from labkit.comm.chooser import GLOO, Choice, Chooser
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, Algorithm, Chunks, Reduction
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Back, Call, Kind, share_memory
+from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -36,11 +36,11 @@ REDUCTIONS: dict[str, Reduction] = {
 GLOO_DTYPES = (torch.float32, torch.float64)
 
 
-class SendReceive(Back):
+class SendReceive(Transport):
     """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane of their own.
     The work's `wait` returns the bytes this rank sent."""
 
-    transport = "gloo"
+    name = "gloo"
 
     def __init__(self, wire: Wire, own: bool = False):
         self.wire = wire

@@ -27,11 +27,11 @@ class Call(NamedTuple):
     algorithm: str
 
 
-class Back(ABC):
+class Transport(ABC):
     """Carries the operations of one group; tensors are flat and contiguous, roots are ranks
     inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
 
-    transport = ""  # the name that its events carry
+    name = ""  # the name that its events carry
     forced: Mapping[str, str] = {}  # algorithms that the environment asks for
 
     @abstractmethod
@@ -42,8 +42,8 @@ class Back(ABC):
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
         """Its name. Raises ValueError where `asked`, if not empty, cannot serve."""
 
-    def serving(self, algorithm: str) -> "Back":
-        """The back that has this algorithm: itself, or another whom it passes the call to."""
+    def serving(self, algorithm: str) -> "Transport":
+        """The transport that has this algorithm: itself, or another whom it passes the call to."""
         return self
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -151,9 +151,7 @@ class Detail:
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
             self._known.add(id(parameter))
             # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
-            hook = torch.Tensor.register_post_accumulate_grad_hook(
-                parameter, self._gradient_is_there
-            )
+            hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
             self._hooks.append(hook)
 
     def enter_state(self, optimizer: Any) -> None:
@@ -180,7 +178,7 @@ class Detail:
 
         return resize_and_tell
 
-    def _gradient_is_there(self, parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._enter(parameter.grad, GRADIENTS, move=True)
 

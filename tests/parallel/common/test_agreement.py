@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from labkit import Comm, World, dry_run
-from labkit.parallel.common.agreement import Unchanged, check_same_on_all_ranks, claim
+from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
 
 
 def _compare(kind: str) -> str:
@@ -76,7 +76,7 @@ def test_a_parameter_has_one_living_owner() -> None:
 
 def test_changes_after_wrapping_are_named() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    same = Unchanged(module)
+    same = ParamSnapshot(module)
     module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
     same.check()
     module[1].bias.requires_grad_(False)
@@ -99,12 +99,12 @@ def test_changes_after_wrapping_are_named() -> None:
         (lambda: module.pop(1), "1.weight was removed"),
         (lambda: module[0].requires_grad_(False), "0.weight was frozen"),
     ]:
-        same = Unchanged(module)
+        same = ParamSnapshot(module)
         change()
         with pytest.raises(ValueError, match=said):
             same.check()
     module = nn.Sequential(nn.Linear(2, 2))
-    same = Unchanged(module)
+    same = ParamSnapshot(module)
     for _ in range(20):  # of which one may come to stand where the first one was in memory
         module[0] = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="0.weight is another tensor"):

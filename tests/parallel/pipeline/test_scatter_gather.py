@@ -384,7 +384,8 @@ def sends_all_of_it() -> AbstractContextManager[Any]:
 
         return made
 
-    return patch.object(pipeline_mail.Mail, "__init__", init(pipeline_mail.Mail.__init__))
+    channel = pipeline_mail.P2PChannel
+    return patch.object(channel, "__init__", init(channel.__init__))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ Three rules make it safe without any lock between the ranks:
     symmetric.py    tensors that all ranks reach, and that are reduced where they lie
     ring.py         a ring of bytes from one rank to another
     mail.py         its two ends: send and receive
-    back.py         the back of the door that has all of it
+    transport.py    the transport that has all of it
 
 What it costs: an all-reduce of S bytes copies (2n-1)/n S on each of n ranks, where the ring over
 gloo sends 2(n-1)/n S through the kernel. What the others copy stands at each in collectives.py;
@@ -32,6 +32,6 @@ the bytes copied are the `wire_bytes` of its events. Of a tensor in symmetric me
 gradients is, (n-1)/n S.
 """
 
-from labkit.runtime.transports.shm.back import Shared
+from labkit.runtime.transports.shm.transport import Shared
 
 __all__ = ["Shared"]

@@ -1,6 +1,6 @@
 """An optimizer that steps on something else than the model's parameters.
 
-    the user's loop, a scheduler          StandIns                inner, any torch optimizer
+    the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
 A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
@@ -30,12 +30,12 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
     return copied if factor is None else copied.mul_(factor)
 
 
-def take_what_was_written(master: torch.Tensor, x: torch.Tensor) -> None:
+def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
     """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 
-class StandIns(torch.optim.Optimizer):
+class ShadowOptimizer(torch.optim.Optimizer):
     """`param_groups` are the model's, `state` is that of `inner`, which steps on the stand-ins."""
 
     inner: torch.optim.Optimizer

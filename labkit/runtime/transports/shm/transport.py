@@ -15,13 +15,13 @@ from labkit.runtime.transports.shm.mail import Inbox, Outbox
 from labkit.runtime.transports.shm.ring import Ring
 from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.symmetric import SymmetricTensors
-from labkit.runtime.transports.transport import Back, Call, Kind
+from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import Lane, LaneWork, Work
 
 SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
 
 
-class Shared(Back):
+class Shared(Transport):
     """Rank `rank` of the `size` ranks of one group, all on this machine, which meet in the file
     `place`, of that group only, and in others beside it. CPU tensors only. An algorithm that is
     asked for by name is one of messages: `messages` carries it.
@@ -34,9 +34,9 @@ class Shared(Back):
     for good: it gives up, so that they fail, too, and refuses all later calls of the group.
     """
 
-    transport = "shm"
+    name = "shm"
 
-    def __init__(self, place: Path, rank: int, size: int, timeout_s: float, messages: Back):
+    def __init__(self, place: Path, rank: int, size: int, timeout_s: float, messages: Transport):
         self._path, self._rank, self._size, self._timeout_s = place, rank, size, timeout_s
         self._messages, self.forced = messages, messages.forced
         self._slots: Slots | None = None
@@ -61,7 +61,7 @@ class Shared(Back):
         why = f"the ranks share memory. Over gloo it would be {by_messages}"
         return Choice(collective, SLOTS, why)
 
-    def serving(self, algorithm: str) -> Back:
+    def serving(self, algorithm: str) -> Transport:
         return self if algorithm == SLOTS else self._messages
 
     def _start(self, call: Call, collective: Callable[[Slots], int]) -> Work:

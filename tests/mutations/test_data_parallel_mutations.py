@@ -121,8 +121,8 @@ def test_a_bucket_that_forgets_what_was_not_used_turns_red(
 
 
 class _ForgetfulBucket(Bucket):
-    def send(self, comm: Comm, meanwhile: bool, *_: object) -> None:
-        self.handle = comm.all_reduce(self.flat, async_op=meanwhile)
+    def send(self, comm: Comm, async_op: bool, *_: object) -> None:
+        self.handle = comm.all_reduce(self.flat, async_op=async_op)
 
 
 def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:

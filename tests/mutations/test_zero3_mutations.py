@@ -45,10 +45,10 @@ def with_fault(fault: Callable[[], Any], module: nn.Module) -> ZeRO3:
 def skips_a_reduce() -> Any:
     send = Flat.send_gradients
 
-    def some(self: Flat, meanwhile: bool) -> None:
+    def some(self: Flat, async_op: bool) -> None:
         if len(self.places) > 2:
-            return send(self, meanwhile)
-        send(self, meanwhile)
+            return send(self, async_op)
+        send(self, async_op)
         assert self._handle is not None
         self._handle.wait()
         self._arriving = self.partition.share_of(self.unreduced.flat, self.comm.rank).clone()
@@ -73,9 +73,9 @@ def divides_twice() -> Any:
 def gathers_twice() -> Any:
     gather = Flat.gather
 
-    def twice(self: Flat, meanwhile: bool) -> Any:
-        gather(self, meanwhile=False)
-        return gather(self, meanwhile)
+    def twice(self: Flat, async_op: bool) -> Any:
+        gather(self, async_op=False)
+        return gather(self, async_op)
 
     return patch.object(Flat, "gather", twice)
 
@@ -85,8 +85,8 @@ def keeps_stale_parameters() -> Any:
     gather = Flat.gather
     done: set[Flat] = set()
 
-    def once(self: Flat, meanwhile: bool) -> Any:
-        found = None if self in done else gather(self, meanwhile=False)
+    def once(self: Flat, async_op: bool) -> Any:
+        found = None if self in done else gather(self, async_op=False)
         done.add(self)
         return found
 

@@ -31,7 +31,7 @@ class SkipsAReduce(Faulty):
     def spoil(self) -> None:
         bucket = self._buckets[1]
 
-        def stays(gradients: torch.Tensor, meanwhile: bool) -> None:
+        def stays(gradients: torch.Tensor, async_op: bool) -> None:
             own = bucket.layout.share_of(gradients, self.comm.rank)
             bucket.averaged.copy_(own) if self.stage == 2 else setattr(bucket, "averaged", own)
             if self.stage == 2:
@@ -42,7 +42,7 @@ class SkipsAReduce(Faulty):
 
 class SkipsAGather(Faulty):
     def spoil(self) -> None:
-        self._buckets[1].gather = lambda meanwhile: None  # type: ignore[method-assign]
+        self._buckets[1].gather = lambda async_op: None  # type: ignore[method-assign]
 
 
 class DividesTwice(Faulty):

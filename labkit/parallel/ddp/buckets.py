@@ -33,12 +33,12 @@ class Bucket(GradBuffer):
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
         self.handle: UnderWay | None = None
 
-    def send(self, comm: Comm, meanwhile: bool, divisor: int, hook: Hook = all_reduced) -> None:
-        """Divide all gradients into their places here and sum them, `meanwhile` or at once."""
+    def send(self, comm: Comm, async_op: bool, divisor: int, hook: Hook = all_reduced) -> None:
+        """Divide all gradients into their places here and sum them; `async_op` does not wait."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.put(parameter, divisor)
-        self.handle = hook(self.flag_unused(), comm, meanwhile)
+        self.handle = hook(self.flag_unused(), comm, async_op)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""

@@ -89,11 +89,11 @@ class ZeroBucket:
 
     # --- gradients leave ---
 
-    def send(self, meanwhile: bool) -> None:
-        """Sum all ranks' gradients, each rank its share, `meanwhile` or at once."""
+    def send(self, async_op: bool) -> None:
+        """Sum all ranks' gradients, each rank its share; `async_op` does not wait."""
         for p in self.parameters:
             self._put_in_place(p, divided=False)
-        self._sending = self._reduce_scatter(self.gradients.flag_unused(), meanwhile)
+        self._sending = self._reduce_scatter(self.gradients.flag_unused(), async_op)
 
     def receive(self) -> None:
         """Wait for the averages, and be ready for the next backward."""
@@ -107,9 +107,9 @@ class ZeroBucket:
         self.gradients.reset()
         self._sending = None
 
-    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+    def _reduce_scatter(self, gradients: torch.Tensor, async_op: bool) -> Handle | None:
         self.averaged = self.layout.share_of(gradients, self.comm.rank)
-        return self.comm.reduce_scatter_tensor(self.averaged, gradients, async_op=meanwhile)
+        return self.comm.reduce_scatter_tensor(self.averaged, gradients, async_op=async_op)
 
     def _averages_are_there(self) -> None:
         """The other shares are other ranks': here they are zero, and a second backward adds to
@@ -194,11 +194,11 @@ class ZeroBucket:
     def skip(self) -> None:
         """No step: the gradients are of no use."""
 
-    def gather(self, meanwhile: bool) -> None:
-        """Give all ranks' shares to all, `meanwhile` or at once."""
+    def gather(self, async_op: bool) -> None:
+        """Give all ranks' shares to all; `async_op` does not wait."""
         if self.low:
             self.share.copy_(self.stepped)
-        handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=meanwhile)
+        handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=async_op)
         self._gathering = handle
         # A backward through the forward of before must be an error, as after any torch optimizer.
         torch.autograd.graph.increment_version(self.parameters)
@@ -232,7 +232,7 @@ class Stage2Bucket(ZeroBucket):
         self._stepped_on = False  # the next backward may overwrite what is there
         self._beside: torch.Tensor | None = None
 
-    def _reduce_scatter(self, gradients: torch.Tensor, meanwhile: bool) -> Handle | None:
+    def _reduce_scatter(self, gradients: torch.Tensor, async_op: bool) -> Handle | None:
         if self._stepped_on:
             self.forget_gradients()
         self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
@@ -240,7 +240,7 @@ class Stage2Bucket(ZeroBucket):
         for p in self.parameters:
             p.grad = None
         arriving = self.averaged if self._beside is None else self._beside
-        return self.comm.reduce_scatter_tensor(arriving, gradients, async_op=meanwhile)
+        return self.comm.reduce_scatter_tensor(arriving, gradients, async_op=async_op)
 
     def _averages_are_there(self) -> None:
         arrived = self.averaged if self._beside is None else self._beside

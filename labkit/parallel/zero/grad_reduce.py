@@ -53,16 +53,16 @@ class GradReducer:
         self._adds.discard(p)
         last = len(self._buckets) - 1
         while self.synchronise and self._sent < last and not self._next.missing:
-            self._send_next(meanwhile=True)
+            self._send_next(async_op=True)
 
     @property
     def _next(self) -> GradBuffer:
         return self._buckets[self._sent].gradients
 
-    def _send_next(self, meanwhile: bool) -> None:
+    def _send_next(self, async_op: bool) -> None:
         if self._sent - self._received >= self._in_flight:
             self._receive_next()
-        self._buckets[self._sent].send(meanwhile)
+        self._buckets[self._sent].send(async_op)
         self._sent += 1
 
     def _receive_next(self) -> None:
@@ -73,7 +73,7 @@ class GradReducer:
         """Backward is over: send what is left (at least the last bucket, which nothing can hide,
         and all after one that misses a parameter), and wait."""
         while self.synchronise and self._sent < len(self._buckets):
-            self._send_next(meanwhile=self._sent < len(self._buckets) - 1)
+            self._send_next(async_op=self._sent < len(self._buckets) - 1)
         self._not_averaged = not self.synchronise
         self._reset()
 
@@ -103,7 +103,7 @@ class GradReducer:
         self.check_unchanged()
         if any(p.grad is not bucket.in_pieces.get(p) for p, bucket in self._bucket_of.items()):
             for bucket in self._buckets:
-                bucket.send(meanwhile=False)
+                bucket.send(async_op=False)
                 bucket.receive()
 
     def check_unchanged(self) -> None:

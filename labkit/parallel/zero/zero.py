@@ -164,7 +164,7 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
             bucket.sync_master_from_param()
             bucket.step(self.inner)
             last = bucket is self._buckets[0]  # nothing here could hide it
-            bucket.gather(meanwhile=not last or self._gathers is not None)
+            bucket.gather(async_op=not last or self._gathers is not None)
         if self._gathers is None:
             self.wait()
         return value
@@ -233,7 +233,7 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
         """The owned pieces were written to: give all ranks the new parameters."""
         self.wait()
         for bucket in self._buckets:
-            bucket.gather(meanwhile=False)
+            bucket.gather(async_op=False)
 
     def _masters(self) -> list[torch.Tensor]:
         self.wait()

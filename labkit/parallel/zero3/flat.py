@@ -153,8 +153,8 @@ class Flat:
 
     # --- parameters ---
 
-    def gather(self, meanwhile: bool) -> Handle | None:
-        """Make `full`, from all ranks' shares; `meanwhile` returns a handle."""
+    def gather(self, async_op: bool) -> Handle | None:
+        """Make `full`, from all ranks' shares; `async_op` returns a handle."""
         self.full.allocate()
         full = self.full.flat
         if self.keep_whole:
@@ -163,7 +163,7 @@ class Flat:
         mine = self.share
         if mine.dtype != full.dtype:
             mine = self.partition.share_of(full, self.comm.rank).copy_(mine)
-        return self.comm.all_gather_into_tensor(full, mine, async_op=meanwhile)
+        return self.comm.all_gather_into_tensor(full, mine, async_op=async_op)
 
     # --- gradients ---
 
@@ -184,7 +184,7 @@ class Flat:
             self.unreduced.allocate()
         self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
-    def send_gradients(self, meanwhile: bool) -> None:
+    def send_gradients(self, async_op: bool) -> None:
         """Sum them over the ranks, each share on the rank that owns it. Where the sums arrive,
         and what then becomes of them:
 
@@ -201,11 +201,11 @@ class Flat:
             self.gradient = torch.empty_like(self.share)
         if self.keep_whole:
             self._arriving = flat
-            self._handle = self.comm.all_reduce(flat, async_op=meanwhile)
+            self._handle = self.comm.all_reduce(flat, async_op=async_op)
             return
         in_place = self._are_new and self.gradient.dtype == flat.dtype
         self._arriving = self.gradient if in_place else flat.new_empty(self.partition.share)
-        self._handle = self.comm.reduce_scatter_tensor(self._arriving, flat, async_op=meanwhile)
+        self._handle = self.comm.reduce_scatter_tensor(self._arriving, flat, async_op=async_op)
 
     def receive_gradients(self) -> None:
         """Wait for them, and add them to what the shards have."""
@@ -244,10 +244,10 @@ class Unit:
         self.stays = False  # to the end of the pass, as what is outside of the unit may use it
         self._handles: list[Handle | None] | None = None
 
-    def start_gather(self, meanwhile: bool) -> None:
+    def start_gather(self, async_op: bool) -> None:
         """Nothing to do where they are here, or on their way."""
         if self._handles is None:
-            self._handles = [flat.gather(meanwhile) for flat in self.flats]
+            self._handles = [flat.gather(async_op) for flat in self.flats]
 
     def finish_gather(self) -> None:
         self._wait()

@@ -261,12 +261,12 @@ class ZeRO3(WholeState, nn.Module):
             self._note_backward(task, unit)
         if unit.is_gathered:
             return
-        unit.start_gather(meanwhile=False)
+        unit.start_gather(async_op=False)
         unit.finish_gather()
         order = self._orders[task is not None]
         order.note(unit)
         for coming in order.coming(self.prefetch):
-            coming.start_gather(meanwhile=True)
+            coming.start_gather(async_op=True)
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
 
     @property
@@ -306,7 +306,7 @@ class ZeRO3(WholeState, nn.Module):
         if flat.gradients.missing:
             return
         if not flat.keep_whole:
-            self._reduce(flat, meanwhile=True)
+            self._reduce(flat, async_op=True)
         unit.awaited.discard(flat)
         if not unit.awaited and not unit.has_frozen:  # of which backward may yet need some
             unit.frees_itself = True
@@ -319,18 +319,18 @@ class ZeRO3(WholeState, nn.Module):
         if unit.inputs_back >= unit.inputs:
             unit.free()
 
-    def _reduce(self, flat: Flat, meanwhile: bool) -> None:
+    def _reduce(self, flat: Flat, async_op: bool) -> None:
         for pending in self._pending.values():
             pending.pop(flat, None)
         while len(self._leaving) >= REDUCES_IN_FLIGHT:
             self._leaving.popleft().receive_gradients()
-        flat.send_gradients(meanwhile)
+        flat.send_gradients(async_op)
         self._leaving.append(flat)
 
     def _finish_backward(self, task: int) -> None:
         """Backward is over: send the gradients of units that miss some, and wait for all."""
         for flat in list(self._pending[task]):
-            self._reduce(flat, meanwhile=False)
+            self._reduce(flat, async_op=False)
         while self._leaving:
             self._leaving.popleft().receive_gradients()
         del self._pending[task], self._noted[task]

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector
 
 from labkit.data import Batch, Text, loss
 from labkit.models import GPT
-from places import ROOT
+from places import ROOT, SUPPORT
 
 KINDS = ["byte", "bpe"]
 
@@ -193,7 +193,7 @@ def digest(kind: str) -> str:
 @pytest.mark.slow
 def test_other_processes_draw_the_same_batch() -> None:
     code = "import test_data as t; print(*map(t.digest, t.KINDS))"
-    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    path = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT)))
     env = {**os.environ, "PYTHONHASHSEED": "99", "PYTHONPATH": path}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
     assert out.stdout.decode().split() == [digest(kind) for kind in KINDS]

@@ -23,6 +23,7 @@ from labkit import Comm, Link, RankError, World
 from labkit.runtime import output as output_module
 from labkit.runtime.output import RankOutput
 from labkit.runtime.pick import MOST_RANKS
+from places import SUPPORT
 from provoke import ROOT, alive, driver, gone, ranks_of_servers, servers, until
 
 FACTOR = 3
@@ -700,7 +701,11 @@ print(f"SAID {me.rank} {me.size} {sum_of_ranks()} {refused}\\n", end="", flush=T
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
             str(tmp_path / "job.py"),
         ],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}:{SUPPORT}",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=100,

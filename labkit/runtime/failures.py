@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from labkit.runtime import cells
 from labkit.runtime.board import ENDED, WAITED_FOR
 from labkit.runtime.diagnose import Verdict, Watch, last_operation, positions
@@ -77,10 +79,20 @@ class Failures:
             return waited_s > UNREPORTED_S
         if not self._running:
             return True
+        if "died" in self._found and any(map(self._has_ended, self._running)):
+            return waited_s > UNREPORTED_S
         if set(self._found) <= HARMLESS and not self._stuck and not self._someone_waits():
             return waited_s > COMPUTING_S
         only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
         return waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether its process has, though the server has yet to report it, and the kernel perhaps
+        to close its connection: on a loaded machine that follows much later."""
+        try:
+            return psutil.Process(self._ranks.pids[rank]).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def _someone_waits(self) -> bool:
         board = self._ranks.board  # without it, nobody knows

@@ -56,9 +56,14 @@ def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_n
     chance = random.Random(21)
     process = psutil.Process(kernel.manager.provisioner.pid)
     interrupted = 0
-    for k in range(ROUNDS):
+    for k in range(4 * ROUNDS):  # on a loaded machine some interrupts come too late
+        if k >= ROUNDS and interrupted > ROUNDS // 2:
+            break
         early = chance.random() < 0.5
-        moments_s = [chance.uniform(0.1, 1.2), *(chance.uniform(0.15, 0.4) for _ in range(2))]
+        moments_s = [
+            chance.uniform(0.1, 1.2 if k < ROUNDS else 0.3),
+            *(chance.uniform(0.15, 0.4) for _ in range(2)),
+        ]
         kernel.run(NEW_SERVER + ("\nForkServer.get(early=True)" if early else ""))
         request = kernel.begin("world = World(2)")
         for pause_s in moments_s:

@@ -21,7 +21,7 @@ bench = typer.Typer(
 console = Console()
 
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
-Dispatcher = Annotated[
+TransportName = Annotated[
     str | None,
     typer.Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
 ]
@@ -73,7 +73,7 @@ def data_parallel(
     only: Annotated[
         str | None, typer.Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
     ] = None,
-    transport: Dispatcher = None,
+    transport: TransportName = None,
 ) -> None:
     """A step of DDP, ZeRO-1, 2 and 3 against torch's."""
     from labkit.bench import data_parallel as module
@@ -93,7 +93,7 @@ def tensor_parallel(
     turns: Turns = 20,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
     models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
-    transport: Dispatcher = None,
+    transport: TransportName = None,
     save: Save = None,
 ) -> None:
     """A step of tensor parallelism against torch's DTensor."""
@@ -119,7 +119,7 @@ def pipeline(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
     models: Annotated[str, typer.Option(help="1M, 3.4M: one or both.")] = "1M,3.4M",
     microbatches: Annotated[int, typer.Option(help="So many of the 16 rows.", min=1)] = 8,
-    transport: Dispatcher = None,
+    transport: TransportName = None,
     save: Save = None,
 ) -> None:
     """A step of a pipeline against torch's by the same schedule, and the floor of both."""
@@ -246,7 +246,7 @@ def collectives(
     redop: Annotated[str, typer.Option(help="sum, min, max or product.")] = "sum",
     turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
     check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
-    transport: Dispatcher = None,
+    transport: TransportName = None,
     save: Save = None,
     plot: Plot = None,
     fit: Annotated[

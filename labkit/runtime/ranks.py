@@ -82,9 +82,8 @@ class Ranks:
         pending: dict[Channel, int] = {}  # ranks that have called and are not ready
         with sock:
             self.pids = self.starter.start(specs, tick)
-            until_s = (
-                time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
-            )  # they wait for each other, too
+            # Ranks wait for each other, too.
+            until_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
             while len(controls) + len(outputs) < 2 * world.size or pending:
                 talking = ready([sock, *pending], TICK_S)
                 tick()

@@ -73,7 +73,7 @@ class Spans:
         self._own: Span | None = None  # the module whose backward runs
         self._known: dict[int, _Known] = {}  # by id(module)
         self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
-        self._dispatcher = torch.empty(0)  # see `_mark`
+        self._hook_holder = torch.empty(0)  # see `_mark`
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's next node at the last mark
@@ -211,8 +211,8 @@ class Spans:
                         # A node takes hooks over from a tensor of the user's at a third of the
                         # price of `register_prehook`. Here the tensor is always the same: one for
                         # each module would lie among the activations, and break up the heap.
-                        self._dispatcher._backward_hooks = hooks
-                        node._register_hook_dict(self._dispatcher)
+                        self._hook_holder._backward_hooks = hooks
+                        node._register_hook_dict(self._hook_holder)
                     break
                 node = node.next_functions[0][0]  # of what `value` is a view of
         return bool(marked)

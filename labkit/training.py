@@ -18,7 +18,7 @@ from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.common.footprint import Footprint, held
 from labkit.parallel.common.whole import full_state_dict
-from labkit.parallel.pipeline.mail import TAGS
+from labkit.parallel.pipeline.p2p import TAGS
 from labkit.recipes import recipe
 from labkit.runtime.attach import attach
 from labkit.runtime.progress import progress
@@ -102,7 +102,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
             losses.append(one_step(step))
             metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
-        sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["look"])
+        sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["meta"])
     weights: dict[str, Any] = {}
     if keep_weights:
         whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))

@@ -1,4 +1,4 @@
-"""The strategies. One concept, one file; what several of them need is in `common`."""
+"""The strategies, a folder or a file each. What several of them need is in `common`."""
 
 from labkit.parallel.context.context_parallel import context_parallel
 from labkit.parallel.ddp.ddp import DDP

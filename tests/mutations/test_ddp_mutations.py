@@ -180,7 +180,7 @@ class JoinsWithStaleGradients(DDP):
     """A joined rank goes on sending its last gradient."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._roll is None or self._roll.i_am_active:
+        if self._join is None or self._join.is_active:
             super().zero_grad(set_to_none)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import pipeline_cases as cases
 from labkit import RankError, World
 from labkit.parallel.pipeline import deferred_weights, virtual_stage
-from labkit.parallel.pipeline.mail import P2PChannel
+from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.tied import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage

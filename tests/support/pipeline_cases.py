@@ -332,7 +332,7 @@ def outputs_go_when_they_are_sent(fault: Fault = nullcontext) -> None:
 
     with fault():
         pipe = Pipeline([Output() for _ in range(comm.size)], comm, "gpipe", 8, loss)
-        mail = pipe._mail
+        mail = pipe._p2p
         receive = mail.receive
 
         def counting(message: Any) -> Any:

@@ -92,12 +92,12 @@ class ParamSnapshot:
         self._places: list[dict[str, Any]] = []
         for part in module.modules():
             self._places += [part._parameters, part._modules]
-        self._before, self._glimpsed = self._now(), self.fingerprint()
+        self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
-    def fingerprint(self) -> tuple[list[int], list[bool]]:
-        """Who stands where, and what is frozen: a fraction of the cost of looking names up."""
-        standing = chain.from_iterable(map(dict.values, self._places))
-        return [*map(id, standing)], [p.requires_grad for p in self._parameters]
+    def _fingerprint(self) -> tuple[list[int], list[bool]]:
+        """Which tensors are where, and which are frozen: much cheaper than their names."""
+        present = chain.from_iterable(map(dict.values, self._places))
+        return [*map(id, present)], [p.requires_grad for p in self._parameters]
 
     def _now(self) -> dict[str, tuple[int, bool]]:
         module = self._module()
@@ -106,7 +106,7 @@ class ParamSnapshot:
 
     def check(self) -> None:
         """Raises ValueError, naming the parameter that is new, gone, another, frozen or thawed."""
-        if self.fingerprint() == self._glimpsed:
+        if self._fingerprint() == self._fingerprint_before:
             return
         now = self._now()
         for name in {**self._before, **now}:

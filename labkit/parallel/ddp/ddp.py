@@ -86,7 +86,7 @@ class DDP(Replica):
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         self._came: list[nn.Parameter] | None = None
         self._fill([])
-        self._roll: JoinCoordinator | None = None  # inside join()
+        self._join: JoinCoordinator | None = None  # inside join()
         self._in_backward = False
         self._sent = 0  # buckets leave in the same order on all ranks
         for parameter in self._parameters_to_average:
@@ -116,9 +116,9 @@ class DDP(Replica):
 
     def _copy_buffers(self) -> None:
         buffers = list(self.module.buffers())
-        if buffers and self._roll and self._roll.i_am_active:
-            self._roll.tell(Phase.FORWARD)
-        copy_from(self._roll.first if self._roll else 0, buffers, self.comm)
+        if buffers and self._join and self._join.is_active:
+            self._join.announce(Phase.FORWARD)
+        copy_from(self._join.first if self._join else 0, buffers, self.comm)
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has finished the gradient of `parameter`."""
@@ -138,8 +138,8 @@ class DDP(Replica):
     def _begin(self) -> None:
         self._in_backward = True
         at_end_of_backward(self._end)
-        if self._roll:
-            self._roll.tell(Phase.BACKWARD)
+        if self._join:
+            self._join.announce(Phase.BACKWARD)
 
     def _end(self) -> None:
         """Backward is over. Raises ValueError when a static graph used less than before."""
@@ -166,7 +166,7 @@ class DDP(Replica):
 
     def _send_next(self) -> None:
         is_last = self._sent == len(self._buckets) - 1
-        divisor = self._roll.divisor if self._roll else self.comm.size
+        divisor = self._join.divisor if self._join else self.comm.size
         self._next.send(self.comm, self.overlap and not is_last, divisor, self.hook)
         self._sent += 1
 
@@ -184,11 +184,11 @@ class DDP(Replica):
         """Once, after the first backward: fill the buckets in the order in which gradients came."""
         self._came = None
         order = agreed_order(
-            self._parameters_to_average, came, self.comm, self._roll.first if self._roll else 0
+            self._parameters_to_average, came, self.comm, self._join.first if self._join else 0
         )
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
-            mine = None if self._roll and not self._roll.i_am_active else {*order} - unused
+            mine = None if self._join and not self._join.is_active else {*order} - unused
             used = agreed_used(self._names, mine, self.comm)
             order = [p for p in order if p in used]
         buckets = buckets_of(order[::-1], self._bucket_bytes, self.comm)
@@ -218,19 +218,19 @@ class DDP(Replica):
         of an optimizer (momentum, Adam) is each rank's own: make a new one to train on.
         """
         device = self._parameters_to_average[0].device
-        self._roll = roll = JoinCoordinator(self.comm, device, divide_by_active)
+        self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:
             yield
-            while doing := roll.tell(Phase.ENDED):
-                if doing == Phase.FORWARD:
+            while phase := join.announce(Phase.DONE):
+                if phase == Phase.FORWARD:
                     self._copy_buffers()
                 else:
                     self.zero_grad()
                     self._finish()
-            if len(roll.active) < self.comm.size:
+            if len(join.active) < self.comm.size:
                 tensors = [*self.module.parameters(), *self.module.buffers()]
-                copy_from(roll.first, tensors, self.comm)
+                copy_from(join.first, tensors, self.comm)
         finally:
-            self._roll = None
+            self._join = None
 
     predict = NaiveDDP.predict  # the same bytes, in fewer messages

@@ -4,10 +4,10 @@
     rank 1   step 0 | step 1 | step 2 | step 3 | join: . . . | model
     rank 2   step 0 | step 1 | step 2 | step 3 | step 4      | model ->
 
-Collectives need all ranks. So before each thing that all must do, an active rank tells that it is
-about to do it, a joined rank that its data ended: one all-reduce of a number for each rank. If
-anybody is still active, the joined rank does the same collectives, as a rank that used no
-parameter: it changes no sum. In the end all have the model of a rank that was active last.
+Collectives need all ranks. So before each collective an active rank announces its phase, and a
+joined rank that it is done: one all-reduce of a number for each rank. While any rank is active, the
+joined ranks take part in the same collectives, as ranks that used no parameter: they change no sum.
+In the end all have the model of a rank that was active last.
 
 Source: torch's `Join`, of which this is the part that data parallelism needs.
 """
@@ -20,38 +20,36 @@ from labkit.comm import Comm
 
 
 class Phase(IntEnum):
-    """What a rank tells."""
+    """What a rank is about to do."""
 
-    ENDED = 0
+    DONE = 0
     FORWARD = 1  # in which buffers are broadcast
     BACKWARD = 2
 
 
 class JoinCoordinator:
-    """Who is still active: the ranks that were when anybody was asked last, all to begin with."""
+    """Knows which ranks are active: those of the last announcement, all to begin with."""
 
     def __init__(self, comm: Comm, device: torch.device, divide_by_active: bool):
         self.comm, self.divide_by_active = comm, divide_by_active
         self.active = list(range(comm.size))
         self._device = device
 
-    def tell(self, mine: Phase) -> Phase:
-        """Tell the others, and learn what the active ranks do; ENDED when there are none.
-        Raises ValueError on every rank when they do different things."""
-        told = torch.zeros(self.comm.size, device=self._device)
-        told[self.comm.rank] = mine
-        self.comm.all_reduce(told)
-        doing = {rank: Phase(int(x)) for rank, x in enumerate(told.tolist()) if x}
-        if len(set(doing.values())) > 1:
+    def announce(self, phase: Phase) -> Phase:
+        """Announce this rank's phase; returns that of the active ranks, DONE if there are none.
+        Raises ValueError on every rank when they differ."""
+        numbers = torch.zeros(self.comm.size, device=self._device)
+        numbers[self.comm.rank] = phase
+        self.comm.all_reduce(numbers)
+        phases = {rank: Phase(int(x)) for rank, x in enumerate(numbers.tolist()) if x}
+        if len(set(phases.values())) > 1:
             raise ValueError(
                 "inside join() the active ranks call forward and backward alike; now "
-                + ", ".join(
-                    f"rank {rank} is in {what.name.lower()}" for rank, what in doing.items()
-                )
+                + ", ".join(f"rank {rank} is in {x.name.lower()}" for rank, x in phases.items())
             )
-        if doing:
-            self.active = list(doing)
-        return next(iter(doing.values()), Phase.ENDED)
+        if phases:
+            self.active = list(phases)
+        return next(iter(phases.values()), Phase.DONE)
 
     @property
     def first(self) -> int:
@@ -59,7 +57,7 @@ class JoinCoordinator:
         return self.active[0]
 
     @property
-    def i_am_active(self) -> bool:
+    def is_active(self) -> bool:
         return self.comm.rank in self.active
 
     @property

@@ -3,7 +3,7 @@
 pipeline.py           the strategy: one loop that runs any schedule
 stages.py             a model cut into stages
 virtual_stage.py      one piece: its forward, its backward, and their halves
-mail.py               messages: receives posted ahead, sends that are not waited for
+p2p.py                messages: receives posted ahead, sends that are not waited for
 scatter_gather.py     ... of which tensor-parallel ranks send a part each
 tied.py               parameters that several stages share
 synchronising.py      replicas of stages: averaged once a step

@@ -37,7 +37,7 @@ from labkit import events
 from labkit.comm import Comm
 from labkit.parallel.common.in_stages import mark_stages
 from labkit.parallel.common.whole import full_state_dict
-from labkit.parallel.pipeline.mail import P2PChannel
+from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
 from labkit.parallel.pipeline.stages import Layers, further_names, layers_in, prefix_of
 from labkit.parallel.pipeline.synchronising import (
@@ -157,7 +157,7 @@ class Pipeline(NotCopyable, nn.Module):
         self._scaler: GradScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
-        self._mail = P2PChannel(comm, self.schedule, parts)
+        self._p2p = P2PChannel(comm, self.schedule, parts)
         self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
         self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._looked: Any = None  # the batch of the last step, what its rows look like
@@ -190,13 +190,13 @@ class Pipeline(NotCopyable, nn.Module):
         """
         self._begin(x, y, scaler)
         for action, needed, leaving in self._program:
-            came = self._mail.receive(needed) if needed else self._of_batch(action)
+            came = self._p2p.receive(needed) if needed else self._of_batch(action)
             with self._without_sync(action):
                 result = self._stages[action.chunk].do(action, came)
             if leaving:
-                self._mail.send(leaving, result)
+                self._p2p.send(leaving, result)
             del came, result  # their memory goes as soon as nobody needs it
-        self._mail.end()
+        self._p2p.end()
         self._tied.sum_gradients()
         self._xs = self._ys = ()
         return self._loss if self._has_last else None
@@ -228,7 +228,7 @@ class Pipeline(NotCopyable, nn.Module):
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
         looks = check_alike(x, self, self._looked)
-        self._mail.begin(rows, x.device, afresh=looks != self._looked)
+        self._p2p.begin(rows, x.device, afresh=looks != self._looked)
         self._looked = looks
         self._scaler = scaler if torch.is_grad_enabled() else None
         if self._scaler is not None:
@@ -260,7 +260,7 @@ class Pipeline(NotCopyable, nn.Module):
     def _wants_gradient(self) -> bool:
         """Whether the last stage does, for its parameters or for the stages before it."""
         parameters = self._stages[-1].module.parameters()
-        before = self._mail.has_gradient(self._last_index - 1)
+        before = self._p2p.has_gradient(self._last_index - 1)
         return before or any(p.requires_grad for p in parameters)
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class LayerPass:
     """The forward or the backward of one micro-batch. `peak`: when it holds the most, what it holds
     above what was held before the forward."""
 
@@ -84,8 +84,8 @@ class Layer:
     """A recorded layer. `kept`: by a micro-batch between forward and backward, its input among it,
     and not its output."""
 
-    forward: Phase
-    backward: Phase
+    forward: LayerPass
+    backward: LayerPass
     kept: Bytes
 
     @cached_property
@@ -285,7 +285,7 @@ def _layer_of(one: RankTrace) -> Layer:
     ):
         held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
         parts = [Part(what, of) for when_s, _, what, of in things if began_s <= when_s <= ended_s]
-        phases.append(Phase(tuple(parts), above(max(held[-1], key=sum), before)))
+        phases.append(LayerPass(tuple(parts), above(max(held[-1], key=sum), before)))
     return Layer(phases[0], phases[1], above(held[0][-1], before))
 
 

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from labkit.replaying.costs import Costs, Sending
-from labkit.replaying.planning.layers import Layer, Phase, Shape, recorded
+from labkit.replaying.planning.layers import Layer, LayerPass, Shape, recorded
 from labkit.replaying.planning.updates import recorded_update
 
 Ranks = tuple[int, ...]
 _known: "WeakKeyDictionary[Costs, dict[Any, Any]]" = WeakKeyDictionary()
 
 
-class PhaseSeconds(NamedTuple):
+class PassSeconds(NamedTuple):
     """`compute_s`: with the waits for launches. `gradients`: when backward was done with a
     parameter, and of how many elements it is."""
 
@@ -45,8 +45,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class LayerSeconds(NamedTuple):
-    forward: PhaseSeconds
-    backward: PhaseSeconds
+    forward: PassSeconds
+    backward: PassSeconds
 
 
 def layer_seconds(shape: Shape, costs: Costs, groups: tuple[Ranks, ...]) -> LayerSeconds:
@@ -55,7 +55,7 @@ def layer_seconds(shape: Shape, costs: Costs, groups: tuple[Ranks, ...]) -> Laye
 
     def find() -> LayerSeconds:
         layer = recorded(shape)
-        found = [_phase_seconds(one, costs, groups) for one in (layer.forward, layer.backward)]
+        found = [_pass_seconds(one, costs, groups) for one in (layer.forward, layer.backward)]
         return LayerSeconds(*found)
 
     return kept(costs, (shape, groups), find)
@@ -83,7 +83,7 @@ def slowest(op: str, nbytes: int, costs: Costs, groups: tuple[Ranks, ...]) -> Se
     return max(every, key=lambda one: one.seconds + one.latency_s)
 
 
-def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> PhaseSeconds:
+def _pass_seconds(phase: LayerPass, costs: Costs, groups: tuple[Ranks, ...]) -> PassSeconds:
     compute_s = exposed_s = free_s = launched_s = 0.0
     over_s: dict[int, float] = {}
     gradients = []
@@ -100,7 +100,7 @@ def _phase_seconds(phase: Phase, costs: Costs, groups: tuple[Ranks, ...]) -> Pha
             exposed_s += max(over_s[id(of)] - now_s, 0.0)
         else:
             gradients.append((now_s, of))
-    return PhaseSeconds(compute_s, exposed_s, tuple(gradients))
+    return PassSeconds(compute_s, exposed_s, tuple(gradients))
 
 
 def kept(costs: Costs, key: Any, find: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ from labkit.trace import Operation
 
 
 class Update(NamedTuple):
-    """The optimizer's step on some parameters; `peak` as in a Phase."""
+    """The optimizer's step on some parameters; `peak` as in a LayerPass."""
 
     operations: tuple[Operation, ...]
     peak: Bytes

@@ -327,7 +327,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
             with pytest.raises(RuntimeError, match="the last step of this pipeline ended in an"):
                 pipe.step(X, X)
             return str(caught.value)
-        pipe._mail.send = lambda message, x: None  # type: ignore[method-assign]
+        pipe._p2p.send = lambda message, x: None  # type: ignore[method-assign]
         with suppress(CommError):
             pipe.step(X, X)
         return ""

@@ -27,8 +27,7 @@ from labkit import (
 )
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
-from labkit.parallel.pipeline import mail as pipeline_mail
-from labkit.parallel.pipeline import scatter_gather
+from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from pipeline_cases import DATA, Fault, descend, layers, piped, tokens_loss
@@ -384,7 +383,7 @@ def sends_all_of_it() -> AbstractContextManager[Any]:
 
         return made
 
-    channel = pipeline_mail.P2PChannel
+    channel = p2p.P2PChannel
     return patch.object(channel, "__init__", init(channel.__init__))
 
 

@@ -28,7 +28,7 @@ from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from labkit.schedules.actions import Schedule, chunks_of
 from labkit.schedules.messages import Message, sent
 
-TAGS = {"activation": 101, "gradient": 102, "look": 103}
+TAGS = {"activation": 101, "gradient": 102, "meta": 103}
 MOST_DIMS = 8
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64,
@@ -43,14 +43,14 @@ class TensorMeta(NamedTuple):
     rest: tuple[int, ...]  # the shape behind the rows
     has_gradient: bool  # one comes back
 
-    def as_numbers(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """[11] int64."""
         room = [0] * (MOST_DIMS - len(self.rest))
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
         return torch.tensor([*head, *self.rest, *room])
 
     @staticmethod
-    def of_numbers(numbers: Tensor) -> "TensorMeta":
+    def from_tensor(numbers: Tensor) -> "TensorMeta":
         """The way back."""
         dtype, has_gradient, dims, *rest = numbers.tolist()
         return TensorMeta(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
@@ -86,7 +86,7 @@ class P2PChannel:
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._chunks, self._parts = comm, chunks_of(schedule), parts
         self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
-        self._looks: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
+        self._metas: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
         self._leaving: deque[PendingSend] = deque()
         self._in_step = False
 
@@ -109,7 +109,7 @@ class P2PChannel:
         self._posted: dict[Message, tuple[Handle, Tensor]] = {}
         self._here: dict[Message, Tensor] = {}  # from this rank to itself
         if afresh:
-            self._looks.clear()
+            self._metas.clear()
 
     def end(self) -> None:
         """All that was sent has arrived."""
@@ -124,7 +124,7 @@ class P2PChannel:
         self._let_go()
         if message.what == "activation":
             assert x is not None
-            self._tell_look(message, x)
+            self._send_meta(message, x)
         if x is None:
             return
         x = x.detach()
@@ -151,7 +151,7 @@ class P2PChannel:
         while self._leaving and self._leaving[0].handle.is_completed():
             self._leaving.popleft().wait()
 
-    def _tell_look(self, message: Message, x: Tensor) -> None:
+    def _send_meta(self, message: Message, x: Tensor) -> None:
         boundary, k = message.source, message.microbatch
         rows, *rest = x.shape if x.ndim else (0,)
         at = f"stage {boundary} (rank {self.comm.rank}), micro-batch {k}"
@@ -162,22 +162,22 @@ class P2PChannel:
             )
         if x.dtype not in DTYPES:
             raise ValueError(f"{at}: a pipeline sends no {x.dtype}")
-        look = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
-        known = self._looks.setdefault(boundary, look)
-        if known is look and message.target % self.comm.size != self.comm.rank:
+        meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
+        known = self._metas.setdefault(boundary, meta)
+        if known is meta and message.target % self.comm.size != self.comm.rank:
             target = message.target % self.comm.size
-            self._leave(look.as_numbers(), target, "look", f"{at}: what its output looks like")
-        if known != look:
+            self._leave(meta.to_tensor(), target, "meta", f"{at}: what its output looks like")
+        if known != meta:
             raise ValueError(
-                f"{at}: its output is {_told(look)}, and was {_told(known)} before; what a stage "
-                "hands on has the same shape and type for every micro-batch, but for its rows"
+                f"{at}: its output is {_describe(meta)}, and was {_describe(known)} before; what a "
+                "stage hands on has the same shape and type for every micro-batch, but for its rows"
             )
 
     # --- receiving ----------------------------------------------------------------------------
 
     def has_gradient(self, boundary: int) -> bool:
         """Whether one goes back over it: known after its first message."""
-        return boundary in self._looks and self._looks[boundary].has_gradient
+        return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
         """What this message brings: [rows, ...], an activation with `requires_grad` where the
@@ -185,13 +185,13 @@ class P2PChannel:
 
         Raises CommError where it does not come: its sender died, or did not come in time.
         """
-        if message.what == "gradient" and not self._looks[message.target].has_gradient:
+        if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:
             x = self._here.pop(message)
         else:
             x = self._received(message)
-        if message.what == "activation" and self._looks[message.source].has_gradient:
+        if message.what == "activation" and self._metas[message.source].has_gradient:
             x.requires_grad_()
         return x
 
@@ -220,23 +220,23 @@ class P2PChannel:
             return
         message = self._coming[source][0]
         boundary = min(message.source, message.target)
-        if boundary not in self._looks:
+        if boundary not in self._metas:
             if not wanted:
                 return
             numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
-            self.comm.recv(numbers, source, TAGS["look"])
-            self._looks[boundary] = TensorMeta.of_numbers(numbers)
+            self.comm.recv(numbers, source, TAGS["meta"])
+            self._metas[boundary] = TensorMeta.from_tensor(numbers)
         self._coming[source].popleft()
-        look = self._looks[boundary]
-        if message.what == "activation" or look.has_gradient:
-            shape = self._rows[message.microbatch], *look.rest
-            x = torch.empty(shape, dtype=look.dtype, device=self._device)
+        meta = self._metas[boundary]
+        if message.what == "activation" or meta.has_gradient:
+            shape = self._rows[message.microbatch], *meta.rest
+            x = torch.empty(shape, dtype=meta.dtype, device=self._device)
             room = self._parts.room(x) if self._parts else x
             self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
 
 
-def _told(look: TensorMeta) -> str:
-    kind = str(look.dtype).removeprefix("torch.")
-    return f"{kind} [rows{''.join(f', {n}' for n in look.rest)}]" + (
-        "" if look.has_gradient else " without a gradient"
+def _describe(meta: TensorMeta) -> str:
+    kind = str(meta.dtype).removeprefix("torch.")
+    return f"{kind} [rows{''.join(f', {n}' for n in meta.rest)}]" + (
+        "" if meta.has_gradient else " without a gradient"
     )

@@ -10,7 +10,13 @@ import freeze
 from labkit import load_checkpoint, read_run
 from places import ROOT
 
-GONE: set[str] = set()  # names and options that an issue has taken away
+GONE = {  # names and options that are no longer there, with the reason
+    "clip_grad_norm(trained: 'Trained | OwnsGradientPieces', max_norm: float, norm_type: float = "
+    "2.0) -> torch.Tensor": "takes the same; a Sharder is what it calls an owner of pieces",
+    "  ZeroOptimizer.bucket_of_copy(self, p: torch.nn.parameter.Parameter) -> ZeroBucket": (
+        "called by pipelines alone: `gradient_of_copy` of the Sharder protocol"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +30,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("what", ["names", "commands"])
 def test_no_public_name_and_no_option_is_lost(frozen: Path, what: str) -> None:
     before = set((frozen / f"{what}.txt").read_text().splitlines())
-    assert before - set(getattr(freeze, what)()) == GONE & before
+    assert before - set(getattr(freeze, what)()) == GONE.keys() & before
 
 
 def test_a_run_of_before_opens(frozen: Path) -> None:

@@ -22,7 +22,7 @@ from labkit.check.lab_05_ranks import (
     two_steps,
 )
 from labkit.check.ranks import run
-from labkit.parallel.ddp.buckets import cut
+from labkit.parallel.common.grad_reducer import cut
 
 
 @exercise(points=2)

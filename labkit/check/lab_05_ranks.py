@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from labkit.check.findings import brief, fail
 from labkit.comm import listen
 from labkit.parallel import DDP
-from labkit.parallel.ddp.buckets import MB
+from labkit.parallel.common.grad_reducer import MB
 
 Student = Callable[..., Any]
 Gradients = dict[str, Tensor | None]

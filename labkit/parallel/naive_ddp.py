@@ -16,9 +16,8 @@ Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
 from typing import Any
 
 import torch
-from torch import nn
 
-from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.footprint import replicated
 from labkit.parallel.common.grad_buffer import UNUSED, check_dense, mark_used, nobody_used
 from labkit.parallel.common.replicas import (
     Replica,
@@ -69,9 +68,4 @@ class NaiveDDP(Replica):
             if used or not nobody_used(gradient.reshape(-1)):
                 parameter.grad = gradient
 
-    @staticmethod
-    def predict(module: nn.Module, size: int) -> Footprint:
-        """Everything whole on every rank; 2(n-1)/n of the gradients sent."""
-        grads = parameter_bytes(module, trainable_only=True)
-        bus_bytes = 2 * (size - 1) / size * grads
-        return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)
+    predict = staticmethod(replicated)

@@ -5,14 +5,11 @@ elements, from `start` on, of the parameter lying flat. Piece and optimizer stat
 checkpoint written from pieces can be read into any others. Under tensor parallelism what is cut
 into pieces is itself a part, rows or columns, of a whole parameter.
 
-A strategy that owns pieces has two methods:
-
-    owned(...) -> list[OwnedPiece]    in the order of the module's parameters
-    after_load()                      the pieces were written to: bring what depends on them in step
+Whoever steps on pieces says so by two methods: `OwnsPieces`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -40,3 +37,15 @@ class OwnedPiece:
         """Of the parameter on all ranks together."""
         whole: torch.Size = self.shape if self.shard is None else self.shard.whole_shape(self.shape)
         return whole
+
+
+@runtime_checkable
+class OwnsPieces(Protocol):
+    """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
+
+    def owned(self, other: Any) -> list[OwnedPiece]:
+        """This rank's pieces, in the order of the module's parameters: an optimizer is asked with
+        the model, a model with its optimizer."""
+
+    def after_load(self) -> None:
+        """The pieces were written to: bring what depends on them in step."""

@@ -190,17 +190,17 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 # gradients:
 
 # %%
-show("parallel/ddp/buckets.py:cut")
+show("parallel/common/grad_reducer.py:cut")
 
 # %% [markdown]
-# A bucket is one flat tensor with a place (`view`) for each of its gradients. `send` puts them
-# there, divided, and starts one all-reduce: that is the `hook`, unless you give another.
+# A bucket is one flat tensor with a place (`view`) for each of its gradients. `fill` puts them
+# there, each divided by n. Then one all-reduce starts: that is the `hook`, unless you give another.
 
 # %%
 show("parallel/common/grad_buffer.py:GradBuffer.put")
 
 # %%
-show("parallel/ddp/buckets.py:Bucket.send", since="for parameter in")
+show("parallel/ddp/ddp.py:DDP._send")
 
 # %%
 show("parallel/ddp/comm_hooks.py:all_reduced")
@@ -211,14 +211,14 @@ show("parallel/ddp/comm_hooks.py:all_reduced")
 
 # %% [markdown]
 # Autograd calls this function at each finished gradient. Look at the `while`: a bucket that is full
-# waits for its turn, so that all ranks send in the **same order**. (`_came` notes, in the first
-# step, in which order gradients really come; from then on the buckets are filled in that order.)
+# waits for its turn, so that all ranks send in the **same order**. (In the first step `_take` also
+# notes in which order gradients really come; from then on the buckets are filled in that order.)
 
 # %%
-show("parallel/ddp/ddp.py:DDP._on_grad_ready")
+show("parallel/common/grad_reducer.py:GradReducer._on_grad_ready")
 
 # %%
-show("parallel/ddp/ddp.py:DDP._finish")
+show("parallel/common/grad_reducer.py:GradReducer._finish")
 
 # %% [markdown]
 # `_finish` runs when backward is over, before `loss.backward()` returns. So the training loop does

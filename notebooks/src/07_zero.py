@@ -209,18 +209,25 @@ show("parallel/common/flat.py:FlatPartition.pieces")
 show("parallel/zero/buckets.py:ZeroBucket.__init__", since="self.layout", until="self._versions")
 
 # %% [markdown]
-# Autograd calls a hook at each finished gradient, as in lab 05. It is divided on its way to its
-# place, by `put` of the same `GradBuffer`. First it is noted: **a gradient that comes twice is an
-# error**. Section 6 shows why.
+# Autograd calls a hook at each finished gradient: it is `GradReducer._on_grad_ready` of lab 05, and
+# says when a bucket leaves. The gradient is divided on its way to its place, by `put` of the same
+# `GradBuffer`. First it is noted: **a gradient that comes twice is an error**. Section 6 shows why.
 
 # %%
 show("parallel/common/grad_buffer.py:GradBuffer.note")
 
 # %% [markdown]
-# A full bucket leaves. In stage 1 its share is a view of all the gradients, which stay:
+# What DDP does by an all-reduce, ZeRO does by a reduce-scatter, which stops halfway: each rank has
+# the averages of its share.
 
 # %%
-show("parallel/zero/buckets.py:ZeroBucket._reduce_scatter")
+show("parallel/zero/zero.py:ZeroOptimizer._send")
+
+# %% [markdown]
+# In stage 1 that share is a view of all the gradients, which stay:
+
+# %%
+show("parallel/zero/buckets.py:ZeroBucket.receives_in")
 
 # %% [markdown]
 # In stage 2 the share has memory of its own, and all the others lose their last reference: `p.grad`
@@ -228,7 +235,7 @@ show("parallel/zero/buckets.py:ZeroBucket._reduce_scatter")
 
 # %%
 show(
-    "parallel/zero/buckets.py:Stage2Bucket._reduce_scatter",
+    "parallel/zero/buckets.py:Stage2Bucket.receives_in",
     since="for p in self.parameters:",
 )
 
@@ -236,11 +243,11 @@ show(
 show("parallel/zero/buckets.py:Stage2Bucket._averages_are_there")
 
 # %% [markdown]
-# No more than two buckets (`_in_flight`) are under way in stage 2, or a slow wire would make them
+# No more than two buckets (`max_in_flight`) are under way in stage 2, or a slow wire would make them
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/zero/grad_reduce.py:GradReducer._send_next")
+show("parallel/common/grad_reducer.py:GradReducer._send_next")
 
 # %%
 show("parallel/zero/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")

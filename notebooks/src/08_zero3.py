@@ -19,7 +19,7 @@ from labkit import predict as formulas
 from labkit.check import lab_08 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.common.footprint import held
+from labkit.parallel.common.held import held
 
 # %% [markdown]
 # ## 1. The question

@@ -21,7 +21,7 @@ from labkit.bench import show_stored
 from labkit.check import lab_10 as check
 from labkit.check import predict, report
 from labkit.course import show
-from labkit.parallel.common.footprint import held
+from labkit.parallel.common.held import held
 
 # %% [markdown]
 # ## 1. The question

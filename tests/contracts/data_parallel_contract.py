@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from labkit import DDP, GPT, Batch, Comm, Single, Text, World, listen, loss
-from labkit.parallel.common.footprint import Footprint, held
+from labkit.parallel.common.footprint import Footprint
+from labkit.parallel.common.held import held
 
 CONTRACT_SIZES = (1, 2, 3, 4)
 STEPS, ROWS, LENGTH = 10, 7, 16  # 7 rows are uneven on 2, 3 and 4 ranks; the last step has 3

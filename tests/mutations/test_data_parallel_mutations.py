@@ -19,12 +19,11 @@ class SkipsABucket(DDP):
     def __init__(self, module: nn.Module):
         super().__init__(module, bucket_mb=0.01)
 
-    def _send_next(self) -> None:
-        if self._sent == 1:
-            self._next.handle = Comm().all_reduce(torch.zeros(1), async_op=True)
-            self._sent += 1
+    def _send(self, bucket: Bucket, async_op: bool) -> None:
+        if bucket is self._buckets[1]:
+            bucket.handle = Comm().all_reduce(torch.zeros(1), async_op=True)
         else:
-            super()._send_next()
+            super()._send(bucket, async_op)
 
 
 class DividesTwice(DDP):
@@ -61,12 +60,11 @@ class AveragesWeights(nn.Module):
 class NeverSends(DDP):
     """n models that know nothing of each other."""
 
-    def _send_next(self) -> None:
-        self._next.handle = None
-        self._sent += 1
+    def _send(self, bucket: Bucket, async_op: bool) -> None:
+        bucket.handle = None
 
-    def _finish(self) -> None:
-        self._reset()
+    def _receive(self, bucket: Bucket) -> None:
+        pass
 
 
 class SendsTwice(NaiveDDP):
@@ -121,8 +119,9 @@ def test_a_bucket_that_forgets_what_was_not_used_turns_red(
 
 
 class _ForgetfulBucket(Bucket):
-    def send(self, comm: Comm, async_op: bool, *_: object) -> None:
-        self.handle = comm.all_reduce(self.flat, async_op=async_op)
+    def fill(self, divisor: float) -> torch.Tensor:
+        assert self.flat is not None
+        return self.flat
 
 
 def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:

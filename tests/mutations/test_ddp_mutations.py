@@ -9,7 +9,8 @@ from torch import nn
 
 import ddp_checks
 from labkit import DDP, Comm, RankError, World
-from labkit.parallel.ddp import bucket_order as arrivals
+from labkit.parallel.ddp import buckets as arrivals
+from labkit.parallel.ddp.buckets import Bucket
 from labkit.parallel.ddp.comm_hooks import UnderWay, bf16_compress_hook
 from labkit.parallel.ddp.joining import JoinCoordinator
 
@@ -51,10 +52,10 @@ class EachRankHasItsOwnOrder(DDP):
 class LeavesGradientsInOldBuckets(DDP):
     """The first step is as it was; its gradients are no views."""
 
-    def _fill(self, buckets: list[Any]) -> None:
+    def _set_buckets(self, buckets: Any) -> None:
         for bucket in buckets:
             bucket.__dict__["take_over"] = lambda: None
-        super()._fill(buckets)
+        super()._set_buckets(buckets)
 
     def _rebuild(self, came: list[nn.Parameter]) -> None:
         grads = {p: p.grad for p in self._parameters_to_average}
@@ -80,7 +81,7 @@ class NotStatic(DDP):
 class StaticWithoutALook(DDP):
     """What a static graph no longer uses goes unnoticed."""
 
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
         self._finish()
 
 
@@ -143,10 +144,10 @@ class DividesAfterwards(DDP):
     """By a hook's time the gradients are whole: bf16 bears it, and rounds as before; fp16 would
     overflow."""
 
-    def _send_next(self) -> None:
-        bucket, size = self._next, self.comm.size
-        super()._send_next()
-        bucket.handle = _Divided(bucket.flat, bucket.handle, size)
+    def _send(self, bucket: Bucket, async_op: bool) -> None:
+        super()._send(bucket, async_op)
+        assert bucket.flat is not None
+        bucket.handle = _Divided(bucket.flat, bucket.handle, self.comm.size)
 
 
 class _Divided:

@@ -115,7 +115,7 @@ def cuts_ties_where_they_fall() -> Any:
     with ExitStack() as stack:
         stack.enter_context(patch.object(zero, "tied_with", lambda p: ()))
         stack.enter_context(
-            patch.object(ZeroOptimizer, "bucket_of_copy", lambda self, p: self._bucket_of[p])
+            patch.object(ZeroOptimizer, "gradient_of_copy", lambda self, p: self._bucket_of[p])
         )
         return stack.pop_all()
 

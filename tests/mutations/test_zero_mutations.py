@@ -29,15 +29,14 @@ class SkipsAReduce(Faulty):
     """The second bucket keeps its own gradients."""
 
     def spoil(self) -> None:
-        bucket = self._buckets[1]
+        self.skipped = self._buckets[1]
 
-        def stays(gradients: torch.Tensor, async_op: bool) -> None:
-            own = bucket.layout.share_of(gradients, self.comm.rank)
-            bucket.averaged.copy_(own) if self.stage == 2 else setattr(bucket, "averaged", own)
-            if self.stage == 2:
-                bucket.averaged_for.update(p for p in bucket.parameters if p.grad is not None)  # type: ignore[attr-defined]
-
-        bucket._reduce_scatter = stays  # type: ignore[method-assign,assignment]
+    def _send(self, bucket: ZeroBucket, async_op: bool) -> None:
+        if bucket is not self.skipped:
+            return super()._send(bucket, async_op)
+        gradients = bucket.fill()
+        own = bucket.layout.share_of(gradients, self.comm.rank)
+        bucket.receives_in(gradients).copy_(own)
 
 
 class SkipsAGather(Faulty):

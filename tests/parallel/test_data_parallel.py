@@ -23,8 +23,8 @@ from data_parallel_contract import (
 )
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
-from labkit.parallel.common.footprint import held
-from labkit.parallel.ddp.buckets import cut
+from labkit.parallel.common.grad_reducer import cut
+from labkit.parallel.common.held import held
 
 
 def small_buckets(module: nn.Module) -> DDP:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, GPT, MasterWeights, dry_run
-from labkit.parallel.common.footprint import held
+from labkit.parallel.common.held import held
 from labkit.precision import master as master_weights
 from labkit.trace import CATEGORIES, Trace
 

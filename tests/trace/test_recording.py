@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import labkit
 from labkit import DDP, GPT, MLP, Batch, Comm, Link, NaiveDDP, RankError, World, loss, record
 from labkit.comm import here
-from labkit.parallel.common.footprint import held
+from labkit.parallel.common.held import held
 from labkit.plot.choice import choose_step
 from labkit.runtime.clock import StreamClock
 from labkit.trace import CATEGORIES, Span, Trace

@@ -29,7 +29,7 @@ arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,27 +37,15 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
+from labkit.parallel.common.sharder import Sharder
 from labkit.parallel.common.shards import comms_of, marked_as, shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
-Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
+Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor] | Sharder
 
 
-@runtime_checkable
-class OwnsGradientPieces(Protocol):
-    """A strategy whose ranks own parts of the gradients.
-
-    `gradient_pieces()` gives this rank's, of any shape, to be scaled in place, and the ranks over
-    which each element is in exactly one piece.
-    """
-
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]: ...
-
-
-def clip_grad_norm(
-    trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_grad_norm(trained: Trained, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
     all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
     torch's, its parameters. Under a Pipeline the norm is that of all stages.
@@ -97,15 +85,15 @@ def clip_grad_norm(
     return norm
 
 
-def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
+def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Sharder]:
     """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
     pipeline, the ZeRO3 around each of this rank's stages.
 
     Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
-    if isinstance(trained, OwnsGradientPieces):
+    if isinstance(trained, Sharder):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    owners: list[Any] = [one for one in every if isinstance(one, Sharder)]
     own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
     kinds = {one if isinstance(one, ShadowOptimizer) else one.comm.ranks for one in owners}
@@ -189,9 +177,9 @@ def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[torch.Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        inside: Any = trained.module if hasattr(trained, "gradient_pieces") else trained
+        inside: Any = trained.module if isinstance(trained, Sharder) else trained
         return list(inside.parameters())
-    if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
+    if isinstance(trained, Sharder) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
     if not given or not all(isinstance(p, torch.Tensor) for p in given):

@@ -79,6 +79,13 @@ class GradBuffer:
         torch.div(p.grad.detach(), divisor, out=self.view[p])
         p.grad = self.view[p]
 
+    def fill(self, divisor: float) -> torch.Tensor:
+        """Put all gradients here, divided; returns them, flat."""
+        for p in self.parameters:
+            if p.grad is not None:
+                self.put(p, divisor)
+        return self.flag_unused()
+
     def flag_unused(self) -> torch.Tensor:
         """The flat gradients, which say what this rank has not used."""
         assert self.flat is not None

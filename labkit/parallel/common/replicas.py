@@ -14,7 +14,22 @@ from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ra
 from labkit.precision.weak_hooks import register_grad_ready_hook as register_grad_ready_hook
 
 
-class Replica(nn.Module):
+class NoSync:
+    """Gradients are averaged in each backward, except in a block `with strategy.no_sync():`."""
+
+    _synchronise = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+
+class Replica(NoSync, nn.Module):
     """`module` on each rank of `comm`, equal to rank 0's: what the wrappers have in common.
 
     A copy (`copy.deepcopy`, pickle) has parameters of its own. It leaves out what belongs to the
@@ -49,15 +64,6 @@ class Replica(nn.Module):
         self.comm = Comm.of(self.comm)
         self._set_up()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
-        before, self._synchronise = self._synchronise, False
-        try:
-            yield
-        finally:
-            self._synchronise = before
-
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """The parameters to be kept equal. Raises ValueError when there are none."""
@@ -90,3 +96,9 @@ def copy_from(src: int, tensors: Iterable[torch.Tensor], comm: Comm) -> None:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call `function` when the backward that now runs is over, before `backward()` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def running_backward() -> int | None:
+    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task

@@ -3,12 +3,14 @@
 Checkpoints do without: there each rank writes its part (labkit/checkpoints).
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from labkit.parallel.common.conjugate import gathered
 from labkit.parallel.common.in_stages import InStages
+from labkit.parallel.common.sharder import Sharder, shards_parameters
 from labkit.parallel.common.shards import Shard, shard_of
-from labkit.parallel.zero3.state import WholeState
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -23,11 +25,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if isinstance(model, InStages):
         return model.full_state_dict()
-    if any(isinstance(one, WholeState) for one in model.modules() if one is not model):
+    if any(shards_parameters(part) for part in model.modules() if part is not model):
         raise ValueError("full_state_dict: this model has a ZeRO3 inside of it; give that one")
     parts = plain_module(model).state_dict(keep_vars=True)
     # ZeRO3's are whole over its own ranks, and may be cut over others.
-    found = model.full_state_dict() if isinstance(model, WholeState) else dict(parts)
+    sharded: Any = model
+    found = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
     whole: dict[int, Tensor] = {}
     for name, x in found.items():
         if isinstance(x, Tensor) and id(x) not in whole:
@@ -43,7 +46,7 @@ def plain_module(model: nn.Module) -> nn.Module:
         return model.module
     inside = getattr(model, "module", None)
     if isinstance(inside, nn.Module) and (
-        hasattr(model, "owned")
+        isinstance(model, Sharder)
         or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
     ):
         return plain_module(inside)

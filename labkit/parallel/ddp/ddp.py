@@ -11,9 +11,8 @@ reverse order, and a bucket leaves as soon as its last gradient is there:
         rank 1   the same
 
 Few large messages pay the latency once, and only the last bucket is not hidden by computation.
-A bucket is one flat tensor, and after backward the gradients *are* views of it: nothing is copied
-back, and a rank then holds P of gradients, not 2P. (During backward, the gradients of the bucket
-that is filling are there beside it.)
+After backward the gradients *are* views of the buckets: nothing is copied back, and a rank holds P
+of gradients, not 2P.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv 2006.15704, sections 3.2 and 4.2.
@@ -27,22 +26,17 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.replicas import (
-    Replica,
-    at_end_of_backward,
-    copy_from,
-    register_grad_ready_hook,
-)
-from labkit.parallel.ddp.bucket_order import STATIC, agreed_order, agreed_used
-from labkit.parallel.ddp.buckets import MB, Bucket, buckets_of
+from labkit.parallel.common.footprint import replicated
+from labkit.parallel.common.grad_reducer import MB, GradReducer, check_bucket_mb
+from labkit.parallel.common.replicas import Replica, copy_from, register_grad_ready_hook
+from labkit.parallel.ddp.buckets import STATIC, Bucket, agreed_order, agreed_used, buckets_of
 from labkit.parallel.ddp.comm_hooks import Hook, all_reduced
 from labkit.parallel.ddp.joining import JoinCoordinator, Phase
-from labkit.parallel.naive_ddp import NaiveDDP
 
 Part = TypeVar("Part")
 
 
-class DDP(Replica):
+class DDP(GradReducer, Replica):
     """Replicas of `module`, whose gradients are averaged while `backward()` runs.
 
     Args:
@@ -53,8 +47,8 @@ class DDP(Replica):
         static_graph: every step uses the parameters that the first one used, on all ranks. The
             others are not sent at all; ValueError where it turns out otherwise.
         hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
-        find_unused_parameters: torch has it, and here it changes nothing: what a rank did not use
-            is found in any case, and costs no search (see `grad_buffer.UNUSED`).
+        find_unused_parameters: changes nothing: unused parameters are found without a search (see
+            `grad_buffer.UNUSED`).
 
     When `backward()` returns, the gradients are the averages; they stay valid until the next
     backward. Use `.module` for the wrapped module. After the first backward, buckets are filled
@@ -74,8 +68,7 @@ class DDP(Replica):
         hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
+        check_bucket_mb(bucket_mb)
         super().__init__(module, comm)
         self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
         self._bucket_bytes = bucket_mb * MB
@@ -84,11 +77,9 @@ class DDP(Replica):
     def _attach(self) -> None:
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._came: list[nn.Parameter] | None = None
-        self._fill([])
+        self._came: list[torch.Tensor] | None = None  # the first backward's gradients, in order
         self._join: JoinCoordinator | None = None  # inside join()
-        self._in_backward = False
-        self._sent = 0  # buckets leave in the same order on all ranks
+        self._set_buckets([])
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)
 
@@ -97,12 +88,8 @@ class DDP(Replica):
         self._make_buckets(None)
 
     def _make_buckets(self, comm: Comm | None) -> None:
-        self._fill(buckets_of(self._parameters_to_average, self._bucket_bytes, comm))
+        self._set_buckets(buckets_of(self._parameters_to_average, self._bucket_bytes, comm))
         self._came = [] if len(self._buckets) > 1 or self.static_graph else None
-
-    def _fill(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.view}
 
     # --- forward and backward -----------------------------------------------------------------
 
@@ -121,27 +108,31 @@ class DDP(Replica):
         copy_from(self._join.first if self._join else 0, buffers, self.comm)
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has finished the gradient of `parameter`."""
-        bucket = self._bucket_of.get(parameter)
-        if bucket is None:
+        if parameter not in self._bucket_of:
             self._refuse(parameter, "got a gradient, and had none in the first backward")
-        if not self._synchronise:
-            return
-        if not self._in_backward:
-            self._begin()
-        if self._came is not None:
-            self._came.append(parameter)  # type: ignore[arg-type]
-        bucket.note(parameter)
-        while self.overlap and self._sent < len(self._buckets) - 1 and not self._next.missing:
-            self._send_next()
+        if self._synchronise:
+            super()._on_grad_ready(parameter)
 
-    def _begin(self) -> None:
-        self._in_backward = True
-        at_end_of_backward(self._end)
+    def _begin_backward(self) -> None:
         if self._join:
             self._join.announce(Phase.BACKWARD)
+        if self._came is not None:
+            self._came = []
 
-    def _end(self) -> None:
+    def _take(self, parameter: torch.Tensor) -> None:
+        self._bucket_of[parameter].note(parameter)
+        if self._came is not None:
+            self._came.append(parameter)
+
+    def _send(self, bucket: Bucket, async_op: bool) -> None:
+        """Divide the gradients into the bucket, and all-reduce it."""
+        divisor = self._join.divisor if self._join else self.comm.size
+        bucket.handle = self.hook(bucket.fill(divisor), self.comm, async_op)
+
+    def _receive(self, bucket: Bucket) -> None:
+        bucket.receive()
+
+    def _end_backward(self) -> None:
         """Backward is over. Raises ValueError when a static graph used less than before."""
         if self.static_graph and self._came is None:
             for parameter, bucket in self._bucket_of.items():
@@ -150,52 +141,29 @@ class DDP(Replica):
         self._finish()
 
     def _finish(self) -> None:
-        """Send what is left (at least the last bucket, which nothing can hide, and all after one
-        that misses a parameter), and wait."""
-        while self._sent < len(self._buckets):
-            self._send_next()
-        for bucket in self._buckets:
-            bucket.receive()
-        self._in_backward, self._sent = False, 0
+        super()._finish()
         if self._came is not None:
             self._rebuild(self._came)
-
-    @property
-    def _next(self) -> Bucket:
-        return self._buckets[self._sent]
-
-    def _send_next(self) -> None:
-        is_last = self._sent == len(self._buckets) - 1
-        divisor = self._join.divisor if self._join else self.comm.size
-        self._next.send(self.comm, self.overlap and not is_last, divisor, self.hook)
-        self._sent += 1
-
-    def _reset(self) -> None:
-        self._in_backward, self._sent = False, 0
-        self._came = None if self._came is None else []
-        for bucket in self._buckets:
-            bucket.reset()
 
     def _refuse(self, parameter: torch.Tensor, what: str) -> NoReturn:
         self._reset()
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
+    def _rebuild(self, came: list[Any]) -> None:
         """Once, after the first backward: fill the buckets in the order in which gradients came."""
         self._came = None
-        order = agreed_order(
-            self._parameters_to_average, came, self.comm, self._join.first if self._join else 0
-        )
+        src = self._join.first if self._join else 0
+        order = agreed_order(self._parameters_to_average, came, self.comm, src)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
             mine = None if self._join and not self._join.is_active else {*order} - unused
             used = agreed_used(self._names, mine, self.comm)
             order = [p for p in order if p in used]
         buckets = buckets_of(order[::-1], self._bucket_bytes, self.comm)
-        if [set(b.view) for b in buckets] != [set(b.view) for b in self._buckets]:
+        if [set(b.parameters) for b in buckets] != [set(b.parameters) for b in self._buckets]:
             for bucket in buckets:
                 bucket.take_over()
-            self._fill(buckets)
+            self._set_buckets(buckets)
 
     # --- several backwards in a step, and ranks whose data ends -------------------------------
 
@@ -233,4 +201,4 @@ class DDP(Replica):
         finally:
             self._join = None
 
-    predict = NaiveDDP.predict  # the same bytes, in fewer messages
+    predict = staticmethod(replicated)  # the bytes of NaiveDDP, in fewer messages

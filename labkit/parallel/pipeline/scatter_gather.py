@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
+from labkit.parallel.common.agreement import check_same, checksum
 from labkit.parallel.common.shards import comms_of, sequence_comm_of
-from labkit.parallel.tensor.validation import check_same, checksum
 
 
 class ScatterGather:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit import events
+from labkit.parallel.common.sharder import unwrapped
 from labkit.schedules.balance import balance
 
 NAMES = ("embed", "blocks", "norm", "head")
@@ -72,13 +73,13 @@ class Layers(nn.Module):
 
 def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
     """The layers of stage `index` by their names in the whole model; a wrapper is passed over."""
-    inner: Any = stage.module if hasattr(stage, "no_sync") else stage
+    inner = unwrapped(stage)
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 
 
 def prefix_of(index: int, stage: nn.Module) -> str:
     """What the names of the parts of stage `index` begin with in the whole model."""
-    inner: Any = stage.module if hasattr(stage, "no_sync") else stage
+    inner = unwrapped(stage)
     return "" if isinstance(inner, Layers) else f"{index}."
 
 

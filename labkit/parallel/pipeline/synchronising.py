@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.common.sharder import Sharder
 from labkit.schedules.actions import Action, Schedule
 
 BACKWARD = ("backward", "weight")
@@ -67,7 +68,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
     Raises ValueError for one that sends in each, in a schedule of which every backward is two."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
-    found = [one for one in owners if hasattr(one, "sends_once")]
+    found = [one for one in owners if isinstance(one, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
     for one in found:
         if halves and not one.sends_once:

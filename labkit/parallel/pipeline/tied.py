@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.zero3.state import WholeState
+from labkit.parallel.common.sharder import Sharder, TiedGradient, shards_parameters
 
 TAG = 104
 
@@ -84,11 +84,11 @@ class WholeGradient:
         group.all_reduce(parameter.grad)
 
 
-def _gradient_of(parameter: nn.Parameter, group: Any) -> Any:
+def _gradient_of(parameter: nn.Parameter, group: Any) -> TiedGradient:
     """Whole, or this rank's share of it."""
     owner = owner_of(parameter)
-    if hasattr(owner, "bucket_of_copy"):
-        return owner.bucket_of_copy(parameter)
+    if isinstance(owner, Sharder):
+        return owner.gradient_of_copy(parameter)
     return WholeGradient(parameter, group)
 
 
@@ -104,7 +104,7 @@ def check_ties(
         for name, p in stage.named_parameters():
             owner = owner_of(p)
             strange = isinstance(owner, nn.Module) and own.isdisjoint(owner.parameters())
-            if isinstance(owner, WholeState) and (p in owners or strange):
+            if shards_parameters(owner) and (p in owners or strange):
                 mine = mine or f"{name} {list(p.shape)} of stage {index}"
     for told in comm.all_gather_object(mine):
         if told:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.zero3.state import WholeState
+from labkit.parallel.common.sharder import DataParallel, shards_parameters
 from labkit.precision.scaler import GradScaler
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
@@ -47,7 +47,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
 def _check_built_alike(stages: Sequence[nn.Module], comm: Comm) -> None:
     """Raises ValueError where a stage is another on another rank. (One that its rank has wrapped,
     in DDP say, is not compared: on the others it is not.)"""
-    mine = [None if hasattr(one, "no_sync") else _looks(one) for one in stages]
+    mine = [None if isinstance(one, DataParallel) else _looks(one) for one in stages]
     every = comm.all_gather_object(mine)
     for index in range(len(stages)):
         known = [(rank, one[index]) for rank, one in enumerate(every) if one[index : index + 1]]
@@ -134,7 +134,7 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
             "updated in between the second half is not defined; give B for I and W"
         )
     if halves:
-        mine = [any(isinstance(part, WholeState) for part in one.modules()) for one in stages]
+        mine = [any(map(shards_parameters, one.modules())) for one in stages]
         for rank, has in enumerate(comm.all_gather_object(mine)):
             if any(has):
                 raise ValueError(
@@ -181,7 +181,7 @@ def optimizer_of(
             "own time, so that its copies would part; give each stage its own (tied=False)"
         )
     for stage in own:
-        if hasattr(stage, "no_sync"):
+        if isinstance(stage, DataParallel):
             raise ValueError(
                 f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
@@ -191,7 +191,7 @@ def optimizer_of(
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
         nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates all the same
         optimizer = make(trained or [nothing])
-    if hasattr(optimizer, "no_sync"):
+    if isinstance(optimizer, DataParallel):
         raise ValueError(
             f"a {type(optimizer).__name__} averages once in a step, and this schedule updates "
             "after each micro-batch; give an optimizer of torch"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.agreement import ParamSnapshot, owner_of
+from labkit.parallel.common.replicas import running_backward
+from labkit.parallel.common.sharder import DataParallel, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.parallel.pipeline.weight_versions import WeightVersions
-from labkit.parallel.zero3.passes import running_backward
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each
@@ -65,7 +66,7 @@ class VirtualStage:
     ):
         self.module, self.index, self.rank = module, index, rank
         self.recompute, self._ends_in = recompute, ends_in
-        self._unwrapped = cast(nn.Module, module.module) if hasattr(module, "no_sync") else module
+        self._unwrapped = unwrapped(module)
         self.unchanged = ParamSnapshot(module)
         self.versions = WeightVersions(module, optimizer) if optimizer else None
         self.in_flight: dict[int, InFlight] = {}
@@ -103,9 +104,9 @@ class VirtualStage:
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over the replicas once in a step, in its last backward."""
-        if action in self._synchronised or not hasattr(self.module, "no_sync"):
+        if action in self._synchronised or not isinstance(self.module, DataParallel):
             return nullcontext()
-        return cast(Any, self.module).no_sync()
+        return self.module.no_sync()
 
     def _forward(self, k: int, x: Tensor) -> Tensor:
         later: Later = []

@@ -2,8 +2,7 @@
 the layer's name before anything is cut, and by rank before anything is computed.
 """
 
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from labkit.comm import CollectiveMismatch, Comm
+from labkit.comm import Comm
 from labkit.events import ranks_in_words
 from labkit.memory.conditions import generators
+from labkit.parallel.common.agreement import check_same, checksum
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.random_state import draws
 from labkit.parallel.tensor.split_trial import SplitTrial
@@ -142,31 +142,7 @@ class SameInput:
         )  # fmt: skip
 
 
-def check_same(comm: Comm, what: str, number: Callable[[], int], advice: str) -> None:
-    """Raises ValueError where the ranks compare notes and their numbers differ."""
-    if comm.size == 1:
-        return
-    try:
-        comm.compare(what, lambda: f"{number():08x}")
-    except CollectiveMismatch as error:
-        each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
-        raise ValueError(
-            f"the {what} differs between the ranks of a tensor-parallel group, which compute "
-            f"one model together; {advice}\n{each}"
-        ) from None
-
-
 def _random_state(model: nn.Module) -> int:
     """Of the generators from which it draws: the CPU's, and that of its device on this rank."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
     return checksum(g.get_state() for g in generators() if g.device in devices)
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """A number that other bytes, or another shape or dtype, would most likely change."""
-    found = 0
-    for x in tensors:
-        flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        found = zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), found)
-        found = zlib.crc32(flat.numpy().tobytes(), found)
-    return found

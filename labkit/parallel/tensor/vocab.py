@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.comm import Comm
+from labkit.parallel.common.agreement import check_same, checksum
 from labkit.parallel.common.conjugate import (
     gather_from_ranks,
     reduce_from_ranks,
@@ -37,7 +38,7 @@ from labkit.parallel.common.conjugate import (
 )
 from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 from labkit.parallel.tensor.linear import ColumnParallelLinear
-from labkit.parallel.tensor.validation import SAME_BATCH, check_same, checksum
+from labkit.parallel.tensor.validation import SAME_BATCH
 
 IGNORED = -100  # a target that does not count, as in F.cross_entropy
 

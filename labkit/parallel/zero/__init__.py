@@ -1,10 +1,11 @@
 """ZeRO stages 1 and 2: each rank keeps the optimizer's state, and the gradients, of its share.
 
-zero.py                the strategy: step on one's share, gather the parameters
-grad_reduce.py         backward: reduce-scatters of buckets to the ranks that own their shares
-buckets.py             a bucket, of stage 1 and of stage 2, which frees its gradients
+zero.py                the strategy: reduce-scatter in backward, step on a share, gather parameters
+buckets.py             a bucket: its flat memory, this rank's share; stage 2 frees the gradients
 param_gather.py        the new parameters, gathered while the next forward runs
+state.py               which part of everything a rank owns: for clipping, checkpoints, pipelines
 gradient_in_pieces.py  the `.grad` of a parameter whose gradient is sharded
-elementwise.py         does an optimizer treat every element by itself? tried before sharding
 footprint.py           bytes held and moved
+
+When a bucket leaves is said in common/grad_reducer.py, for DDP and ZeRO alike.
 """

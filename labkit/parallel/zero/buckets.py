@@ -8,13 +8,13 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
     stepped              a a b b            what rank 1 steps on: the share itself; of a bf16 share
                                             an fp32 master copy, which `gather` rounds
     stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
-                                            optimizer has them for parameters
+                                            optimizer has these as parameters
 
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
     averaged             a a b b            rank 1's share, summed over the ranks
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from labkit.precision.shadow_optimizer import LOW, fp32_gradient, fp32_of, sync_
 class ZeroBucket:
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
-    gradient_factor: float | torch.Tensor | None = None  # see ShadowOptimizer
-
     def __init__(
         self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
     ):
@@ -45,6 +43,7 @@ class ZeroBucket:
         comm.broadcast(self.flat)
         self.share = self.layout.share_of(self.flat, comm.rank)
         self.pieces = list(self.layout.pieces(comm.rank))
+        self.owners_of_pieces = [self.parameters[piece.index] for piece in self.pieces]
         self.low = first.dtype in LOW
         self.stepped = fp32_of(self.share)  # the share itself, or its master copy
         self.stand_ins = [
@@ -54,7 +53,8 @@ class ZeroBucket:
         self.gradients = GradBuffer(parameters, self.layout, names)
         self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
         self.averaged = self.share[:0]  # until gradients have come
-        self._sending: Handle | None = None
+        self.sending: Handle | None = None
+        self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
         self._gathering: Handle | None = None
         self._aside: torch.Tensor | None = None
 
@@ -67,17 +67,34 @@ class ZeroBucket:
 
     # --- gradients come ---
 
+    @property
+    def missing(self) -> set[torch.Tensor]:
+        """The parameters whose gradients are still to come in this backward."""
+        return self.gradients.missing
+
+    def before_adding(self, p: torch.Tensor) -> Callable[[Any], Any]:
+        """A hook before autograd adds to `p.grad`: what a backward has left there is divided, so
+        what is added must be, too."""
+
+        def hook(gradients: Any) -> Any:
+            if not self.uncover(p):
+                return None
+            self._adds.add(p)
+            return (gradients[0] / self.comm.size,)
+
+        return hook
+
     def uncover(self, p: torch.Tensor) -> bool:
         """Have in `.grad` what autograd may add to; returns whether that is divided already."""
         if p.grad is not None and p.grad is self.in_pieces.get(p):
             p.grad = self.gradients.view[p]
         return p.grad is not None and p.grad is self.gradients.view.get(p)
 
-    def take(self, p: torch.Tensor, divided: bool) -> None:
-        """Move the gradient of `p` to its place, divided; where backward added to what it had left
-        there, it is `divided` already."""
+    def take(self, p: torch.Tensor) -> None:
+        """The gradient of `p` is there: move it to its place, divided."""
         self.gradients.note(p)
-        self._put_in_place(p, divided)
+        self._put_in_place(p, divided=p in self._adds)
+        self._adds.discard(p)
 
     def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
         if self.gradients.flat is None:
@@ -87,29 +104,35 @@ class ZeroBucket:
         if not self.uncover(p) and p.grad is not None:
             self.gradients.put(p, 1 if divided else self.comm.size)
 
+    def has_gradient_by_hand(self) -> bool:
+        """Whether a `.grad` is not what backward has left there."""
+        return any(p.grad is not self.in_pieces.get(p) for p in self.parameters)
+
     # --- gradients leave ---
 
-    def send(self, async_op: bool) -> None:
-        """Sum all ranks' gradients, each rank its share; `async_op` does not wait."""
+    def fill(self) -> torch.Tensor:
+        """All gradients, flat, each divided by n."""
         for p in self.parameters:
             self._put_in_place(p, divided=False)
-        self._sending = self._reduce_scatter(self.gradients.flag_unused(), async_op)
+        return self.gradients.flag_unused()
+
+    def receives_in(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Where the average of this rank's share is to arrive."""
+        self.averaged = self.layout.share_of(gradients, self.comm.rank)
+        return self.averaged
 
     def receive(self) -> None:
-        """Wait for the averages, and be ready for the next backward."""
-        if self._sending is not None:
-            self._sending.wait()
+        """Wait for the average of this rank's share."""
+        if self.sending is not None:
+            self.sending.wait()
+            self.sending = None
         self._averages_are_there()
         self._cover([p for p in self.parameters if self.has_gradient(p)])
-        self.reset()
 
     def reset(self) -> None:
+        """Be ready for the next backward."""
         self.gradients.reset()
-        self._sending = None
-
-    def _reduce_scatter(self, gradients: torch.Tensor, async_op: bool) -> Handle | None:
-        self.averaged = self.layout.share_of(gradients, self.comm.rank)
-        return self.comm.reduce_scatter_tensor(self.averaged, gradients, async_op=async_op)
+        self._adds.clear()
 
     def _averages_are_there(self) -> None:
         """The other shares are other ranks': here they are zero, and a second backward adds to
@@ -125,9 +148,8 @@ class ZeroBucket:
         """The parameters with a piece here that another rank used, and this one did not."""
         return [
             p
-            for one in self.pieces
-            if (p := self.parameters[one.index]) in self.gradients.unused
-            and not nobody_used(arrived[one.at : one.at + 1])
+            for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
+            if p in self.gradients.unused and not nobody_used(arrived[piece.at : piece.at + 1])
         ]
 
     def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
@@ -144,10 +166,8 @@ class ZeroBucket:
 
     def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
         return [
-            averaged[one.at : one.at + one.numel]
-            if self.has_gradient(self.parameters[one.index])
-            else None
-            for one in self.pieces
+            averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
+            for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
         ]
 
     def forget_gradients(self) -> None:
@@ -180,11 +200,14 @@ class ZeroBucket:
 
     # --- parameters are stepped on, and gathered ---
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step on this rank's share, by an optimizer that steps where there are gradients."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor | None = None
+    ) -> None:
+        """One step on this rank's share, by an optimizer that steps where there are gradients;
+        those in 16 bits are multiplied by `factor`."""
         gradients = self.own_gradients()
         if any(g is not None for g in gradients) and self.low:
-            gradients = self._own(fp32_gradient(self.averaged, self.gradient_factor))
+            gradients = self._own(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
         optimizer.step()
@@ -232,15 +255,14 @@ class Stage2Bucket(ZeroBucket):
         self._stepped_on = False  # the next backward may overwrite what is there
         self._beside: torch.Tensor | None = None
 
-    def _reduce_scatter(self, gradients: torch.Tensor, async_op: bool) -> Handle | None:
+    def receives_in(self, gradients: torch.Tensor) -> torch.Tensor:
         if self._stepped_on:
             self.forget_gradients()
         self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
         self.averaged_for.update(p for p in self.parameters if p.grad is not None)
         for p in self.parameters:
             p.grad = None
-        arriving = self.averaged if self._beside is None else self._beside
-        return self.comm.reduce_scatter_tensor(arriving, gradients, async_op=async_op)
+        return self.averaged if self._beside is None else self._beside
 
     def _averages_are_there(self) -> None:
         arrived = self.averaged if self._beside is None else self._beside
@@ -260,16 +282,18 @@ class Stage2Bucket(ZeroBucket):
             p.grad = None
         elif in_pieces is not None:
             self.averaged_for.discard(p)
-            for one in self.pieces:
-                if self.parameters[one.index] is p:
-                    self.averaged[one.at : one.at + one.numel].zero_()
+            for piece in self.pieces:
+                if self.parameters[piece.index] is p:
+                    self.averaged[piece.at : piece.at + piece.numel].zero_()
         return super().uncover(p)
 
     def skip(self) -> None:
         self._stepped_on = True
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().step(optimizer)
+    def step(
+        self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor | None = None
+    ) -> None:
+        super().step(optimizer, factor)
         self._stepped_on = True
 
     def put_aside(self) -> None:
@@ -290,3 +314,14 @@ class Stage2Bucket(ZeroBucket):
         super().forget_gradients()
         self._stepped_on = False
         self.averaged_for.clear()
+
+
+def check_in_place(bucket_of: Mapping[torch.Tensor, ZeroBucket], names: Mapping[Any, str]) -> None:
+    """Raises ValueError, naming the parameter, when one lies elsewhere than in its bucket."""
+    for p, name in names.items():
+        if p in bucket_of and not bucket_of[p].has(p):
+            raise ValueError(
+                f"ZeroOptimizer: the memory of {name} is another than when the "
+                "optimizer was made (p.data = ..., or module.to(...)); change a model first, "
+                "then make its optimizer"
+            )

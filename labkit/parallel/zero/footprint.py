@@ -6,7 +6,7 @@ from torch import nn
 
 from labkit.parallel.common.flat import FlatPartition
 from labkit.parallel.common.footprint import Footprint, parameter_bytes
-from labkit.parallel.ddp.buckets import MB, cut
+from labkit.parallel.common.grad_reducer import MB, cut
 from labkit.precision.shadow_optimizer import LOW
 
 STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on

@@ -24,8 +24,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 arXiv 1910.02054, sections 5 and 7.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,24 +32,21 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import check_same_on_all_ranks, claim
-from labkit.parallel.common.clipping import clip_grad_norm
-from labkit.parallel.common.in_stages import piece_of, tied_with
-from labkit.parallel.common.replicas import copy_from_rank_0
-from labkit.parallel.common.shards import marked_as
-from labkit.parallel.ddp.buckets import MB, cut
-from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
-from labkit.parallel.zero.elementwise import check_elementwise
+from labkit.parallel.common.elementwise import check_elementwise
+from labkit.parallel.common.grad_reducer import MB, GradReducer, check_bucket_mb, cut
+from labkit.parallel.common.in_stages import tied_with
+from labkit.parallel.common.replicas import copy_from_rank_0, register_grad_ready_hook
+from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket, check_in_place
 from labkit.parallel.zero.footprint import predict_zero
-from labkit.parallel.zero.grad_reduce import GradReducer
 from labkit.parallel.zero.param_gather import ParamGatherer
-from labkit.precision.pieces import OwnedPiece
+from labkit.parallel.zero.state import OwnedShares
 from labkit.precision.shadow_optimizer import ShadowOptimizer, value_of
 from labkit.precision.weak_hooks import NotCopyable
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
 
 
-class ZeroOptimizer(NotCopyable, ShadowOptimizer):
+class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
     """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
 
     Args:
@@ -76,7 +72,6 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
     `torch.no_grad()` instead.
     """
 
-    _depends_on = "rank, world size, bucket_mb or model"
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
 
     def __init__(
@@ -92,8 +87,7 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
     ):
         if stage not in (1, 2):
             raise ValueError(f"stage={stage}: 1 shards the optimizer, 2 the gradients, too")
-        if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
+        check_bucket_mb(bucket_mb)
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage
         self._named = self._names()
@@ -109,71 +103,74 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
         check_same_on_all_ranks(named, self.comm)
         claim(named, self)
         copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
-        kind = ZeroBucket if stage == 1 else Stage2Bucket
-        copies = [p for p in trainable if tied_with(p)]
+
+        copies = [p for p in trainable if tied_with(p)]  # over stages of a pipeline
         others = [p for p in trainable if not tied_with(p)]
-        some_together = cut(others, bucket_mb * MB) + [[p] for p in copies]
-        self._buckets = [kind(some, self.comm, self._named) for some in some_together]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        kind = ZeroBucket if stage == 1 else Stage2Bucket
+        groups = cut(others, bucket_mb * MB) + [[p] for p in copies]
+        self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
-        in_flight = len(self._buckets) if stage == 1 else IN_FLIGHT
-        self._sends = GradReducer(self._buckets, self._named, self.comm, in_flight)
+        self.max_in_flight = None if stage == 1 else IN_FLIGHT
+        self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
+        # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
+        for (p, bucket), node in zip(self._bucket_of.items(), self._nodes, strict=True):
+            node.register_prehook(bucket.before_adding(p))
+            register_grad_ready_hook(p, self._on_grad_ready)
         self._gathers = None if gather_in is None else ParamGatherer(gather_in, self._bucket_of)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends. In
-        stage 2, too, a rank then holds whole gradients: without this block it does not."""
-        before, self._sends.synchronise = self._sends.synchronise, False
-        try:
-            yield
-        finally:
-            self._sends.synchronise = before
+    # --- backward: a complete bucket is reduced, each share on its owner ---
 
-    # --- in a pipeline ---
+    def _begin_backward(self) -> None:
+        check_in_place(self._bucket_of, self._named)
 
-    @property
-    def sends_once(self) -> bool:
-        """Whether whole gradients stay here between backwards, so that they may leave after the
-        last one of a step. Stage 2 sends in each: that is how it does without them."""
-        return self.stage == 1
+    def _take(self, p: torch.Tensor) -> None:
+        self._bucket_of[p].take(p)
 
-    def bucket_of_copy(self, p: nn.Parameter) -> ZeroBucket:
-        """That of a parameter which is tied over stages: it is alone there, so that all of its
-        owners have the same elements of it. Raises ValueError where it is not."""
-        bucket = self._bucket_of[p]
-        if len(bucket.parameters) > 1:
+    def _send(self, bucket: ZeroBucket, async_op: bool) -> None:
+        """Every rank gets the average of its share: gradients are divided by n already."""
+        gradients = bucket.fill()
+        share = bucket.receives_in(gradients)
+        bucket.sending = self.comm.reduce_scatter_tensor(share, gradients, async_op=async_op)
+
+    def _receive(self, bucket: ZeroBucket) -> None:
+        bucket.receive()  # stage 2 frees the gradients, all but the share
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._not_averaged = not self._synchronise
+
+    def finish_averages(self) -> None:
+        """Average what was set by hand. Raises ValueError for gradients of `no_sync`."""
+        if self._not_averaged:
             raise ValueError(
-                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline, which this "
-                "optimizer was not told of; make the Pipeline first, then "
-                "ZeroOptimizer(pipeline.parameters(), ...)"
+                "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
+                "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
             )
-        return bucket
+        check_in_place(self._bucket_of, self._named)
+        if any(bucket.has_gradient_by_hand() for bucket in self._buckets):
+            for bucket in self._buckets:
+                self._send(bucket, async_op=False)
+                self._receive(bucket)
 
-    # --- step: each rank on its share, then all get all ---
+    # --- step: each rank on its share, then all ranks get all shares ---
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         value = value_of(closure)
         self.wait()
         self._check_frozen(self._bucket_of)
-        self._sends.finish_averages()
+        self.finish_averages()
         self._hand_down_options()
-        self._hand_down_factor()
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.sync_master_from_param()
-            bucket.step(self.inner)
+            bucket.step(self.inner, self.gradient_factor)
             last = bucket is self._buckets[0]  # nothing here could hide it
             bucket.gather(async_op=not last or self._gathers is not None)
+        self.gradient_factor = None
         if self._gathers is None:
             self.wait()
         return value
-
-    def _hand_down_factor(self) -> None:
-        """For this step, what a loss scaler and clipping have left to be done in it."""
-        for bucket in self._buckets:
-            bucket.gradient_factor = self.gradient_factor
-        self.gradient_factor = None
 
     def skip(self) -> None:
         """In place of `step`, on all ranks, where gradients are inf or NaN (labkit.GradScaler)."""
@@ -187,77 +184,11 @@ class ZeroOptimizer(NotCopyable, ShadowOptimizer):
             bucket.wait_for_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._sends.forget()
+        self._reset()
+        self._not_averaged = False
         if set_to_none:
             super().zero_grad()
         for bucket in self._buckets:
             bucket.forget_gradients() if set_to_none else bucket.zero_gradients()
 
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """The averaged gradients that this rank owns, flat, to be read or scaled in place, and
-        the ranks. (Those in 16 bits are yet to be multiplied by `gradient_factor`.)"""
-        return self.own_gradients(), self.comm
-
-    def own_gradients(self) -> list[torch.Tensor]:
-        self._sends.finish_averages()
-        return [
-            piece_of(bucket.parameters[one.index], marked_as(bucket.parameters[one.index], g))
-            for bucket in self._buckets
-            for one, g in zip(bucket.pieces, bucket.own_gradients(), strict=True)
-            if g is not None
-        ]
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns
-        the norm that they had."""
-        return clip_grad_norm(self, max_norm, norm_type)
-
-    # --- what is whose ---
-
-    def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """What this rank owns of `model` (see labkit/precision/pieces.py)."""
-        self.wait()
-        found = []
-        for name, p in model.named_parameters():
-            if p not in self._bucket_of or not p.numel():
-                found.append(OwnedPiece(name, p.shape, 0, p, None))
-                continue
-            bucket = self._bucket_of[p]
-            for one, x in zip(bucket.pieces, bucket.stand_ins, strict=True):
-                if bucket.parameters[one.index] is p:
-                    found.append(OwnedPiece(name, p.shape, one.start, x, self.inner))
-        return found
-
-    @torch.no_grad()
-    def after_load(self) -> None:
-        """The owned pieces were written to: give all ranks the new parameters."""
-        self.wait()
-        for bucket in self._buckets:
-            bucket.gather(async_op=False)
-
-    def _masters(self) -> list[torch.Tensor]:
-        self.wait()
-        return [bucket.stepped for bucket in self._buckets if bucket.low]
-
-    def _whose(self) -> list[int]:
-        shares = [bucket.layout.share for bucket in self._buckets]
-        return [self.comm.rank, self.comm.size, *shares]
-
     predict = staticmethod(predict_zero)
-
-    def _stand_ins(self) -> dict[torch.Tensor, list[nn.Parameter]]:
-        found: dict[torch.Tensor, list[nn.Parameter]] = {}
-        for bucket in self._buckets:
-            for one, x in zip(bucket.pieces, bucket.stand_ins, strict=True):
-                found.setdefault(bucket.parameters[one.index], []).append(x)
-        return found
-
-    def _names(self) -> dict[torch.Tensor, str]:
-        """A name for each parameter, for what is told of it: two models may use the same ones."""
-        found: dict[torch.Tensor, str] = {}
-        for group in self.param_groups:
-            names = group.get("param_names") or [
-                f"parameter {len(found) + i}" for i in range(len(group["params"]))
-            ]
-            found.update(zip(group["params"], names, strict=True))
-        return found

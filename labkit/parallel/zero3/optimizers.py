@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.zero.elementwise import check_elementwise
+from labkit.parallel.common.elementwise import check_elementwise
 from labkit.parallel.zero3.state import WholeState
 
 _owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDictionary()

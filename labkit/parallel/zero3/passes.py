@@ -37,12 +37,6 @@ class Order:
         return self._before[at : at + number] if self._follows else []
 
 
-def running_backward() -> int | None:
-    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(thing, torch.Tensor):

@@ -3,7 +3,7 @@ checkpoint and gradient clipping need to know of the pieces.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ class WholeState:
     _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
     awaits_gradients = False  # since a forward with autograd
+    shards_parameters = True
+    sends_once = False  # whole gradients would need the memory that this stage saves
 
     def _clean_up(self) -> None:
         """What an error has left of the last pass: units that stand whole."""
@@ -95,6 +97,13 @@ class WholeState:
             for name, shard in self._named
             if shard in starts
         ]  # fmt: skip
+
+    def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
+        """The copies of a tied parameter would be cut elsewhere in each stage."""
+        raise ValueError(
+            f"ZeRO3: a parameter {list(p.shape)} is tied over stages of a pipeline, each of which "
+            "would keep another part of it; untie it (as tied=False), or use DDP or a ZeroOptimizer"
+        )
 
     def after_load(self) -> None:
         """The pieces were written to. What is gathered is gathered anew at its next use."""

@@ -46,6 +46,7 @@ from labkit.parallel.common.replicas import (
     at_end_of_backward,
     copy_from_rank_0,
     register_grad_ready_hook,
+    running_backward,
     trainable,
 )
 from labkit.parallel.zero3.flat import Flat, Unit
@@ -54,7 +55,6 @@ from labkit.parallel.zero3.passes import (
     Order,
     SavedParameters,
     cast,
-    running_backward,
     tensors_in,
     watch_inputs,
     watch_outputs,

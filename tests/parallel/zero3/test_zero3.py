@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data_parallel_contract import LENGTH, MODELS, ROWS, STEPS
 from labkit import GPT, Comm, RankError, Text, World, ZeRO3, listen, loss
-from labkit.parallel.common.footprint import held
+from labkit.parallel.common.held import held
 from zero3_contract import OPTIMIZERS, check_zero3
 
 SIZES = [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4)]

@@ -1,9 +1,9 @@
 """Can an optimizer be sharded? Only if it treats each element of a tensor by itself.
 
 SGD and Adam do: a piece of a matrix steps as it would inside the whole matrix. Adafactor (row and
-column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. Nobody keeps
-a list here: the optimizer is tried, on a small matrix whole and on the same elements in two flat
-pieces, so that one of the user's own is judged alike.
+column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. There is no
+list of names: the optimizer is tried, on a small matrix whole and on the same elements in two flat
+pieces, so that a user's own is judged alike.
 
 It must also leave the options of its groups alone: where `step` counts in `group["step"]`, it would
 count each bucket, for ZeRO steps bucket by bucket.

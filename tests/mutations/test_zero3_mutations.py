@@ -12,8 +12,8 @@ from torch import nn
 import test_zero3 as proofs
 from labkit import RankError, World, ZeRO3
 from labkit.parallel.zero3 import flat as zero3_flat
+from labkit.parallel.zero3 import passes
 from labkit.parallel.zero3 import units as zero3_units
-from labkit.parallel.zero3 import zero3
 from labkit.parallel.zero3.flat import Flat, ResizableBuffer
 from zero3_contract import check_zero3
 
@@ -126,7 +126,7 @@ def test_one_that_frees_nothing_turns_red() -> None:
 
 def test_one_that_prefetches_nothing_turns_red() -> None:
     def change() -> None:
-        zero3.Order.coming = lambda self, number: []  # type: ignore[method-assign]
+        passes.Order.coming = lambda self, number: []  # type: ignore[method-assign]
 
     with World(2) as world:
         world.run(change)

@@ -3,9 +3,9 @@
 zero3.py              the strategy: hooks that gather a unit before it computes, and free it after
 units.py              which modules make a unit
 flat.py               a unit's parameters in one flat tensor: gather, free, reduce-scatter
-passes.py             orders of units, prefetch, recomputation
+passes.py             the order of units, for prefetch; gradients that are yet to be reduced
+validation.py         what cannot be sharded, and optimizers that cannot step on shards
 tensors.py            what stands in a module's place for a parameter that is not there
-optimizers.py         optimizers that need more than their shard
 state.py              state dicts: shards to whole tensors and back
 sharded_init.py, sharded_parameter.py   models that are sharded while they are built
 """

@@ -272,6 +272,16 @@ class Unit:
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
 
+    def end_pass(self) -> None:
+        """Free it, whatever the pass has left it in."""
+        self.stays = False
+        self.free()
+        self.rest(in_pass=False)
+        self.inputs_back = 0
+        if self.awaited:  # some parameter was not used
+            self.frees_itself = False
+            self.awaited.clear()
+
     def rest(self, in_pass: bool) -> None:
         """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
         for flat in self.flats:

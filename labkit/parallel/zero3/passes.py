@@ -1,10 +1,11 @@
-"""The passes of ZeRO-3 over a model: in which order units are used, which backward runs, what
-tensors go in and come out, and which of them autograd keeps from forward to backward.
+"""The passes of ZeRO-3 over a model: in which order units are used, which gradients a backward has
+yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward.
 
     forward     x --view--> [  unit  ] --> y
     backward        ^  after it          ^  before it: hooks on the gradients of the view and of y
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from labkit.parallel.zero3.flat import Unit
+from labkit.parallel.zero3.flat import Flat, Unit
+
+REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
 
 class Order:
@@ -35,6 +38,53 @@ class Order:
     def coming(self, number: int) -> list[Unit]:
         at = len(self._now)
         return self._before[at : at + number] if self._follows else []
+
+
+class PendingGradients:
+    """Which gradients the running backwards (by their graph tasks) have not received yet."""
+
+    def __init__(self) -> None:
+        self._to_send: dict[int, dict[Flat, Unit]] = {}
+        self._noted: dict[int, set[Unit]] = {}  # units that have taken part
+        self._in_flight: deque[Flat] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._to_send)
+
+    def begin(self, task: int) -> bool:
+        """Whether this backward is new."""
+        if task in self._to_send:
+            return False
+        self._to_send[task], self._noted[task] = {}, set()
+        return True
+
+    def expect(self, task: int, unit: Unit) -> None:
+        """`unit` takes part in this backward, which will make all its gradients."""
+        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
+            self._noted[task].add(unit)
+            unit.awaited = set(unit.trainable)
+            self._to_send[task].update(dict.fromkeys(unit.trainable, unit))
+
+    def reduce(self, flat: Flat, async_op: bool) -> None:
+        """Send its gradients; at most `REDUCES_IN_FLIGHT` are under way."""
+        for pending in self._to_send.values():
+            pending.pop(flat, None)
+        while len(self._in_flight) >= REDUCES_IN_FLIGHT:
+            self._in_flight.popleft().receive_gradients()
+        flat.send_gradients(async_op)
+        self._in_flight.append(flat)
+
+    def finish(self, task: int) -> None:
+        """This backward is over: send the gradients of units that miss some, and wait for all."""
+        for flat in list(self._to_send[task]):
+            self.reduce(flat, async_op=False)
+        while self._in_flight:
+            self._in_flight.popleft().receive_gradients()
+        del self._to_send[task], self._noted[task]
+
+    def clear(self) -> None:
+        for left in (self._to_send, self._noted, self._in_flight):
+            left.clear()
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
@@ -95,6 +145,11 @@ class SavedParameters:
         self.unit_of_memory = {
             flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
         }
+
+    def shares_memory(self, output: Any, unit: Unit) -> bool:
+        """Whether `output` has a view of a parameter of `unit`, as an identity returns one."""
+        found = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
+        return any(self.unit_of_memory.get(memory._cdata) is unit for memory in found)
 
     def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
         """`with` this: forward."""

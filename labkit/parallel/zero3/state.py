@@ -3,6 +3,7 @@ checkpoint and gradient clipping need to know of the pieces.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,8 @@ from labkit.comm import Comm
 from labkit.parallel.common.clipping import norm_of_pieces, scale_to
 from labkit.parallel.common.in_stages import pipeline_of
 from labkit.parallel.common.shards import comms_of, marked_as
-from labkit.parallel.zero3.flat import Flat
+from labkit.parallel.zero3.flat import Flat, Unit
+from labkit.parallel.zero3.passes import PendingGradients
 from labkit.precision.pieces import OwnedPiece
 
 
@@ -21,7 +23,9 @@ class WholeState:
 
     module: nn.Module
     comm: Comm
+    units: list[Unit]
     _flats: list[Flat]
+    _pending: PendingGradients
     _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
     awaits_gradients = False  # since a forward with autograd
@@ -29,8 +33,47 @@ class WholeState:
     sends_once = False  # whole gradients would need the memory that this stage saves
 
     def _clean_up(self) -> None:
-        """What an error has left of the last pass: units that stand whole."""
-        raise NotImplementedError
+        """Free what an error has left of the last pass."""
+        for unit in self.units:
+            unit.end_pass()
+            unit.inputs = 0
+        if self._pending:
+            for flat in self._flats:
+                flat.reset()
+            self._pending.clear()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces, under the names that their parameters have in the module."""
+        for name, shard in self._named:
+            if shard.numel():
+                yield (f"{prefix}.{name}" if prefix else name), shard
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            "ZeRO3: the shards stay what and where they are; move or convert the module first, "
+            "then wrap it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """`copy.deepcopy` comes here, too; it would read parameters whose memory is freed."""
+        raise ValueError(
+            "ZeRO3: each rank has only shards, so the model cannot be copied or pickled; save its "
+            "full_state_dict(), or load that into a second ZeRO3 with load_full_state_dict()"
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For loops that accumulate: every backward adds to the shards' gradients, as in one
+        process. Nothing is held back, since that would need the memory of whole gradients."""
+        yield
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of gathered parameters (not of those kept whole), now; `peak_gathered_bytes`: the most
+        since one set it to 0."""
+        return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """The module's state, whole, in master dtype, on the CPU: on every rank, or on rank 0 only

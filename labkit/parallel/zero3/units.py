@@ -13,6 +13,8 @@ before its forward. What belongs to no block is a unit of the module that owns i
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +22,9 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.common.flat import FlatPartition
 from labkit.parallel.common.footprint import Footprint
+from labkit.parallel.common.replicas import register_grad_ready_hook
 from labkit.parallel.zero3.flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
+from labkit.parallel.zero3.tensors import UngatheredParameter
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
@@ -101,6 +105,28 @@ def units_of(
             del kind
         units.append(Unit(members, flats))
     return units
+
+
+def register_hooks(unit: Unit, strategy: Any) -> None:
+    """Have `strategy`, a ZeRO3, called before and after the unit computes, and when the gradient of
+    a parameter is there."""
+    for member in unit.members:
+        before = partial(strategy._before_forward, unit)
+        member.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        member.register_forward_hook(partial(strategy._after_forward, unit))
+    inside: dict[nn.Module, str] = {}
+    for place in (place for flat in unit.flats for places in flat.places for place in places):
+        inside.setdefault(place.module, place.name)
+    for module, name in inside.items():
+        if module not in unit.members:
+            module.register_forward_pre_hook(partial(strategy._check_gathered, unit, name))
+    for flat in unit.trainable:
+        for parameter in flat.gathered:
+            strategy._flat_of[parameter] = unit, flat
+            register_grad_ready_hook(parameter, strategy._on_grad_ready)
+    for flat in unit.flats:
+        gather = partial(strategy._use, unit, stays=True)
+        flat.ungathered = [UngatheredParameter(x, gather) for x in flat.gathered]
 
 
 def _kinds(group: Group, persist_below: int) -> list[tuple[bool, list[Sharing]]]:

@@ -1,20 +1,77 @@
-"""The optimizer that steps on ZeRO-3's shards: does it treat each element by itself?
+"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards.
 
-Nobody tells ZeRO-3 which optimizer that is. But torch calls a hook before each step of any, and a
-shard knows whose it is.
+Nothing tells ZeRO-3 which optimizer steps on its shards. But torch calls a hook before each step of
+any, and a shard knows whose it is. The optimizer must treat each element by itself.
 """
 
+from collections.abc import Iterable
 from functools import cache, partial, update_wrapper
 from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.elementwise import check_elementwise
+from labkit.parallel.common.replicas import (
+    register_grad_ready_hook,
+    running_backward,
+    trainable,
+)
+from labkit.parallel.zero3.flat import Flat, Unit
 from labkit.parallel.zero3.state import WholeState
+from labkit.parallel.zero3.tensors import refuse_hook
+
+
+def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
+    """Raises ValueError, naming what, for a module that cannot be sharded."""
+    if prefetch < 0 or persist_below < 0:
+        raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
+    trainable(module)
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and not hasattr(parameter, "whole"):
+            raise ValueError(
+                f"{name} is on the meta device, where it has no numbers; build the module in a "
+                "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
+            )
+        hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+        if any(getattr(x, "__module__", "") != register_grad_ready_hook.__module__ for x in hooks):
+            refuse_hook()
+    if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
+        raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
+
+
+def check_inside(unit: Unit, name: str, module: nn.Module) -> None:
+    """Raises ValueError for a module that is called while its unit is not gathered."""
+    if running_backward() is None:
+        raise ValueError(
+            f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
+            f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
+            "make it a unit of its own (`units=`)"
+        )
+
+
+def check_first_order() -> None:
+    """Raises ValueError in a backward that builds a graph of itself."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
+            "weights that are freed by then; train with second derivatives under DDP"
+        )
+
+
+def check_unwritten(flats: Iterable[Flat]) -> None:
+    """Raises ValueError, naming the parameter, where a forward wrote to one."""
+    for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
+        if p._version:
+            raise ValueError(
+                f"ZeRO3: forward wrote to {places[0].name}, which would not last, as "
+                "only shards do; compute a new tensor there, or write to shards after a step"
+            )
+
 
 _owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from rich import box
 from rich.table import Table
 
 from labkit.foreign import check_output
@@ -148,13 +147,13 @@ def table(results: list[Result], task: Task) -> Table:
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",
         caption="loss: of the last step. off by: the weight that differs most from single's.\n"
-        "sent: MB by one rank in a step, measured and (predicted).\n"
-        "held: MB by one rank, parameters / gradients / optimizer.",
+        "sent: MB by one rank in a step, measured (predicted).\n"
+        "held: MB by one rank, parameters/gradients/optimizer.",
         title_justify="left",
         caption_justify="left",
-        box=box.SIMPLE_HEAD,
+        box=None,  # nothing between the columns: they fit 80 characters
         pad_edge=False,
-        collapse_padding=True,
+        padding=(0, 1, 0, 0),
     )
     shown.add_column("strategy", no_wrap=True)
     for name in ("ranks", "loss", "off by", "sent", "held", "ms/step", ""):
@@ -168,7 +167,7 @@ def table(results: list[Result], task: Task) -> Table:
             f"{one.losses[-1]:.4f}",
             f"{one.weight_difference:.0e}",
             f"{has.bus_bytes / 1e6:.2f} ({should.bus_bytes / 1e6:.2f})",
-            " / ".join(f"{nbytes / 1e6:.1f}" for nbytes in held),
+            "/".join(f"{nbytes / 1e6:.1f}" for nbytes in held),
             f"{one.step_s * 1e3:.0f}",
             "[red]✗[/]" if one.problems else "[green]✓[/]",
         )

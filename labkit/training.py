@@ -37,7 +37,7 @@ class Task:
     rows: int = 16
     length: int = 64
     dtype: str = "float64"
-    lr: float = 3e-3
+    lr: float = 1e-3
     seed: int = 0
     text: str | None = None
 

@@ -24,7 +24,7 @@ def compare(
     steps: Steps = 24,
     rows: Rows = 16,
     dtype: Dtype = "float64",
-    lr: Lr = 3e-3,
+    lr: Lr = 1e-3,
     seed: Seed = 0,
     text: TextPath = None,
     out: Annotated[Path, typer.Option(help="Folder for the recorded runs and pictures.")] = Path(

@@ -30,7 +30,7 @@ def run(
     steps: Steps = 24,
     rows: Rows = 16,
     dtype: Dtype = "float32",
-    lr: Lr = 3e-3,
+    lr: Lr = 1e-3,
     seed: Seed = 0,
     text: TextPath = None,
     record: Annotated[

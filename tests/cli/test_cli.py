@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.measure import Measurement
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,7 +20,7 @@ from labkit.bench import data_parallel, door, machine, recording
 from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
-from labkit.parallel.common.footprint import parameter_bytes
+from labkit.parallel.common.footprint import Footprint, parameter_bytes
 from labkit.trace import Trace
 from labkit.training import Task, train
 from laws import broken_laws
@@ -159,6 +161,17 @@ class HalfSent(DDP):
 
 
 @pytest.mark.slow
+def test_the_table_of_compare_fits_80_columns_with_every_strategy_and_large_numbers() -> None:
+    held = Footprint(98.7e6, 98.7e6, 987.6e6, 987.65e6)
+    results = [
+        compare.Result(name, 64, [9.8765], 1e-13, held, held, 9.876, ["wrong"], Trace())
+        for name in recipes.RECIPES
+    ]
+    shown = compare.table(results, Task())
+    wide = Console(width=500)
+    assert Measurement.get(wide, wide.options, shown).maximum <= 80
+
+
 def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def build(
         module: nn.Module, comm: object, lr: float

@@ -4,7 +4,7 @@ the end of each backward.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
 from labkit.precision.weak_hooks import register_grad_ready_hook as register_grad_ready_hook
+
+Part = TypeVar("Part")
 
 
 class NoSync:
@@ -27,6 +29,15 @@ class NoSync:
             yield
         finally:
             self._synchronise = before
+
+    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The micro-batches of one step, `for x, y in strategy.accumulate(parts):`. Only the
+        last backward sends. Gradients add up: each loss is its part of the step's loss, a
+        sum over its rows (or tokens) * ranks / rows of all parts on all ranks."""
+        parts = list(parts)
+        with self.no_sync():
+            yield from parts[:-1]
+        yield from parts[-1:]
 
 
 class Replica(NoSync, nn.Module):

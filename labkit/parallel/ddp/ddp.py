@@ -18,9 +18,9 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 arXiv 2006.15704, sections 3.2 and 4.2.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,8 +32,6 @@ from labkit.parallel.common.replicas import Replica, copy_from, register_grad_re
 from labkit.parallel.ddp.buckets import STATIC, Bucket, agreed_order, agreed_used, buckets_of
 from labkit.parallel.ddp.comm_hooks import Hook, all_reduced
 from labkit.parallel.ddp.joining import JoinCoordinator, Phase
-
-Part = TypeVar("Part")
 
 
 class DDP(GradReducer, Replica):
@@ -165,16 +163,7 @@ class DDP(GradReducer, Replica):
                 bucket.take_over()
             self._set_buckets(buckets)
 
-    # --- several backwards in a step, and ranks whose data ends -------------------------------
-
-    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The micro-batches of one step: `for x, y in ddp.accumulate(parts):`, of which only the
-        last one's backward sends. Gradients add up: each loss is its part of the step's loss, a
-        sum over its rows (or tokens) * ranks / rows of all parts on all ranks."""
-        parts = list(parts)
-        with self.no_sync():
-            yield from parts[:-1]
-        yield from parts[-1:]
+    # --- ranks whose data ends early ----------------------------------------------------------
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:

@@ -63,6 +63,14 @@ class Sharder(DataParallel, OwnsPieces, Protocol):
         have the same elements of it. Raises ValueError where they do not."""
 
 
+class LossScaler(Protocol):
+    """Multiplies a loss by the same factor on all ranks of `comm`: labkit.GradScaler."""
+
+    comm: Comm | None
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+
 def shards_parameters(strategy: Any) -> bool:
     """Whether `strategy` keeps only parts of the parameters on a rank, as ZeRO3 does."""
     return isinstance(strategy, Sharder) and strategy.shards_parameters

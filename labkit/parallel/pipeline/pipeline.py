@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from labkit import events
 from labkit.comm import Comm
 from labkit.parallel.common.in_stages import mark_stages
+from labkit.parallel.common.sharder import LossScaler
 from labkit.parallel.common.whole import full_state_dict
 from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
@@ -58,7 +59,6 @@ from labkit.parallel.pipeline.validation import (
     optimizer_of,
 )
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
-from labkit.precision.scaler import GradScaler
 from labkit.precision.weak_hooks import NotCopyable
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
@@ -154,7 +154,7 @@ class Pipeline(NotCopyable, nn.Module):
         self._last_backward = last_backward(self.schedule[comm.rank], self._stages)
         self._send_once: list[Any] = []  # optimizers that hold gradients back until then
         self._has_first, self._has_last = own[0] == 0, own[-1] == len(stages) - 1
-        self._scaler: GradScaler | None = None
+        self._scaler: LossScaler | None = None
         self._loss_fn, self._last_index = loss_fn, len(stages) - 1
         parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
         self._p2p = P2PChannel(comm, self.schedule, parts)
@@ -169,7 +169,7 @@ class Pipeline(NotCopyable, nn.Module):
 
     # --- the runner ---------------------------------------------------------------------------
 
-    def step(self, x: Tensor, y: Tensor, scaler: GradScaler | None = None) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor, scaler: LossScaler | None = None) -> Tensor | None:
         """Forward and backward of one batch; afterwards the gradients are in `.grad`.
 
         x, y: the same batch on all ranks, [rows, ...]; the first stage looks at x, the last at y.
@@ -218,7 +218,7 @@ class Pipeline(NotCopyable, nn.Module):
 
     # --- around it ----------------------------------------------------------------------------
 
-    def _begin(self, x: Tensor, y: Tensor, scaler: GradScaler | None) -> None:
+    def _begin(self, x: Tensor, y: Tensor, scaler: LossScaler | None) -> None:
         check_batch(x, y, self.microbatches, self.comm, self._has_last)
         for stage in self._stages:
             stage.unchanged.check()

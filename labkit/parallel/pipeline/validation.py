@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.sharder import DataParallel, shards_parameters
-from labkit.precision.scaler import GradScaler
+from labkit.parallel.common.sharder import DataParallel, LossScaler, shards_parameters
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -199,7 +198,7 @@ def optimizer_of(
     return optimizer
 
 
-def check_scaler(scaler: GradScaler, pipeline: Any) -> None:
+def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
     """Raises ValueError for one whose decision is not that of all stages, or comes too late."""
     if any(one.phase == "update" for actions in pipeline.schedule for one in actions):
         raise ValueError(

@@ -11,8 +11,6 @@ from labkit import load_checkpoint, read_run
 from places import ROOT
 
 GONE = {  # names and options that are no longer there, with the reason
-    "clip_grad_norm(trained: 'Trained | OwnsGradientPieces', max_norm: float, norm_type: float = "
-    "2.0) -> torch.Tensor": "takes the same; a Sharder is what it calls an owner of pieces",
     "  ZeroOptimizer.bucket_of_copy(self, p: torch.nn.parameter.Parameter) -> ZeroBucket": (
         "called by pipelines alone: `gradient_of_copy` of the Sharder protocol"
     ),

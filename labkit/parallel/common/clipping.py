@@ -37,15 +37,17 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
-from labkit.parallel.common.sharder import Sharder
+from labkit.parallel.common.sharder import OwnsGradientPieces
 from labkit.parallel.common.shards import comms_of, marked_as, shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
-Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor] | Sharder
+Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
 
 
-def clip_grad_norm(trained: Trained, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm(
+    trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
     """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
     all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
     torch's, its parameters. Under a Pipeline the norm is that of all stages.
@@ -85,15 +87,15 @@ def clip_grad_norm(trained: Trained, max_norm: float, norm_type: float = 2.0) ->
     return norm
 
 
-def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Sharder]:
+def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
     """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
     pipeline, the ZeRO3 around each of this rank's stages.
 
     Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
-    if isinstance(trained, Sharder):
+    if isinstance(trained, OwnsGradientPieces):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners: list[Any] = [one for one in every if isinstance(one, Sharder)]
+    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
     own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
     kinds = {one if isinstance(one, ShadowOptimizer) else one.comm.ranks for one in owners}
@@ -177,9 +179,9 @@ def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[torch.Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        inside: Any = trained.module if isinstance(trained, Sharder) else trained
+        inside: Any = trained.module if isinstance(trained, OwnsGradientPieces) else trained
         return list(inside.parameters())
-    if isinstance(trained, Sharder) or hasattr(trained, "param_groups"):
+    if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
     if not given or not all(isinstance(p, torch.Tensor) for p in given):

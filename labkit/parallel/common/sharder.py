@@ -29,6 +29,15 @@ class DataParallel(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
+@runtime_checkable
+class OwnsGradientPieces(Protocol):
+    """Has a part of the averaged gradients on each rank."""
+
+    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
+        """This rank's averaged gradients, of any shape, to be scaled in place, and the ranks over
+        which each element is in exactly one piece."""
+
+
 class TiedGradient(Protocol):
     """The gradient of a parameter of which other stages of a pipeline have copies."""
 
@@ -40,7 +49,7 @@ class TiedGradient(Protocol):
 
 
 @runtime_checkable
-class Sharder(DataParallel, OwnsPieces, Protocol):
+class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     """Owns a part of the gradients on each rank of `comm`; maybe of the parameters, too.
 
     sends_once          whole gradients stay on a rank between backwards, so that a pipeline may let
@@ -53,10 +62,6 @@ class Sharder(DataParallel, OwnsPieces, Protocol):
 
     @property
     def sends_once(self) -> bool: ...
-
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """This rank's averaged gradients, of any shape, to be scaled in place, and the ranks over
-        which each element is in exactly one piece."""
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
         """That of a parameter which is tied over the stages of a pipeline: all its owners must

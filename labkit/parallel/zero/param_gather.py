@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from labkit.parallel.common.agreement import WeakMark
-from labkit.parallel.zero.buckets import ZeroBucket
+from labkit.parallel.zero.param_share import ParamShare
 
 
 class ParamGatherer:
@@ -24,8 +24,8 @@ class ParamGatherer:
     those that it names as `beside` it, as column-parallel layers do that multiply together.
     """
 
-    def __init__(self, model: nn.Module, bucket_of: Mapping[torch.Tensor, ZeroBucket]):
-        self._buckets: dict[nn.Module, list[ZeroBucket]] = {}
+    def __init__(self, model: nn.Module, bucket_of: Mapping[torch.Tensor, ParamShare]):
+        self._buckets: dict[nn.Module, list[ParamShare]] = {}
         for module in model.modules():
             own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
             if own:

@@ -36,9 +36,10 @@ from labkit.parallel.common.elementwise import check_elementwise
 from labkit.parallel.common.grad_reducer import MB, GradReducer, check_bucket_mb, cut
 from labkit.parallel.common.in_stages import tied_with
 from labkit.parallel.common.replicas import copy_from_rank_0, register_grad_ready_hook
-from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket, check_in_place
+from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.footprint import predict_zero
 from labkit.parallel.zero.param_gather import ParamGatherer
+from labkit.parallel.zero.param_share import check_in_place
 from labkit.parallel.zero.state import OwnedShares
 from labkit.precision.shadow_optimizer import ShadowOptimizer, value_of
 from labkit.precision.weak_hooks import NotCopyable

@@ -32,8 +32,8 @@ LAYERS: dict[int, set[str]] = {
     5: {
         "replaying",
         "plot",
-        "check",
         "course",
+        "labs",
         "bench",
         "compare",
         "doctor",
@@ -219,8 +219,8 @@ GOOD = {
     "runtime__ranks": "import torch.distributed\nimport labkit.trace.recording, labkit.comm",
     "trace__recording__spans": "from labkit.events import Event",
     "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
-    "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
-    "check": "import torch",
+    "compare": "from labkit import World\nfrom labkit.course import equal\nimport labkit.parallel",
+    "course": "import torch",
     "bench__peers": "from torch.distributed.fsdp import fully_shard",
     "cli": "def main():\n    from labkit import compare",
 }

@@ -66,9 +66,9 @@ def recorded_runs_keep_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ranks_wait_for_the_next_check() -> Iterator[None]:
-    """Those of `labkit.check` stay for the next one; after the tests of a file they only cost."""
+    """The worlds of `labkit.course.ranks` wait for the next check; between files they only cost."""
     yield
-    ranks = sys.modules.get("labkit.check.ranks")
+    ranks = sys.modules.get("labkit.course.ranks")
     if ranks is not None:
         ranks.close_worlds()
 

@@ -32,8 +32,8 @@ LAYERS: dict[int, set[str]] = {
     5: {
         "replaying",
         "plot",
-        "check",
         "course",
+        "labs",
         "bench",
         "compare",
         "doctor",
@@ -66,6 +66,8 @@ SIBLINGS: dict[str, set[str]] = {
 NO_TORCH = LAYERS[1]  # run where torch is not installed, and import in no time
 DISTRIBUTED = {*MESSAGING, "runtime"}  # the door, and what starts ranks
 PEERS = "labkit/bench/peers.py"  # torch's own strategies, to be timed beside ours
+LABS = "notebooks/src/*/*.py"
+NO_CHECKS = {"lab.py", "wrong_answers.py"}  # a student's code may import what it likes
 FILE_FORMAT = "torch.distributed.checkpoint"  # moves no byte between ranks if one does not let it
 
 # `labkit/__init__.py` hands out the public names lazily and `labkit/__main__.py` starts the
@@ -79,6 +81,8 @@ LAYER_OF |= {unit: 5 for unit in ROOT_UNITS}
 
 
 def module_name(path: Path, package: Path) -> str:
+    if not path.is_relative_to(package):  # of a lab, which labkit.labs gives a name
+        return f"labkit.labs.lab_{path.parent.name[:2]}.{path.stem}"
     parts = list(path.relative_to(package.parent).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -174,9 +178,11 @@ def broken_rule(unit: str, name: str) -> str | None:
 
 
 def problems(package: Path) -> list[str]:
-    """One sentence for each broken rule in the tree under `package` (a folder named labkit)."""
+    """One sentence for each broken rule in the tree under `package` (a folder named labkit), and
+    in the checks of the labs beside it."""
     found: dict[str, None] = {}  # a dict keeps the order and drops doubles
-    for path in sorted(package.rglob("*.py")):
+    checks = [path for path in package.parent.glob(LABS) if path.name not in NO_CHECKS]
+    for path in sorted([*package.rglob("*.py"), *checks]):
         module = module_name(path, package)
         unit = path.stem if path.parent == package else unit_of(module)
         if unit not in LAYER_OF:
@@ -200,10 +206,13 @@ def problems(package: Path) -> list[str]:
 
 
 def tree(folder: Path, **files: str) -> Path:
-    """A package named labkit, with `comm__mesh="..."` as labkit/comm/mesh.py."""
+    """A package named labkit, with `comm__mesh="..."` as labkit/comm/mesh.py, and `lab_checks` as
+    those of a lab."""
     package = folder / "labkit"
     for name, text in files.items():
         path = package / (name.replace("__", "/") + ".py" if name != "init" else "__init__.py")
+        if name == "lab_checks":
+            path = folder / "notebooks/src/05_ddp/checks.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return package
@@ -219,8 +228,9 @@ GOOD = {
     "runtime__ranks": "import torch.distributed\nimport labkit.trace.recording, labkit.comm",
     "trace__recording__spans": "from labkit.events import Event",
     "checkpoints": "from torch.distributed.checkpoint import FileSystemWriter",
-    "compare": "from labkit import World\nfrom labkit.check import equal\nimport labkit.parallel",
-    "check": "import torch",
+    "compare": "from labkit import World\nfrom labkit.course import equal\nimport labkit.parallel",
+    "course": "import torch",
+    "lab_checks": "from labkit.course import run\nfrom .scenarios import x\nimport labkit.comm",
     "bench__peers": "from torch.distributed.fsdp import fully_shard",
     "cli": "def main():\n    from labkit import compare",
 }
@@ -284,6 +294,7 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("models__gpt", "import torch as t\nt.distributed.barrier()", "only labkit.comm"),
         ("bench", "def f():\n    import torch.distributed", "only labkit.comm"),
         ("bench__ddp", "import torch.distributed", "only labkit.comm"),
+        ("lab_checks", "import torch.distributed", "only labkit.comm"),
         ("parallel__peers", "import torch.distributed", "only labkit.comm"),
         (
             "trace__recording__spans",

@@ -1,5 +1,27 @@
-"""The labs: built from one source each, and the library's own code shown in them."""
+"""The labs' framework: checks of a student's code on real ranks, predictions, the two editions.
 
+A lab is a folder, notebooks/src/NN_topic. Its notebook calls a check as `check.average(average)`;
+how to write one: `labkit/course/exercise.py`. `show` puts the library's own code into a notebook.
+"""
+
+from labkit.course.exercise import EXERCISES, Exercise, Passed, Score, exercise, report
+from labkit.course.findings import CheckFailed, equal, fail
+from labkit.course.predictions import predict
+from labkit.course.ranks import Ran, run
 from labkit.course.source import show
 
-__all__ = ["show"]
+__all__ = [
+    "EXERCISES",
+    "CheckFailed",
+    "Exercise",
+    "Passed",
+    "Ran",
+    "Score",
+    "equal",
+    "exercise",
+    "fail",
+    "predict",
+    "report",
+    "run",
+    "show",
+]

@@ -11,9 +11,9 @@ from nbclient import NotebookClient
 from labkit.course.editions import (
     NOTEBOOKS,
     Notebook,
+    labs,
     solved,
     solved_path,
-    sources,
     student,
     student_path,
 )
@@ -25,18 +25,18 @@ WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel its pict
 def build(names: list[str], everything: bool = False) -> None:
     """Write both editions of each lab in `names` ("00"; all when empty), where they are out of
     step or `everything` is asked for. Raises ValueError for a lab that is not there."""
-    chosen = [source for source in sources() if not names or _is_named(source, names)]
+    chosen = [lab for lab in labs() if not names or {lab.name, lab.name[:2]} & set(names)]
     if len(chosen) < len(names):
-        known = ", ".join(source.stem for source in sources())
+        known = ", ".join(lab.name for lab in labs())
         raise ValueError(f"no source for all of {', '.join(names)}; there are {known}")
-    for source in chosen:
-        if not everything and out_of_step(source) == []:
-            print(f"{source.stem}: in step")
+    for lab in chosen:
+        if not everything and out_of_step(lab) == []:
+            print(f"{lab.name}: in step")
             continue
-        write(student(source), student_path(source))
+        write(student(lab), student_path(lab))
         began_s = time.monotonic()
-        write(execute(solved(source)), solved_path(source))
-        print(f"{source.stem}: built, ran in {time.monotonic() - began_s:.1f} s")
+        write(execute(solved(lab)), solved_path(lab))
+        print(f"{lab.name}: built, ran in {time.monotonic() - began_s:.1f} s")
 
 
 def execute(notebook: Notebook) -> Notebook:
@@ -75,20 +75,20 @@ def write(notebook: Notebook, path: Path) -> None:
     path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
 
 
-def out_of_step(source: Path) -> list[str]:
-    """The editions of `source` that are not what it says, each with a sentence. Outputs are not
+def out_of_step(lab: Path) -> list[str]:
+    """One sentence for each edition of `lab` that differs from its source. Outputs are not
     compared: they hold times and process numbers."""
     problems = []
     for path, fresh in [
-        (student_path(source), student(source)),
-        (solved_path(source), solved(source)),
+        (student_path(lab), student(lab)),
+        (solved_path(lab), solved(lab)),
     ]:
         where = path.relative_to(NOTEBOOKS.parent).as_posix()
         if not path.exists():
             problems.append(f"{where} is missing: run `make notebooks`")
         elif _bare(nbformat.read(path, as_version=4)) != _bare(fresh):
             problems.append(
-                f"{where} is out of step with notebooks/src/{source.name}: change the source, "
+                f"{where} is out of step with notebooks/src/{lab.name}/lab.py: change the source, "
                 "then run `make notebooks`"
             )
     return problems
@@ -98,10 +98,6 @@ def _bare(notebook: Notebook) -> list[object]:
     """All that comes from the source."""
     cells = [(x.id, x.cell_type, x.source, dict(x.metadata)) for x in notebook.cells]
     return [dict(notebook.metadata), *cells]
-
-
-def _is_named(source: Path, names: list[str]) -> bool:
-    return any(source.stem == name or source.stem[:2] == name for name in names)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The two editions of a lab, as notebooks in memory, from its one source.
 
-    notebooks/src/00_topic.py  ──>  notebooks/00_topic.ipynb            student: stubs, no outputs
-                               ──>  notebooks/solutions/00_topic.ipynb  solved: executed later
+    notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
+                                  ──> notebooks/solutions/00_topic.ipynb  solved: executed later
 
 A solution stands between `### BEGIN SOLUTION` and `### END SOLUTION`, as nbgrader writes them. In
 the student edition a stub stands in its place: the cell's metadata `stub="..."`, or a
@@ -21,11 +21,11 @@ from typing import Any
 import jupytext
 import nbformat
 
-from labkit.check import EXERCISES
+from labkit.course.exercise import EXERCISES
+from labkit.labs import FOLDERS, NOTEBOOKS
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 ANSWER = "answer"  # tag of a cell that a student must not see
-NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -36,41 +36,41 @@ LAYOUT = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's not
 Notebook = Any  # nbformat's NotebookNode: a dict whose keys are attributes, too
 
 
-def sources() -> list[Path]:
-    """The sources of all labs, in their order."""
-    return sorted((NOTEBOOKS / "src").glob("[0-9][0-9]_*.py"))
+def labs() -> list[Path]:
+    """The folders of all labs, in their order; each has its source, `lab.py`."""
+    return sorted(source.parent for source in (NOTEBOOKS / "src").glob("[0-9][0-9]_*/lab.py"))
 
 
-def student_path(source: Path) -> Path:
-    """Where the student edition of a source stands."""
-    return NOTEBOOKS / f"{source.stem}.ipynb"
+def student_path(lab: Path) -> Path:
+    """The file of a lab's student edition."""
+    return NOTEBOOKS / f"{lab.name}.ipynb"
 
 
-def solved_path(source: Path) -> Path:
-    """Where the solved one does."""
-    return NOTEBOOKS / "solutions" / f"{source.stem}.ipynb"
+def solved_path(lab: Path) -> Path:
+    """The file of its solved edition."""
+    return NOTEBOOKS / "solutions" / f"{lab.name}.ipynb"
 
 
-def solved(source: Path) -> Notebook:
+def solved(lab: Path) -> Notebook:
     """The solved edition, not executed yet."""
-    notebook = jupytext.read(source, fmt="py:percent")
+    notebook = jupytext.read(lab / "lab.py", fmt="py:percent")
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    lab, ids, grade_ids = source.stem[:2], set[str](), set[str]()
+    ids, grade_ids = set[str](), set[str]()
     for cell in notebook.cells:
         for name in LAYOUT:
             cell.metadata.pop(name, None)
         cell.source = cell.source.strip("\n")
         cell.id = _unused(hashlib.sha256(cell.source.encode()).hexdigest()[:8], ids)
-        if cell.cell_type == "code" and (grading := _nbgrader(cell.source, lab)):
+        if cell.cell_type == "code" and (grading := _nbgrader(cell.source, lab.name[:2])):
             grading["grade_id"] = _unused(grading["grade_id"], grade_ids)
             cell.metadata["nbgrader"] = grading
     return notebook
 
 
-def student(source: Path) -> Notebook:
+def student(lab: Path) -> Notebook:
     """The student edition: stubs where the solutions are, nothing that gives them away."""
-    notebook = copy.deepcopy(solved(source))
+    notebook = copy.deepcopy(solved(lab))
     notebook.cells = [
         cell for cell in notebook.cells if ANSWER not in cell.metadata.get("tags", [])
     ]
@@ -121,8 +121,8 @@ def checked(text: str) -> str | None:
 
 def exercises(lab: str) -> dict[str, Any]:
     """name -> Exercise, of the lab with this number; empty where it has no checks."""
-    if (Path(__file__).parent.parent / "check" / f"lab_{lab}.py").exists():
-        import_module(f"labkit.check.lab_{lab}")
+    if lab in FOLDERS:
+        import_module(f"labkit.labs.lab_{lab}.checks")
     prefix = f"{lab}."
     return {n.removeprefix(prefix): one for n, one in EXERCISES.items() if n.startswith(prefix)}
 
@@ -134,7 +134,7 @@ def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
         name = "-".join(filter(None, words.groups())) if words else "cell"
         facts: dict[str, Any] = {"grade": False, "solution": True, "locked": False}
         return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
-    if re.search(rf"^from labkit\.check import lab_{lab} as check$", text, re.MULTILINE):
+    if re.search(rf"^from labkit\.labs\.lab_{lab} import checks as check$", text, re.MULTILINE):
         facts = {"grade": False, "solution": False, "locked": True}  # what gives the points
         return facts | {"grade_id": f"{lab}-imports", "schema_version": 3, "task": False}
     name = checked(text) or ""

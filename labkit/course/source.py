@@ -65,9 +65,10 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
 def _find(place: str) -> Any:
     """ "comm/collectives/broadcast.py:tree_broadcast" -> that function."""
     file, _, name = place.partition(":")
-    if not (PACKAGE / file).is_file():
-        raise ValueError(f"show({place!r}): labkit has no file {file!r}")
-    thing: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))
+    try:
+        thing: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))
+    except ModuleNotFoundError:
+        raise ValueError(f"show({place!r}): labkit has no file {file!r}") from None
     for part in filter(None, name.split(".")):
         if not hasattr(thing, part):
             raise ValueError(f"show({place!r}): {file} has no {name!r}")

@@ -12,7 +12,6 @@ import sys
 import time
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,23 +20,22 @@ import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
-import labkit.check.ranks
+import labkit.course.ranks
 from answers import RIGHT, WRONG, Wrong
-from labkit.check import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
-from labkit.check.exercise import Passed
-from labkit.check.peak import PeakMemory
 from labkit.comm import CommError
-from labkit.course.editions import checked, solved, sources, student
+from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
+from labkit.course.editions import checked, labs, solved, student
+from labkit.course.exercise import Passed
+from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World
 
 pytestmark = pytest.mark.slow
 
-ANSWERS = Path(__file__).parent / "answers"
-LABS = {source.stem[:2]: source for source in sources()}
+LABS = {lab.name[:2]: lab for lab in labs()}
 
 for lab in LABS:
-    import_module(f"labkit.check.lab_{lab}")
-    import_module(f"answers.lab_{lab}")
+    import_module(f"labkit.labs.lab_{lab}.checks")
+    import_module(f"labkit.labs.lab_{lab}.wrong_answers")
 
 
 # ---- each exercise of each lab
@@ -129,7 +127,7 @@ def test_another_right_answer_passes(name: str, play: Any):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_an_exercise_has_two_wrong_answers_or_more(name: str):
     count = sum(case.exercise == name for case in WRONG)
-    assert count >= 2, f"{name} has {count} in {ANSWERS.name}/: add wrong answers that it catches"
+    assert count >= 2, f"{name} has {count} wrong answers: list more that it catches"
 
 
 def test_every_lab_with_checks_has_its_notebook():
@@ -268,7 +266,7 @@ def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
 
 
 def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(labkit.check.ranks, "LIMIT_S", 1.0)
+    monkeypatch.setattr(labkit.course.ranks, "LIMIT_S", 1.0)
 
     def play(comm: Any) -> None:
         while comm.rank == 0:
@@ -307,7 +305,7 @@ def test_a_run_counts_bytes_operations_and_memory():
 def test_measuring_memory_does_not_load_the_compiler():
     """It would take seconds. (Of the ranks, only the first ones do not have it already.)"""
     code = (
-        "import sys, torch\nfrom labkit.check.peak import PeakMemory\n"
+        "import sys, torch\nfrom labkit.memory.peak import PeakMemory\n"
         "with PeakMemory():\n    torch.ones(3)\n"
         "print('torch._dynamo' in sys.modules)"
     )

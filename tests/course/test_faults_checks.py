@@ -14,12 +14,12 @@ import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
-import labkit.check.ranks as check_ranks
+import labkit.course.ranks as check_ranks
 import liars
 import test_checks
-from labkit.check import EXERCISES, CheckFailed, equal, predict, run
-from labkit.check.findings import difference, honest
-from labkit.course.editions import solved, sources, student
+from labkit.course import EXERCISES, CheckFailed, equal, predict, run
+from labkit.course.editions import labs, solved, student
+from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong
 
@@ -174,10 +174,10 @@ def test_a_watched_loop_is_ended_on_another_thread_too(monkeypatch: pytest.Monke
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
     """In the student edition each name that a prediction gets is an empty one from the first cell
     on; what is then compared with it says so in one sentence."""
-    for source in sources():
-        cells = [cell.source for cell in student(source).cells if cell.cell_type == "code"]
+    for lab in labs():
+        cells = [cell.source for cell in student(lab).cells if cell.cell_type == "code"]
         names = re.findall(r"^(\w+) = predict\(", "\n".join(cells[1:]), re.MULTILINE)
-        assert names or source.stem[:2] not in ("00", "04", "18")
+        assert names or lab.name[:2] not in ("00", "04", "18")
         lines = [line for line in cells[0].splitlines() if "= predict()" in line]
         there: dict[str, Any] = {"predict": predict}
         exec("\n".join(lines), there)
@@ -191,9 +191,10 @@ def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
 
 def test_the_solved_edition_is_as_its_source_says() -> None:
     """The line is for students alone: solved cells keep their ids and outputs."""
-    for source in sources():
-        first = next(cell for cell in solved(source).cells if cell.cell_type == "code")
-        assert first.source in source.read_text().replace("# %load_ext", "%load_ext")
+    for lab in labs():
+        first = next(cell for cell in solved(lab).cells if cell.cell_type == "code")
+        text = (lab / "lab.py").read_text()
+        assert first.source in text.replace("# %load_ext", "%load_ext")
 
 
 def test_a_number_that_lies_is_no_global_norm() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.check import CheckFailed, lab_01
-from labkit.check import lab_01_nodes as nodes
-from labkit.check.clinic import Clinic, Finding, clinic, through_the_door, through_torch
+from labkit.course import CheckFailed
+from labkit.course.clinic import Clinic, Finding, clinic, through_the_door, through_torch
+from labkit.labs import FOLDERS
+from labkit.labs.lab_01 import checks, scenarios
 from labkit.runtime.plain import LauncherStore
-from places import ROOT
 
-LAB = ROOT / "notebooks" / "src" / "01_ranks_and_groups.py"
+LAB = FOLDERS["01"] / "lab.py"
 
 
 # ---- the six, as they stand in the notebook
@@ -232,9 +232,9 @@ def test_a_table_shows_words_as_they_are():
 def test_the_best_known_placement_is_the_best_of_all():
     places = [(dp, pp, tp) for dp in range(3) for pp in range(2) for tp in range(2)]
 
-    def crossing(*shares: tuple[nodes.Place, ...]) -> int:
+    def crossing(*shares: tuple[scenarios.Place, ...]) -> int:
         node_of = {place: node for node, share in enumerate(shares) for place in share}
-        sent = [(place, to, n) for place in places for to, n in nodes.messages(place)]
+        sent = [(place, to, n) for place in places for to, n in scenarios.messages(place)]
         return sum(nbytes for place, to, nbytes in sent if node_of[place] != node_of[to])
 
     found = []
@@ -245,7 +245,7 @@ def test_the_best_known_placement_is_the_best_of_all():
             second = (left[0], *more)
             found.append(crossing(first, second, tuple(x for x in left if x not in second)))
     assert len(found) == 5_775
-    assert min(found) == nodes.BEST
+    assert min(found) == scenarios.BEST
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_the_best_known_placement_can_be_reached():
         *((1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)),
         *((1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)),
     ]
-    passed = lab_01.place(lambda rank: order[rank])
+    passed = checks.place(lambda rank: order[rank])
     score = passed.score
-    assert score is not None and score.value == score.best == nodes.BEST
+    assert score is not None and score.value == score.best == scenarios.BEST
     assert "nobody can do better" in passed.proven[-1]

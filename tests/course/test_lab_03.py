@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from labkit import Comm, World, listen
-from labkit.check import lab_03 as check
-from labkit.check.lab_03_rings import (
+from labkit.labs.lab_03 import checks as check
+from labkit.labs.lab_03.scenarios import (
     DGX1,
     PCIE_GBYTES,
     best_us,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from labkit import Comm, World, listen
-from labkit.check import lab_13_chain as chain
-from labkit.check.lab_13_chain import TRAVELS, in_turns, on_ranks, sent_bytes
+from labkit.labs.lab_13 import chain
+from labkit.labs.lab_13.chain import TRAVELS, in_turns, on_ranks, sent_bytes
 
 W, C, R = "whole", "columns", "rows"
 EVERY_PAIR = [W, C, C, R, R, W, R, C, W]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from labkit.check.lab_15_jobs import (
+from labkit.labs.lab_15.plans import (
     JOBS,
     Job,
     Plan,

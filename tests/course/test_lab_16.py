@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from labkit.check import CheckFailed
-from labkit.check import lab_16 as check
-from labkit.check.lab_16_cases import (
+from labkit.course import CheckFailed
+from labkit.labs.lab_16 import checks as check
+from labkit.labs.lab_16.scenarios import (
     JOBS,
     SHORT_W,
     furthest,
@@ -62,14 +62,14 @@ def test_a_step_changes_what_is_compared() -> None:
 
 
 def _before() -> list[torch.Tensor]:
-    from labkit.check.lab_16_cases import layers
+    from labkit.labs.lab_16.scenarios import layers
 
     return list(layers().parameters())
 
 
 @pytest.mark.slow
 def test_the_best_known_score_can_be_reached() -> None:
-    from answers.lab_16 import chunks_and_halves
+    from labkit.labs.lab_16.wrong_answers import chunks_and_halves
 
     score = check.invent(chunks_and_halves).score
     assert score is not None and score.value == score.best == 37

@@ -3,19 +3,8 @@
 import pytest
 
 from labkit import predict
-from labkit.check import lab_17 as check
-from labkit.check.lab_17_cases import (
-    GPT_SIZES,
-    MESHES,
-    MICROBATCHES,
-    NORM_MESHES,
-    PLACES,
-    ROWS,
-    counted,
-    right_place,
-    squares,
-)
-from labkit.check.lab_17_jobs import (
+from labkit.labs.lab_17 import checks as check
+from labkit.labs.lab_17.placement import (
     JOBS,
     TINY,
     Job,
@@ -29,6 +18,17 @@ from labkit.check.lab_17_jobs import (
     of_the_rule,
     parameters_of,
     why_not,
+)
+from labkit.labs.lab_17.scenarios import (
+    GPT_SIZES,
+    MESHES,
+    MICROBATCHES,
+    NORM_MESHES,
+    PLACES,
+    ROWS,
+    counted,
+    right_place,
+    squares,
 )
 from labkit.models import GPT
 

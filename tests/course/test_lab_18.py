@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.check import lab_18 as check
-from labkit.check.lab_18_cases import (
+from labkit.labs.lab_18 import checks as check
+from labkit.labs.lab_18.scenarios import (
     BEST,
     CASES,
     CLUSTERS,

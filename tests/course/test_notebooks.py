@@ -18,24 +18,23 @@ pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import nbformat
 
-from labkit.check import EXERCISES
-from labkit.course import build, editions
+from labkit.course import EXERCISES, Exercise, build, editions
 from labkit.course.build import out_of_step
 from labkit.course.editions import (
     BEGIN,
     END,
     checked,
     exercises,
+    labs,
     solved,
     solved_path,
-    sources,
     student,
     without_solutions,
 )
 from labkit.course.source import show
 
-LABS = sources()
-each_lab = pytest.mark.parametrize("source", LABS, ids=lambda source: source.stem)
+LABS = labs()
+each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 
 STEPS = [
     "The question", "The idea", "Predict", "Read it", "Run it", "Break it", "Build it",
@@ -50,34 +49,34 @@ CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
 @each_lab
-def test_the_editions_are_in_step_with_the_source(source: Path):
-    assert out_of_step(source) == []
+def test_the_editions_are_in_step_with_the_source(lab: Path):
+    assert out_of_step(lab) == []
 
 
 @each_lab
-def test_building_twice_gives_the_same(source: Path):
-    assert nbformat.writes(student(source)) == nbformat.writes(student(source))
-    assert nbformat.writes(solved(source)) == nbformat.writes(solved(source))
+def test_building_twice_gives_the_same(lab: Path):
+    assert nbformat.writes(student(lab)) == nbformat.writes(student(lab))
+    assert nbformat.writes(solved(lab)) == nbformat.writes(solved(lab))
 
 
 def test_there_is_no_notebook_without_a_source():
-    known = {source.stem for source in LABS}
+    known = {lab.name for lab in LABS}
     folder = ROOT / "notebooks"
     assert {path.stem for path in [*folder.glob("*.ipynb"), *folder.glob("solutions/*")]} == known
 
 
 @pytest.mark.parametrize("page", ["README.md", "notebooks/README.md"])
 @each_lab
-def test_every_lab_is_in_the_tables(source: Path, page: str):
+def test_every_lab_is_in_the_tables(lab: Path, page: str):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert f"{source.stem}.ipynb)" in text and f"solutions/{source.stem}.ipynb)" in text
+    assert f"{lab.name}.ipynb)" in text and f"solutions/{lab.name}.ipynb)" in text
 
 
 @each_lab
-def test_all_the_code_that_it_shows_is_there(source: Path):
+def test_all_the_code_that_it_shows_is_there(lab: Path):
     """Where code has moved, this says so at once, and nbval a quarter of an hour later."""
     shown = []
-    for cell in solved(source).cells:
+    for cell in solved(lab).cells:
         if cell.cell_type == "code" and re.search(r"^show\(\s*\"", cell.source, re.MULTILINE):
             calls = [one for one in ast.walk(ast.parse(cell.source)) if isinstance(one, ast.Call)]
             of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
@@ -88,8 +87,8 @@ def test_all_the_code_that_it_shows_is_there(source: Path):
 # ---- the form of a lab (one sentence for each thing that is wrong)
 
 
-def form_problems(source: Path) -> list[str]:
-    notebook = solved(source)
+def form_problems(lab: Path) -> list[str]:
+    notebook = solved(lab)
     cells, problems = notebook.cells, []
     if not re.match(r"# .+", cells[0].source) or cells[0].cell_type != "markdown":
         problems.append("the first cell is not a title: # Lab 00: ...")
@@ -103,7 +102,7 @@ def form_problems(source: Path) -> list[str]:
     rows = [row for text in glossary for row in text.splitlines() if row.startswith("|")]
     if sum(bool(CHINESE.search(row)) for row in rows) < 4:
         problems.append("no glossary: a table with the Chinese words beside the English ones")
-    return problems + exercise_problems(notebook, exercises(source.stem[:2]))
+    return problems + exercise_problems(notebook, exercises(lab.name[:2]))
 
 
 def size_problems(cell: Any) -> list[str]:
@@ -137,14 +136,14 @@ def exercise_problems(notebook: Any, declared: dict[str, Any]) -> list[str]:
 
 
 @each_lab
-def test_a_lab_has_the_form_of_a_lab(source: Path):
-    problems = form_problems(source)
+def test_a_lab_has_the_form_of_a_lab(lab: Path):
+    problems = form_problems(lab)
     assert problems == [], "\n".join(["", *problems])
 
 
 @each_lab
-def test_the_student_edition_gives_nothing_away(source: Path):
-    notebook = student(source)
+def test_the_student_edition_gives_nothing_away(lab: Path):
+    notebook = student(lab)
     text = nbformat.writes(notebook)
     assert BEGIN not in text and END not in text
     assert not any(cell.get("outputs") for cell in notebook.cells)
@@ -152,8 +151,8 @@ def test_the_student_edition_gives_nothing_away(source: Path):
 
 
 @each_lab
-def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(source: Path):
-    notebook = nbformat.read(solved_path(source), as_version=4)
+def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(lab: Path):
+    notebook = nbformat.read(solved_path(lab), as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     outputs = nbformat.writes(notebook)
@@ -166,10 +165,10 @@ def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(source: Path
 
 @pytest.mark.slow
 @each_lab
-def test_the_solved_edition_runs_as_it_is_shown(source: Path):
+def test_the_solved_edition_runs_as_it_is_shown(lab: Path):
     """nbval runs every cell, and compares the outputs of those tagged nbval-check-output."""
     pytest.importorskip("nbval", reason="compares the outputs of notebooks")
-    done = run_nbval(solved_path(source))
+    done = run_nbval(solved_path(lab))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
@@ -224,10 +223,10 @@ half(8) if callable(half) else guess
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path / "notebooks")
     monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
-    source = tmp_path / "notebooks" / "src" / "99_test.py"
-    source.parent.mkdir(parents=True)
-    source.write_text(LAB)
-    return source
+    folder = tmp_path / "notebooks" / "src" / "99_test"
+    folder.mkdir(parents=True)
+    (folder / "lab.py").write_text(LAB)
+    return folder
 
 
 def test_stubs_stand_where_the_solutions_are(lab: Path):
@@ -243,10 +242,10 @@ def test_stubs_stand_where_the_solutions_are(lab: Path):
 
 def test_cells_keep_their_ids_when_others_come(lab: Path):
     before = [cell.id for cell in solved(lab).cells]
-    lab.write_text(LAB.replace("# %%\ndef", "# %%\nx = 1\n\n# %%\ndef", 1))
+    (lab / "lab.py").write_text(LAB.replace("# %%\ndef", "# %%\nx = 1\n\n# %%\ndef", 1))
     after = [cell.id for cell in solved(lab).cells]
     assert len(after) == len(before) + 1 and set(before) < set(after)
-    lab.write_text(LAB + "\n# %%\n1\n\n# %%\n1\n")
+    (lab / "lab.py").write_text(LAB + "\n# %%\n1\n\n# %%\n1\n")
     ids = [cell.id for cell in solved(lab).cells]
     assert len(ids) == len(set(ids)), "two cells with the same text have ids of their own"
 
@@ -254,16 +253,14 @@ def test_cells_keep_their_ids_when_others_come(lab: Path):
 def test_blank_lines_between_cells_change_nothing(lab: Path):
     """ruff puts two before a function, and that is not the lab's affair."""
     before = nbformat.writes(solved(lab))
-    lab.write_text(LAB.replace("\n\n# %%", "\n\n\n# %%"))
+    (lab / "lab.py").write_text(LAB.replace("\n\n# %%", "\n\n\n# %%"))
     assert nbformat.writes(solved(lab)) == before
 
 
 def test_cells_carry_what_nbgrader_wants(lab: Path, monkeypatch: pytest.MonkeyPatch):
-    from labkit.check import Exercise
-
     monkeypatch.setitem(EXERCISES, "99.half", Exercise("99.half", 3, lambda student: []))
-    imports = "\n# %%\nimport torch\nfrom labkit.check import lab_99 as check\n"
-    lab.write_text(LAB + imports + "\n# %%\ncheck.half(half)\n")
+    imports = "\n# %%\nimport torch\nfrom labkit.labs.lab_99 import checks as check\n"
+    (lab / "lab.py").write_text(LAB + imports + "\n# %%\ncheck.half(half)\n")
     cells = solved(lab).cells
     assert cells[-2].metadata.nbgrader == {  # what gives the points is not to be replaced
         "grade_id": "99-imports", "grade": False, "solution": False, "locked": True, "task": False,
@@ -372,7 +369,9 @@ def test_markers_that_do_not_pair_are_refused(text: str):
 def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
     long = "\n# %%\n" + "\n".join(f"x{i} = {i}" for i in range(30))
     wordy = "\n\n# %% [markdown]\n# " + "word " * 200
-    lab.write_text(LAB.replace("# # Lab", "# Lab") + long + wordy + "\n\n# %%\ncheck.gone(half)\n")
+    (lab / "lab.py").write_text(
+        LAB.replace("# # Lab", "# Lab") + long + wordy + "\n\n# %%\ncheck.gone(half)\n"
+    )
     text = "\n".join(form_problems(lab))
     for words in [
         "first cell is not a title", "has 30 lines", "has 200 words", "eight steps",

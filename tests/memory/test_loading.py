@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from labkit import predict
-from labkit.check.peak import PeakMemory
 from labkit.memory import loading
 from labkit.memory.bus import Arrival, Bus, StreamBus
 from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.packing import ALIGN_BYTES, Packed, on_device
+from labkit.memory.peak import PeakMemory
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run
 from laws import broken_laws

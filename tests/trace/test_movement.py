@@ -9,8 +9,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
-from labkit.check.movements import in_words
 from labkit.comm.collectives import cost
+from labkit.course.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number

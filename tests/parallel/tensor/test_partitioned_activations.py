@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from labkit import GPT, Batch, Comm, RankError, Recompute, World, full_state_dict, listen, loss
-from labkit.check.peak import PeakMemory
+from labkit.memory.peak import PeakMemory
 from labkit.parallel.tensor import partitioned_activations
 from labkit.parallel.tensor.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel

@@ -1,0 +1,195 @@
+"""The hang clinic: a broken program twice, through labkit's door and through torch.distributed
+bare, and what each of them says.
+
+    def skips(comm):
+        if comm.rank == 0:
+            comm.all_reduce(torch.ones(4))
+
+    clinic([skips], guesses={"skips": "hang"})
+
+On torch's side a program ends in one of three ways, and the clinic says which it saw:
+
+    hang      a rank waited until the timeout
+    crash     a rank was killed, or raised something else
+    silent    all ranks returned, as if nothing were wrong
+"""
+
+import html
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.comm import Comm
+from labkit.course.findings import CheckFailed
+from labkit.runtime.errors import RankError, ranks_text
+from labkit.runtime.plain import Plain
+from labkit.runtime.world import World
+
+WAIT_S = 2.0  # how long a rank waits for another, on both sides
+LONGEST = 160  # characters of a message of torch's
+ENDINGS = ("hang", "crash", "silent")
+Program = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one program."""
+
+    name: str
+    ending: str  # on torch's side: one of ENDINGS
+    torch_says: list[str]  # who said what; where a rank was killed, what it said last
+    labkit_says: str  # the error's text; empty where it saw nothing wrong
+    guess: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What the student said, beside what happened."""
+        if self.guess in ("", self.ending):
+            return f"✓ {self.ending}" if self.guess else self.ending
+        return f"✗ {self.ending} (you: {self.guess})"
+
+
+@dataclass(frozen=True)
+class Clinic:
+    """The findings, shown as one table."""
+
+    findings: list[Finding]
+
+    def __getitem__(self, name: str) -> Finding:
+        return next(one for one in self.findings if one.name == name)
+
+    def __repr__(self) -> str:
+        parts = []
+        for one in self.findings:
+            lines = [f"{one.name}: {one.verdict}", *(f"  torch:  {x}" for x in one.torch_says)]
+            parts += [*lines, *(f"  labkit: {x}" for x in one.labkit_says.splitlines()), ""]
+        return "\n".join(parts).rstrip()
+
+    def _repr_html_(self) -> str:
+        style = "text-align: left; vertical-align: top; white-space: pre-wrap; font-size: 88%"
+        rows = []
+        for one in self.findings:
+            cells = [one.name, one.verdict, "\n".join(one.torch_says), one.labkit_says or "nothing"]
+            rows.append("".join(f'<td style="{style}">{html.escape(x)}</td>' for x in cells))
+        titles = {"program": 11, "plain torch": 10, "its words": 36, "labkit's words": 43}
+        head = "".join(
+            f'<th style="text-align: left; width: {percent}%">{title}</th>'
+            for title, percent in titles.items()
+        )
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        return f'<table style="width: 100%">{inside}</table>'
+
+
+def clinic(
+    programs: Sequence[Program], guesses: Mapping[str, str] | None = None, size: int = 3
+) -> Clinic:
+    """Run each program, a function of a `Comm`, on `size` ranks of both sides, all at once.
+
+    `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
+    guesses. Raises CheckFailed where one is missing, is none of the three, or has no program.
+    """
+    if guesses is not None:
+        _all_guessed([program.__name__ for program in programs], guesses)
+    guesses = guesses or {}
+    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
+        found = list(together.map(lambda program: examine(program, size), programs))
+    return Clinic([Finding(*one, guess=guesses.get(one[0], "")) for one in found])
+
+
+def _all_guessed(names: list[str], guesses: Mapping[str, Any]) -> None:
+    for name in guesses:
+        if name not in names:
+            raise CheckFailed(f"no program is called {name!r}.", expected=", ".join(names))
+    if missing := [name for name in names if guesses.get(name, ...) is ...]:
+        raise CheckFailed(
+            f"no guess yet for {', '.join(missing)}.",
+            expected=" or ".join(ENDINGS),
+            hint="What does plain torch do? Guess first, then look. A wrong guess costs nothing.",
+        )
+    for name, guess in guesses.items():
+        if guess not in ENDINGS:
+            raise CheckFailed(
+                f"your guess for {name} is {guess!r}.",
+                expected=" or ".join(ENDINGS),
+                hint="What does plain torch do? Guess first, then look.",
+            )
+
+
+def examine(program: Program, size: int) -> tuple[str, str, list[str], str]:
+    """Name, ending on torch's side, torch's words, labkit's words."""
+    ending, torch_says = through_torch(program, size)
+    return program.__name__, ending, torch_says, through_the_door(program, size)
+
+
+def through_the_door(program: Program, size: int) -> str:
+    """The words of labkit's error; empty where the program ran through."""
+    with World(size, device="cpu", backend="gloo", timeout_s=WAIT_S) as world:
+        try:
+            world.run(_guarded, program)
+        except RankError as error:
+            lines = str(error).splitlines()
+            return "\n".join(x for x in lines if "the next run" not in x)
+    return ""
+
+
+def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
+    """How it ends on plain torch, and what that says."""
+    world = World(size, device="cpu", backend="gloo")
+    with tempfile.TemporaryDirectory() as folder, world:
+        try:
+            says = world.run(_bare, program, folder)
+        except RankError as error:
+            died = str(error).splitlines()[0].split(";")[0]
+            return "crash", [died, *_last_words(Path(folder))]
+    if any("Timed out" in one for one in says):
+        ending = "hang"
+    else:
+        ending = "crash" if any("Error" in one for one in says) else "silent"
+    who: dict[str, list[int]] = {}
+    for rank, one in enumerate(says):
+        who.setdefault(one, []).append(rank)
+    return ending, [f"{ranks_text(ranks)}: {one}" for one, ranks in who.items()]
+
+
+def _guarded(program: Program) -> None:
+    """On a rank: the program through the door."""
+    program(Comm())
+
+
+def _bare(program: Program, folder: str) -> str:
+    """On a rank: the program on plain torch. What C++ prints when it dies goes to a file."""
+    comm = Plain(timeout_s=WAIT_S)
+    kept = os.dup(2)
+    with open(Path(folder) / f"rank{comm.rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        return f"returns {_short(program(comm))}"
+    except RuntimeError as error:
+        return _readable(f"{type(error).__name__}: {error}")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _last_words(folder: Path) -> list[str]:
+    """What gloo said of the exception that killed a rank."""
+    texts = [file.read_text(errors="replace") for file in sorted(folder.glob("rank*"))]
+    return [_readable(found) for text in texts for found in re.findall(r"what\(\):\s*(.*)", text)]
+
+
+def _readable(text: str) -> str:
+    """The first line, without the folder that torch was built in, and not too long."""
+    line = re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
+
+
+def _short(value: Any) -> str:
+    return repr(value.tolist()) if hasattr(value, "tolist") else repr(value)

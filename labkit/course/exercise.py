@@ -1,0 +1,168 @@
+"""An exercise: how it is declared, what a pass shows, what all of a lab's are worth.
+
+In `checks.py` in the lab's folder:
+
+    @exercise(points=2)
+    def average(student):
+        '''Every rank gets the mean of all values, from one all-reduce.'''
+        ran = run(4, lambda comm: student(comm, 10.0 * comm.rank))
+        equal(ran.values, [15.0] * 4, hint="What does all_reduce do by default?")
+        yield "the mean on 4 ranks"
+        if max(ran.sent_bytes) > 8: fail(...)
+        yield "8 bytes"
+
+A check runs the student's thing, fails with a sentence, and yields in words what it has just
+proven. A last open exercise yields a `Score`, too. The notebook then has
+
+    from labkit.labs.lab_00 import checks as check
+    check.average(average)
+
+`wrong_answers.py` beside it lists wrong answers that it must catch.
+"""
+
+import functools
+import html
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.course.findings import CheckFailed, honest, kind, no_yield
+
+GOOD_COLOUR = "#009E73"  # green that colour-blind readers can tell from the red of an error
+
+Check = Callable[[Any], "Iterable[str | Score]"]
+EXERCISES: "dict[str, Exercise]" = {}  # "00.average" -> it, in the order of declaration
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well an open exercise is solved; less is better. `unit`: "bytes sent"."""
+
+    value: int
+    best: int
+    unit: str
+
+    def __str__(self) -> str:
+        line = f"your score: {self.value:,} {self.unit}, the best known: {self.best:,}"
+        return line + (" (you have beaten it: tell us how)" if self.value < self.best else "")
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A pass, shown as a short box."""
+
+    exercise: "Exercise"
+    proven: list[str]
+    score: Score | None = None
+
+    @property
+    def _title(self) -> str:
+        points = self.exercise.points
+        return f"{self.exercise.name} passed: {points} point{'s' * (points != 1)}"
+
+    @property
+    def _lines(self) -> list[str]:
+        return self.proven + ([str(self.score)] if self.score else [])
+
+    def __repr__(self) -> str:
+        return "\n".join([f"✓ {self._title}", *(f"  - {line}" for line in self._lines)])
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in self._lines)
+        return (
+            f'<div style="border-left: 4px solid {GOOD_COLOUR}; padding: 2px 12px">'
+            f'<b style="color: {GOOD_COLOUR}">✓ {html.escape(self._title)}</b>'
+            f'<ul style="margin: 2px 0 2px 18px; padding: 0">{items}</ul></div>'
+        )
+
+
+class Exercise:
+    """A check with a name and points; call it with the student's thing.
+
+    Raises CheckFailed where that is not right yet.
+    """
+
+    def __init__(self, name: str, points: int, check: Check, yields: bool = False):
+        self.name, self.points, self._check, self._yields = name, points, check, yields
+        self.__doc__ = check.__doc__
+        self.passed: Passed | None = None  # the last pass of this session
+
+    def __call__(self, student: Callable[..., Any]) -> Passed:
+        proven: list[str] = []
+        score = None
+        try:
+            if not callable(student):
+                raise CheckFailed(
+                    f"this is {kind(student)}; the check runs your function itself.",
+                    hint="Hand over its name, without brackets behind it.",
+                )
+            if not self._yields:
+                no_yield(student)
+            answer = student
+            if not (inspect.isclass(student) or inspect.isgeneratorfunction(student)):
+                answer = functools.wraps(student)(lambda *a, **k: honest(student(*a, **k)))
+            for finding in self._check(answer):
+                if isinstance(finding, Score):
+                    score = finding
+                else:
+                    proven.append(finding)
+        except CheckFailed as failed:
+            failed.exercise = self.name
+            if unpassed := self._built_on(student):
+                more = f"It uses {' and '.join(unpassed)}, not passed yet: begin there."
+                failed.hint = f"{failed.hint} {more}".strip()
+            raise failed from None
+        self.passed = Passed(self, proven, score)
+        return self.passed
+
+    def _built_on(self, student: Any) -> list[str]:
+        """Other exercises of this lab that the student's function calls and that are not passed."""
+        lab = self.name.partition(".")[0]
+        called = getattr(getattr(student, "__code__", None), "co_names", ())
+        others = [one for one in EXERCISES.values() if one is not self and not one.passed]
+        names = [one.name.partition(".") for one in others]
+        return [short for its_lab, _, short in names if its_lab == lab and short in called]
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {(self.__doc__ or '').splitlines()[0]}"
+
+
+def exercise(points: int, yields: bool = False) -> Callable[[Check], Exercise]:
+    """Declare a check in a lab's `checks.py`; its function's name is the exercise's. `yields`: the
+    answer is a generator function."""
+
+    def declare(check: Check) -> Exercise:
+        lab = re.search(r"lab_(\d\d)\.checks$", check.__module__)
+        assert lab, f"{check.__module__}: exercises are declared in a lab's checks.py"
+        name = f"{lab[1]}.{check.__name__}"
+        EXERCISES[name] = Exercise(name, points, check, yields)
+        return EXERCISES[name]
+
+    return declare
+
+
+class Report:
+    """The exercises of a lab and the points earned in this session."""
+
+    def __init__(self, lab: str):
+        self.exercises = [one for name, one in EXERCISES.items() if name.startswith(f"{lab}.")]
+        if not self.exercises:
+            raise ValueError(f"report({lab!r}): no exercise is known; give a lab's number, '00'")
+
+    def __repr__(self) -> str:
+        width = max(len(one.name) for one in self.exercises)
+        lines = []
+        for one in self.exercises:
+            state = f"✓ {one.points}" if one.passed else "  0"
+            score = f"   {one.passed.score}" if one.passed and one.passed.score else ""
+            lines.append(f"{one.name:<{width}}  {state} of {one.points}{score}")
+        earned = sum(one.points for one in self.exercises if one.passed)
+        lines.append(f"{'in all':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
+        return "\n".join(lines)
+
+
+def report(lab: str) -> Report:
+    """The points of lab `lab` ("00") so far. Raises ValueError for a lab without exercises."""
+    return Report(lab)

@@ -1,0 +1,77 @@
+"""Commit to a number, run, and see both side by side.
+
+guess = predict(sent_bytes=3 * 4096, messages=3)     # before the run
+guess.beside(sent_bytes=measured, messages=counted)  # after it
+"""
+
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+from labkit.course.findings import CheckFailed, brief, kind
+from labkit.predict.tables import Number, Table, label, written
+
+
+def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
+    """Note predictions, each under a name with its unit; none yet for `predict()`. Raises
+    CheckFailed for one that is still to be made (`...`), has no name or is no number."""
+    if unnamed:
+        raise CheckFailed(
+            f"a prediction has no name: {', '.join(map(brief, unnamed))}.",
+            hint="Name each, as in predict(sent_bytes=4096).",
+        )
+    for name, value in numbers.items():
+        if isinstance(value, EllipsisType):
+            raise CheckFailed(
+                f"{name} is not predicted yet.",
+                hint="Replace the ... by a number or a formula. A wrong one costs nothing.",
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckFailed(f"{name} is {kind(value)}, but a number is wanted.")
+    return Prediction(Numbers(numbers))
+
+
+class Numbers(dict[str, Number]):
+    def __missing__(self, name: str) -> Number:  # as of `predict()`, in place of a KeyError
+        raise CheckFailed(
+            "nothing is predicted yet.",
+            hint="Fill in your prediction in step 3 first, and run its cell.",
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The numbers a student has committed to."""
+
+    numbers: dict[str, Number]
+
+    def __repr__(self) -> str:
+        return "predicted: " + ", ".join(
+            f"{label(n)} = {written(v)}" for n, v in self.numbers.items()
+        )
+
+    def beside(self, heading: str = "measured", /, **measured: Number) -> Table:
+        """The predictions beside what was measured, under the same names. `heading` says where
+        those numbers are from, if not measured."""
+        if not self.numbers:
+            self.numbers["it"]
+        if measured.keys() != self.numbers.keys():
+            raise ValueError(
+                f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "
+                "give the same names"
+            )
+        return Table(
+            ("", "predicted", heading, ""),
+            [
+                (label(n), written(p), written(measured[n]), _verdict(p, measured[n], heading))
+                for n, p in self.numbers.items()
+            ],
+        )
+
+
+def _verdict(predicted: Number, measured: Number, heading: str) -> str:
+    if predicted == measured:
+        return "✓ equal"
+    if not predicted:
+        return "✗ not equal"
+    return f"✗ {heading} is {measured / predicted:.3g} × the prediction"

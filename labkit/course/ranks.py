@@ -1,0 +1,197 @@
+"""Run a student's function on ranks, and tell what went wrong there in plain words."""
+
+import atexit
+import io
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import labkit
+from labkit.comm import Comm, listen
+from labkit.course.findings import CheckFailed, honest
+from labkit.events import CommEvent
+from labkit.labs import FOLDERS
+from labkit.memory.peak import PeakMemory
+from labkit.runtime.errors import RankError, RankInterrupt
+from labkit.runtime.world import World
+from labkit.trace.movement import Movement
+from labkit.trace.recording import watch_collective
+
+WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
+LIMIT_S = 10.0  # how long one call may take in all
+LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
+
+_worlds: dict[int, World] = {}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a call did; each field has one entry per rank."""
+
+    values: list[Any]  # what it returned
+    events: list[list[CommEvent]]  # what it called on the Comm, in order
+    peak_bytes: list[int]  # the most that the tensors it made held at once
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each rank sends (`bus_bytes`: the same on every transport)."""
+        return [sum(event.bus_bytes for event in its) for its in self.events]
+
+    @property
+    def wire_bytes(self) -> list[int]:
+        """Bytes that each rank really put on its wire: in a broadcast, not all send."""
+        return [sum(event.wire_bytes for event in its) for its in self.events]
+
+    @property
+    def ops(self) -> list[list[str]]:
+        """Names of the operations: ["send", "recv", "all_reduce"]."""
+        return [[event.op.split("(")[0] for event in its] for its in self.events]
+
+
+def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
+    """Call `play(comm, *args)` on each of `size` ranks; their world stays warm for the next check.
+
+    The ranks compute on the CPU, so that an answer is judged alike on every machine. Raises
+    CheckFailed for an error on a rank, a hang, or ranks that call different collectives.
+    """
+    with _limited(size) as world:
+        results = world.run(_one_rank, play, args)
+    values, events, peaks = zip(*results)
+    for rank, its in enumerate(events):
+        if forgotten := [event for event in its if not event.ended_s]:
+            world.restart()  # it may still be under way, and must not meet the next check's
+            raise _not_waited_for(rank, forgotten[0])
+    return Ran(list(values), list(events), list(peaks))
+
+
+@contextmanager
+def _limited(size: int) -> Iterator[World]:
+    """`size` ranks, which are ended after LIMIT_S. Raises CheckFailed for what went wrong there."""
+    world = _world(size)
+    too_late = threading.Timer(LIMIT_S, world.restart)
+    too_late.start()
+    try:
+        yield world
+    except RankInterrupt:
+        raise
+    except RankError as error:
+        if "the server that ranks are forked from" in str(error):  # all worlds had that one
+            close_worlds()
+        raise told(error) from None
+    finally:
+        too_late.cancel()
+        too_late.join()
+
+
+def warm(size: int, play: Callable[[], Any]) -> list[Any]:
+    """Call `play()` on the ranks, with no limit: what takes long only once, and is nobody's answer,
+    happens there before others wait for it. Returns one value per rank."""
+    return _world(size).run(play)
+
+
+def first_backward() -> None:
+    """What torch imports with the first backward that is handed a gradient."""
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.backward(x * 2, torch.ones(2))
+
+
+def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
+    name = f"i{event.op}" if event.op in ("send", "recv") else f"{event.op}(..., async_op=True)"
+    return CheckFailed(
+        f"rank {rank} returns before its {event.op} is over.",
+        hint=f"{name} only starts it and returns a handle: wait for the handle, handle.wait().",
+    )
+
+
+def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
+    comm = Comm()
+    with listen() as events, PeakMemory() as memory:
+        value = honest(play(comm, *args))
+    return value, events, memory.peak_bytes
+
+
+def close_worlds() -> None:
+    """End the ranks that wait for the next check; it gets new ones."""
+    for size in list(_worlds):
+        _worlds.pop(size).close()
+
+
+def _world(size: int) -> World:
+    if size not in _worlds:
+        with redirect_stdout(io.StringIO()):  # what it runs on is not news in a check
+            _worlds[size] = World(size, device="cpu", backend="gloo", timeout_s=WAIT_S)
+        atexit.register(_worlds[size].close)
+    return _worlds[size]
+
+
+def told(error: RankError) -> CheckFailed:
+    """The failure of a run as a student should read it."""
+    lines = [line for line in str(error).splitlines() if "the next run" not in line]
+    first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
+    match error.kind:
+        case "raised" if "NotImplementedError: your turn:" in first:
+            stub = re.search(r"your turn: write (\w+)", first)
+            whose = f" of {stub[1]}" if stub else ""
+            return CheckFailed(
+                f"you left the stub{whose}: the body is not written yet.",
+                hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
+            )
+        case "raised":
+            return CheckFailed(f"{first}.", details=_last_lines(rest))
+        case "stuck" if " raised " in first:
+            return CheckFailed(f"{first}.", details=_last_lines(rest))
+        case "stuck":
+            hint = "Each receive needs its send, and all ranks must call every collective."
+            calls = set(re.findall(r"rank \d+: waits in (\w+)", rest))
+            if "wait for each other" in first and calls in ({"send"}, {"recv"}):
+                hint = f"All of them wait in a {calls.pop()}: one must do the other first."
+            return CheckFailed(f"the ranks hang: {first}", details=rest, hint=hint)
+        case "interrupted":
+            return CheckFailed(
+                f"the call did not come back within {LIMIT_S:g} s.",
+                hint="No rank waits for another: look for a loop that does not end.",
+            )
+    return CheckFailed(first, details=rest)
+
+
+def _last_lines(trace: str) -> str:
+    """The innermost place that is not labkit's or torch's, and its line, of the traceback of
+    those ranks that are told first: the others' errors have lines of their own."""
+    place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
+    lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
+    found = [
+        lines[i : i + 2]
+        for i, line in enumerate(lines)
+        if place.match(line) and not _is_library(line)
+    ]
+    return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))
+
+
+def _is_library(line: str) -> bool:
+    """Whether a traceback's line is of labkit, torch or a lab's checks. (Tests run a lab's wrong
+    answers in place of a student's.)"""
+    ours = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
+    return ours and "wrong_answers.py" not in line
+
+
+def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
+    """How the student's function moves data on `size` ranks, step by step, within the same time as
+    `run`. Raises CheckFailed for an error on a rank."""
+    with _limited(size) as world:
+        return watch_collective(world, collective, student, root)
+
+
+def alone(student: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns that has nothing to do with ranks: its errors name none either."""
+    try:
+        return run(1, lambda comm, *given: student(*given), *given).values[0]
+    except CheckFailed as failed:
+        failed.sentence = failed.sentence.replace("rank 0 raised", "your function raised", 1)
+        raise

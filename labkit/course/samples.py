@@ -1,0 +1,64 @@
+"""The small model that several labs train, and what a single process makes of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.course.findings import brief, fail
+
+
+def small_model() -> nn.Sequential:
+    """Small, the same on all ranks; not all of its 8 parameters divide by 3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        )
+
+
+def some_rows(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, whose errors grow from row to row, so that shares differ."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=generator)
+    return x, torch.randn(rows, 3, generator=generator) * torch.arange(1, rows + 1)[:, None]
+
+
+def right_gradients(size: int, seed: int = 0, rows: int = 0) -> dict[str, Tensor]:
+    """The gradients of a single process on the whole batch."""
+    model, (x, y) = small_model(), some_rows(rows or 4 * size, seed)
+    F.mse_loss(model(x), y).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_bytes() -> list[int]:
+    """Of each parameter of the small model, in order."""
+    return [p.nbytes for p in small_model().parameters()]
+
+
+class Passing(torch.autograd.Function):
+    """Hands on its input; tells when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
+        ctx.tell = tell
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.tell()
+        return gradient, None
+
+
+def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
+    """Fails where `counts`, which this rank's student returned, is no cut of so many gradients."""
+    right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
+    if not right or sum(counts) != gradients:
+        fail(
+            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
+            "buckets.",
+            expected=f"a list of whole numbers above 0 whose sum is {gradients}",
+            hint="The first number: how many gradients, in backward's order, the first bucket has.",
+        )

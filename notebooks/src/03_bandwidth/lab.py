@@ -1,0 +1,692 @@
+# %% [markdown]
+# # Lab 03: Bandwidth
+#
+# The same collective, on the same number of devices, can take ten times as long: it depends on the
+# wires, and on who stands next to whom. In this lab you measure bandwidth as the field does, find
+# the link that everything waits for, spare it by a hierarchical all-reduce, and read what NCCL
+# prints about all this.
+#
+# You need labs 00 to 02: ranks, groups, the ring all-reduce and its cost.
+
+# %%
+import time
+
+import matplotlib.pyplot as plt
+import torch
+
+from labkit import Comm, Link, Mesh, TwoLevel, World, attach, listen, plot, read_nccl_log, record
+from labkit.comm import paced_bytes
+from labkit.comm.collectives import cost, hierarchical_cost
+from labkit.course import predict, report, show
+from labkit.events import all_reduce_bus_bytes
+from labkit.labs.lab_03 import checks as check
+from labkit.labs.lab_03.scenarios import DGX1, bytes_by_pair, ring_in_order, rings_us
+from labkit.trace.nccl_log import EXAMPLES
+from labkit.trace.nccl_log.summary import table
+
+guess = predict()  # nothing yet: that is for you, in step 3
+
+# %% [markdown]
+# ## 1. The question
+#
+# Four ranks all-reduce 2 MiB by a ring. First all wires are alike, 1 gigabit per second. Then the
+# ranks stand on two **nodes** (machines): 0 and 1 on the first, 2 and 3 on the second. The wires
+# between nodes are ten times slower. (Both are *paced*: real bytes, modelled wires.)
+
+# %%
+FAST, SLOW = Link(gbps=1), Link(gbps=0.1)
+S = 2_097_152  # bytes: 2 MiB
+
+one_node = World(4, backend="gloo", link=FAST)
+cluster = TwoLevel(inside=FAST, between=SLOW, ranks_per_node=2)
+two_nodes = World(4, backend="gloo", link=cluster)
+
+
+# %%
+def seconds_of(op, nbytes=S, turns=2):
+    """The best of some turns, on this rank."""
+    comm, x, times_s = Comm(), torch.zeros(nbytes // 4), []
+    for _ in range(turns):
+        comm.barrier()
+        began_s = time.monotonic()
+        op(comm, x)
+        times_s.append(time.monotonic() - began_s)
+    return min(times_s)
+
+
+def by_ring(comm, x):
+    comm.all_reduce(x, algorithm="ring")
+
+
+# %%
+def bars(rows, xlabel, fmt="{:,.0f}", log=False, height=1.4):
+    axes = plt.subplots(figsize=(8, height))[1]
+    shown = axes.barh(list(rows), list(rows.values()), color="#0072B2")
+    axes.bar_label(shown, fmt=fmt, padding=4)
+    least, most = min(rows.values()), max(rows.values())
+    axes.set_xscale("log" if log else "linear")
+    axes.set(xlabel=xlabel, xlim=(least / 3, most * 4) if log else (0, most * 1.2))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+one_s = max(one_node.run(seconds_of, by_ring))
+two_s = max(two_nodes.run(seconds_of, by_ring))
+bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a ring, paced")
+
+# %% [markdown]
+# Of the ring's four hops, two are slow. All four ranks wait for them. (By the formula of lab 02 the
+# wires alone take 25 ms and 252 ms, ten times as long. The processes that carry the messages add
+# up to 10 ms or so of their own; on fast wires that shows.) **Which link sets the pace, how many bytes must
+# pass it, and can there be fewer?**
+
+# %% [markdown]
+# ## 2. The idea
+#
+# ```
+#              node 0                               node 1
+#    ┌──────────────────────────┐        ┌──────────────────────────┐
+#    │  GPU 0 ═══ NVLink ═ GPU 1│        │GPU 2 ═══ NVLink ═══ GPU 3│
+#    │    │ PCIe          │ PCIe│        │  │ PCIe            │ PCIe│
+#    │  card 0           card 1 │        │card 2             card 3 │
+#    └────┬────────────────┬────┘        └──┬─────────────────┬─────┘
+#         └────────────────┴── InfiniBand ──┴─────────────────┘
+#                              or Ethernet
+# ```
+#
+# Three kinds of wires. NVLink is far ahead; PCIe and the network are close to each other, and a
+# message to another node crosses both. Which way a message takes is the **topology**. A collective
+# is as fast as the link that is busy longest: its **bottleneck**.
+
+# %% [markdown]
+# Links are sold in different units. Two traps: network cards are sold in *bits* (8 to the byte), and
+# NVLink as the *sum of both directions*. What counts for a ring is bytes per second, **one way**:
+
+# %%
+LINKS = {  # GB/s, one way
+    "25 GbE": 25 / 8,
+    "100 GbE": 100 / 8,
+    "InfiniBand HDR": 200 / 8,
+    "PCIe 4.0 x16": 16 * 16 * (128 / 130) / 8,  # 16 lanes, 128 of 130 bits are data
+    "InfiniBand NDR": 400 / 8,
+    "PCIe 5.0 x16": 32 * 16 * (128 / 130) / 8,
+    "NVLink 3 (A100)": 600 / 2,
+    "NVLink 4 (H100)": 900 / 2,
+}
+bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=2.8)
+
+# %% [markdown]
+# Where the figures are from (peaks: what a program reaches is less):
+#
+# | link | as sold | source |
+# |---|---|---|
+# | 25 and 100 gigabit Ethernet | 25, 100 Gb/s | IEEE 802.3by-2016, 802.3ba-2010 |
+# | InfiniBand HDR, NDR | four lanes of 50, 100 Gb/s | NVIDIA, *DGX SuperPOD: cabling data centers*, "NDR Overview" |
+# | PCIe 4.0, 5.0 | 16, 32 GT/s a lane | PCI-SIG, PCI Express base specifications 4.0 and 5.0 |
+# | NVLink 3 | 600 GB/s, both ways | NVIDIA, *A100 Tensor Core GPU* data sheet |
+# | NVLink 4 | 900 GB/s, both ways | NVIDIA, *H100 Tensor Core GPU* data sheet |
+
+# %% [markdown]
+# Two bandwidths are in use for collectives. The **algorithm bandwidth** is what you would think of:
+#
+# **algbw = S / t**
+#
+# It says how long a tensor takes, but not whether the links are full: an all-reduce on more ranks
+# sends more bytes for the same S. So count what each rank must send, whatever the algorithm, and
+# divide *that* by the time: the **bus bandwidth**, which can be held against a link's speed.
+#
+# **busbw = algbw × factor**
+
+# %% [markdown]
+# The operations with chunks, of which every rank has n at first or at the end:
+#
+# | operation | what rank r has at the end |
+# |---|---|
+# | reduce-scatter | chunk r, summed over all ranks |
+# | all-gather | all chunks; chunk s is what rank s brought |
+# | all-to-all (new) | chunk r of every rank: each rank deals its n chunks out, one to each rank |
+
+# %% [markdown]
+# Where the factors come from, with n ranks:
+#
+# | operation | S is | each rank must send | factor |
+# |---|---|---|---|
+# | reduce-scatter | all n chunks | every chunk but the one it keeps | (n-1)/n |
+# | all-gather | all n chunks | the bytes of every chunk but one | (n-1)/n |
+# | all-reduce | the tensor | one after the other, both | 2(n-1)/n |
+# | all-to-all | all n chunks | every chunk but its own | (n-1)/n |
+# | broadcast, reduce | the tensor | the busiest link carries it once | 1 |
+#
+# Source: nccl-tests, doc/PERFORMANCE.md, whose definitions everybody uses.
+
+# %% [markdown]
+# How to spare the slow wires: sum **inside** each node first, and let each rank carry only *its
+# part* of that sum to the other nodes.
+#
+# ```
+#                         node 0            node 1
+#   at first           0: a b   1: a b   2: a b   3: a b     two halves, a and b
+#   reduce-scatter     0: A     1:   B   2: A     3:   B     inside:  A = sum of the node's a
+#   all-reduce         0: A <─────────────> 2: A             between: half of the bytes each
+#                                1: B <─────────────> 3: B
+#   all-gather         0: A B   1: A B   2: A B   3: A B     inside
+# ```
+#
+# This is the **hierarchical** all-reduce (Jia et al., *Highly Scalable Deep Learning Training
+# System with Mixed-Precision*, 2018).
+
+# %% [markdown]
+# ### Glossary
+#
+# | English | 中文 | what it is |
+# |---|---|---|
+# | bandwidth | 带宽 | bytes per second |
+# | latency | 时延 | how long the first byte takes |
+# | algorithm bandwidth, algbw | 算法带宽 | size of the tensor over time |
+# | bus bandwidth, busbw | 总线带宽 | bytes that each rank must send, over time |
+# | topology | 拓扑 | which devices are joined by which links |
+# | bottleneck | 瓶颈 | the link that is busy longest |
+# | node | 节点 | a machine with one or more GPUs |
+# | network card, NIC | 网卡 | a node's door to the network |
+# | hierarchical all-reduce | 分层全归约 | inside the node, between nodes, inside again |
+# | channel | 通道 | one of several rings that NCCL runs at once |
+# | GPUDirect RDMA | GPU 直接远程内存访问 | the card reads the GPU's memory, not through the host's |
+
+# %% [markdown]
+# ## 3. Predict
+#
+# Data parallel training sums the gradients of all ranks in every step. Take 7 billion parameters,
+# gradients of 2 bytes, 8 ranks. How many bytes must each rank send for this all-reduce?
+
+# %% stub="gradients = predict(sent_by_each_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+gradients = predict(sent_by_each_bytes=2 * 7 * 14_000_000_000 // 8)
+### END SOLUTION
+gradients
+
+# %% [markdown]
+# And so many seconds it takes at least, by your prediction, if the slowest link of the ring is one
+# of these:
+
+# %%
+times_s = {link: gradients.numbers["sent_by_each_bytes"] / 1e9 / its for link, its in LINKS.items()}
+bars(times_s, "seconds for one step, by your prediction", "{:,.2f} s", log=True, height=2.8)
+
+# %% [markdown]
+# Now the run that comes. Two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: what passes
+# over each hop? *Hierarchical*: how large is the part that a rank brings to its all-reduce between
+# nodes, among how many ranks, and what does it send for it?
+#
+# Say how many bytes leave the busiest **slow** wire (each rank has one), in both.
+
+# %% stub="guess = predict(ring_bytes=..., hierarchical_bytes=...)" tags=["nbval-check-output"]
+### BEGIN SOLUTION
+part = S // 2  # 2 ranks in a node share the work
+guess = predict(ring_bytes=2 * 3 * S // 4, hierarchical_bytes=2 * 1 * part // 2)
+### END SOLUTION
+guess
+
+# %% [markdown]
+# ## 4. Read it
+#
+# The factors above, as the library has them. `chunk_bytes` are the sizes of the n chunks; so they
+# are exact also where S does not divide by n.
+
+# %%
+show("events.py:all_reduce_bus_bytes")
+
+# %%
+show("events.py:reduce_scatter_bus_bytes")
+
+# %% [markdown]
+# By it, 14 GB of gradients in 8 chunks. (Was yours another number? Put this one into step 3 and draw
+# its bars again.)
+
+# %% tags=["nbval-check-output"]
+by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
+gradients.beside("the formula's", sent_by_each_bytes=by_formula)
+
+# %% [markdown]
+# The hierarchical all-reduce. `wire.nodes` has the ranks of each node. `row` are the ranks of this
+# node, `column` those that stand at the same place in each node.
+#
+# - `Part(wire, ranks)` is the wire between these ranks only, counted anew from 0.
+# - `rings_all_reduce` is the ring of lab 02; a long tensor goes in several pieces, a ring for each.
+# - `divide_by` is the number of ranks for a mean, and 1 for a sum.
+# - `fold` and `unfold` are for nodes of different sizes; where all are alike, they do nothing.
+
+# %%
+show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
+
+# %% [markdown]
+# NCCL does such things by itself, and tells if it is asked: with `NCCL_DEBUG=INFO`, each rank prints
+# some dozens of lines. Here are *example lines, composed for this lab* after NCCL's documentation,
+# of two nodes with four GPUs each. (With GPUs, take your own log: step 8.)
+
+# %%
+lines = EXAMPLES["two_nodes"].read_text().splitlines()
+for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via NET", "COMPLETE"]:
+    print(next(line for line in lines if words in line and not line.startswith("#"))[:112])
+
+# %% [markdown]
+# - Before `NCCL INFO` stand host, process, thread and, in brackets, the GPU.
+# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, in the order of its ranks. Four rings
+#   run at once, each with a quarter of the bytes.
+# - `Trees [0] 5/-1/-1->4->0`: in tree 0, rank 4 has the child 5 and the parent 0.
+# - `3[3] -> 4[0] [send] via NET/IB/3/GDRDMA`: rank 3 (GPU 3 of its node) sends to rank 4 over
+#   InfiniBand card 3, which reads the GPU's memory itself. `P2P` is GPU to GPU, `SHM` goes through
+#   host memory, `NET/Socket` is plain TCP.
+
+# %%
+log = read_nccl_log(EXAMPLES["two_nodes"])
+plot.nccl(log)
+
+# %% [markdown]
+# Look at the arrows that leave a node. The two rings do so from *different* GPUs, over different
+# cards: so all cards work, and a ring over each carries a share only. Compare a machine on which
+# everything is wrong:
+
+# %%
+plot.nccl(read_nccl_log(EXAMPLES["sockets"]))
+
+# %% tags=["nbval-check-output"]
+table(read_nccl_log(EXAMPLES["sockets"]), "sockets")
+
+# %% [markdown]
+# ## 5. Run it
+#
+# First bandwidth. The columns are those that nccl-tests prints, for one node, whose wires carry
+# 1 Gb/s = 0.125 GB/s.
+
+# %%
+sizes, busbws, took_s = [4**k for k in range(6, 13)], [], []
+print(f"{'size (B)':>10} {'time (ms)':>10} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
+for nbytes in sizes:
+    turns = 20 if nbytes < 2**20 else 3  # the best of many: small messages scatter most
+    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns))
+    took_s.append(its_s)
+    algbw = nbytes / its_s / 1e9
+    busbws.append(algbw * 2 * 3 / 4)
+    print(f"{nbytes:>10,} {1e3 * its_s:>10.2f} {algbw:>13.4f} {busbws[-1]:>13.4f}")
+
+# %%
+fig, axes = plt.subplots(figsize=(8, 2.6))
+axes.semilogx(sizes, busbws, "o-", color="#0072B2", label="busbw, measured, paced")
+axes.set_xticks(sizes, ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB"])
+axes.minorticks_off()
+axes.axhline(0.125, color="#D55E00", ls="--", label="the wire")
+axes.set(ylabel="GB/s", ylim=(0, 0.145))
+axes.legend(frameon=False, loc="lower right")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# A small message is all latency. A large one comes near the speed of the wire, and that is what
+# busbw is for: near the wire, no algorithm with the same traffic can do better. (`labkit bench
+# collectives` measures such a table for all operations.)
+#
+# Now your prediction. `paced_bytes(link)` is what a rank has sent over its wire of that speed.
+
+
+# %%
+def bytes_by_wire(algorithm):
+    comm, x = Comm(), torch.zeros(S // 4)
+    before = [paced_bytes(link) for link in (FAST, SLOW)]
+    comm.all_reduce(x, algorithm=algorithm)
+    return [paced_bytes(link) - old for link, old in zip((FAST, SLOW), before)]
+
+
+# %% tags=["nbval-check-output"]
+ring = two_nodes.run(bytes_by_wire, "ring")
+hierarchical = two_nodes.run(bytes_by_wire, "hierarchical")
+print("          ring                     hierarchical")
+print("rank      inside       between     inside       between")
+for rank, (one, other) in enumerate(zip(ring, hierarchical)):
+    print(f"{rank:>4}  {one[0]:>10,}  {one[1]:>12,} {other[0]:>10,}  {other[1]:>12,}")
+
+# %% tags=["nbval-check-output"]
+slow_ring, slow_hierarchical = (max(b for _, b in its) for its in (ring, hierarchical))
+guess.beside(ring_bytes=slow_ring, hierarchical_bytes=slow_hierarchical)
+
+# %% [markdown]
+# A third of the bytes on the busiest slow wire. And the time? The costs are those of lab 02,
+# steps × α + bytes × β, with a β for each level. Our wires have no latency, so α is what the
+# processes need for a step. Take it from the row of 4 KiB: 6 steps that move next to nothing.
+
+# %%
+alpha_s = took_s[0] / 6
+beta = {link: link.seconds(1) for link in (FAST, SLOW)}
+inside, between = hierarchical_cost(nodes=2, ranks_per_node=2, nbytes=S)
+predicted_s = {
+    "ring": cost("all_reduce", "ring", 4, S).seconds(alpha_s, beta[SLOW]),
+    "hierarchical": inside.seconds(alpha_s, beta[FAST]) + between.seconds(alpha_s, beta[SLOW]),
+}
+print(f"alpha: {1e3 * alpha_s:.1f} ms a step")
+
+
+def by_hierarchy(comm, x):
+    comm.all_reduce(x, algorithm="hierarchical")
+
+
+measured_s = {"ring": two_s, "hierarchical": max(two_nodes.run(seconds_of, by_hierarchy, S, 5))}
+
+# %%
+fig, axes = plt.subplots(figsize=(8, 1.8))
+for i, (name, its) in enumerate({"by formula": predicted_s, "measured": measured_s}.items()):
+    shown = axes.barh(
+        [y + 0.36 * i for y in range(2)], [1e3 * its_s for its_s in its.values()], 0.34,
+        color=["#B4BAC2", "#0072B2"][i], label=name,
+    )  # fmt: skip
+    axes.bar_label(shown, fmt="{:,.0f} ms", padding=4)
+axes.set_yticks([0.18, 1.18], list(predicted_s))
+axes.set(xlim=(0, 1.5e3 * max(measured_s.values())), xlabel="ms for 2 MiB on two nodes, paced")
+axes.invert_yaxis()
+axes.legend(frameon=False, loc="lower right")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Why so much? The ring moves in step: in each of its 6 steps a chunk of S/4 crosses a slow wire, and
+# everybody waits. The hierarchy sends most on fast wires, and on the slow ones *all* cards work at
+# once, each with its half.
+#
+# Any ms beyond the formula are the processes' own: they copy 2 MiB and add them up, on cores that
+# they share. Give the wires `Link(gbps=1000)`, and this time is all that is left.
+
+# %% [markdown]
+# ## 6. Break it
+#
+# The batch system deals the places in the ring out like cards: first node, second node, first,
+# second. On our two nodes that is the ring 0 → 2 → 1 → 3. The program is right, the sums are right.
+# It only sends too much, and nothing tells you. Here is a ring through the ranks in any order:
+
+# %%
+show("labs/lab_03/scenarios.py:ring_in_order")
+
+
+# %%
+def events_of(order):
+    comm, x = Comm(), torch.ones(S // 4)
+    with listen() as events:
+        ring_in_order(comm, x, order)
+    assert (x == 4).all()
+    return events
+
+
+orders = [[0, 1, 2, 3], [0, 2, 1, 3]]
+pairs = [bytes_by_pair(one_node.run(events_of, order)) for order in orders]
+
+# %%
+fig, panels = plt.subplots(1, 2, figsize=(8, 3))
+for axes, order, sent in zip(panels, orders, pairs):
+    axes.imshow(sent / 2**20, cmap="Blues", vmax=6)
+    for a, b in sent.nonzero().tolist():
+        axes.text(b, a, f"{sent[a, b] / 2**20:.0f} MiB", ha="center", va="center", fontsize=9)
+    axes.axhline(1.5, color="#D55E00"), axes.axvline(1.5, color="#D55E00")
+    axes.set(xticks=range(4), yticks=range(4), xlabel="to rank", ylabel="from rank")
+    axes.set_title("ring " + " → ".join(map(str, order)), fontsize=10)
+fig.tight_layout()
+
+# %% [markdown]
+# The red lines are the border between the nodes {0, 1} and {2, 3}: what stands upper right and lower
+# left of them crosses it. The good ring crosses twice, the bad one at every hop:
+
+# %% tags=["nbval-check-output"]
+for order, sent in zip(orders, pairs):
+    crossing = sent[:2, 2:].sum() + sent[2:, :2].sum()
+    print(f"ring {order}: {crossing:,} bytes between nodes")
+
+# %% [markdown]
+# Twice the bytes. On our two nodes each rank has a card of its own: the bytes go over twice as many
+# cards. So it costs bytes here, not time, and no clock tells you. Where a node has *one* card, its
+# ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead
+# of one. So: ranks of a node have neighbouring numbers (launchers do it so), and `Mesh` puts its
+# last axis inside a node.
+
+# %% [markdown]
+# The other classic: a rank is now in *two* groups, and there are two orders in which it can take
+# them. Here some ranks take them the wrong way round. First only rank 0:
+
+# %%
+patient = World(4, backend="gloo", timeout_s=2)
+
+
+def sum_of_ones(confused):
+    mesh, x = Mesh(node=2, local=2), torch.ones(4)
+    groups = [mesh.local, mesh.node]
+    if Comm().rank in confused:
+        groups.reverse()
+    for group in groups:
+        group.all_reduce(x)
+    return x[0].item()
+
+
+# %% tags=["nbval-check-output"]
+patient.run(sum_of_ones, [0])
+
+# %% [markdown]
+# It should be 4 everywhere. Nothing hangs, nothing complains, and the sums are wrong: each group saw
+# its calls in order, but rank 0 brought a number to its node that was not its own any more.
+#
+# **And rank 0, the one whose numbers everybody logs, shows the right 4.** It got each number once:
+# rank 2's sum of two, then rank 1's. The log is clean, and three ranks of four train on nonsense.
+#
+# Now ranks 0 and 3:
+
+# %% tags=["raises-exception"]
+patient.run(sum_of_ones, [0, 3])
+
+# %% [markdown]
+# This time the waits close a circle: follow it in the lines above. *All ranks must take their groups
+# in the same order.* Frameworks see to it, until somebody adds a collective under an `if`.
+
+# %% [markdown]
+# ## 7. Build it
+#
+# ### Exercise 1: The two bandwidths
+#
+# Return `(algbw, busbw)` in GB/s (1e9 bytes per second) of an operation on `nbytes` bytes that took
+# `seconds`. `op` is `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; `nbytes` is
+# S, as in the table of step 2. The check holds it against what real ranks sent.
+
+
+# %%
+def bandwidths(op, nbytes, ranks, seconds):
+    ### BEGIN SOLUTION
+    factors = {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "all_gather": (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "broadcast": 1,
+    }
+    algbw = nbytes / seconds / 1e9
+    return algbw, algbw * factors[op]
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.bandwidths(bandwidths)
+
+# %% [markdown]
+# ### Exercise 2: Deal the ranks out
+#
+# `node_of[rank]` is the node that a rank is on, as in `[0, 1, 0, 1]`. Return the order of the ranks
+# whose ring sends the fewest bytes between nodes. The check runs a ring in your order.
+
+
+# %%
+def best_order(node_of):
+    ### BEGIN SOLUTION
+    return sorted(range(len(node_of)), key=lambda rank: node_of[rank])
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.best_order(best_order)
+
+# %% [markdown]
+# ### Exercise 3: A hierarchical all-reduce of your own
+#
+# `inside` is the `Comm` of the ranks on this rank's node, `between` that of the ranks at the same
+# place in each node. Replace `x` (one dimension; its length divides by `inside.size`) by the sum over
+# all ranks, and send no byte too many between nodes. You have
+# `comm.reduce_scatter_tensor(out, x)`, where `out` becomes this rank's sum of `x.numel() // n`
+# elements, and `comm.all_gather_into_tensor(x, part)`. Let `out` be a tensor of its own, no piece of
+# `x`: NCCL promises nothing where an output overlaps its input, but at the rank's own place.
+
+
+# %%
+def my_hierarchical(inside, between, x):
+    ### BEGIN SOLUTION
+    part = x.new_empty(x.numel() // inside.size)
+    inside.reduce_scatter_tensor(part, x)
+    between.all_reduce(part)
+    inside.all_gather_into_tensor(x, part)
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.my_hierarchical(my_hierarchical)
+
+# %% [markdown]
+# Yours on the two nodes, as a timeline: which of the three parts takes the time? (The number in a
+# bar counts the calls of its group, and the run before this one is counted. Where a bar is too
+# short, the number stands alone.)
+
+
+# %%
+def make_groups():
+    attach().state.mesh = Mesh(node=2, local=2)  # a rank keeps its `state` from run to run
+
+
+def play():
+    mesh = attach().state.mesh
+    my_hierarchical(mesh.local, mesh.node, torch.ones(S // 4))
+
+
+two_nodes.run(make_groups)
+two_nodes.run(play)  # once before we record: now all groups are connected
+with record() as trace:
+    two_nodes.run(play)
+plot.timeline(trace)
+
+# %% [markdown]
+# ### Exercise 4: Read a log
+#
+# `log` is what `read_nccl_log` returns. Return three things: how many channels there are, and the
+# sets of the kinds of transport inside nodes and between nodes, as `(4, {"P2P"}, {"NET/IB"})`.
+#
+# | what | it is |
+# |---|---|
+# | `log.main` | the communicator of all ranks |
+# | `.channels` | how many it has |
+# | `.connections` | a list; each has `.source`, `.target` and `.kind`, as `"SHM"` |
+# | `.same_node(one, other)` | whether two ranks are on one node |
+
+
+# %%
+def read_log(log):
+    ### BEGIN SOLUTION
+    group, kinds = log.main, {True: set(), False: set()}
+    for one in group.connections:
+        kinds[group.same_node(one.source, one.target)].add(one.kind)
+    return group.channels, kinds[True], kinds[False]
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.read_log(read_log)
+
+# %% [markdown]
+# ### Exercise 5, open: Channels for a DGX-1
+#
+# Eight V100s, each with 6 NVLinks of 25 GB/s one way, some pairs joined by two, some by none. (Source:
+# NVIDIA, *DGX-1 With Tesla V100 System Architecture*, 2017.) Rows and columns are GPUs:
+
+# %% tags=["nbval-check-output"]
+print("    " + "   ".join(map(str, range(8))))
+for a in range(8):
+    print(a, *[f"{DGX1.get((a, b), '·'):>3}" for b in range(8)])
+
+# %% tags=["nbval-check-output"]
+print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
+
+# %% [markdown]
+# The ring 0, 1, ... 7 is that slow since no NVLink joins 3 and 4, nor 7 and 0: these hops go over
+# PCIe 3.0 x16, 15.75 GB/s one way. Find better rings: return a list of one or more orders. Several rings run at once, and each
+# gets an equal share of the bytes; rings that use the same hop in the same direction share its
+# NVLinks. The score is the time to all-reduce 1 GB. `wires[a, b]` is how many NVLinks lead from a
+# to b; pairs without are not in it.
+
+
+# %%
+def rings(wires):
+    ### BEGIN SOLUTION
+    double = [0, 3, 2, 1, 5, 6, 7, 4]  # every hop has two NVLinks
+    single = [0, 1, 3, 7, 5, 4, 6, 2]  # every hop has one of those that are left
+    one_way = [double, double, single]
+    return one_way + [ring[::-1] for ring in one_way]
+    ### END SOLUTION
+
+
+# %% tags=["nbval-check-output"]
+check.rings(rings)
+
+# %% [markdown]
+# This is what NCCL's channels are: it searches the topology for rings that fill all links, and gives
+# each a share of the bytes.
+
+# %% tags=["nbval-check-output"]
+report("03")
+
+# %% [markdown]
+# ## 8. In the wild
+#
+# Your own log, on a machine with GPUs:
+#
+# ```sh
+# NCCL_DEBUG=INFO torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
+# labkit nccl-log nccl.log            # a table, and nccl.png with its rings and trees
+# nvidia-smi topo -m                  # which GPUs and cards are joined by what
+# all_reduce_perf -b 8 -e 1G -f 2 -g 8    # of nccl-tests: algbw and busbw by size
+# ```
+#
+# If busbw at 1 GB is far below the link's speed, look in the log for what the messages really go
+# over.
+
+# %% [markdown]
+# The variables that matter most:
+#
+# | variable | what it changes |
+# |---|---|
+# | `NCCL_DEBUG` | what is printed: VERSION, WARN, INFO or TRACE |
+# | `NCCL_DEBUG_SUBSYS`, `NCCL_DEBUG_FILE` | of which parts (INIT, GRAPH, NET, TUNING, ...), and into which file: `%h` is the host, `%p` the process |
+# | `NCCL_SOCKET_IFNAME` | which network interfaces serve start-up and TCP: `eth`, `=eth0`, `^docker` |
+# | `NCCL_IB_HCA` | which InfiniBand or RoCE cards: `mlx5`, `=mlx5_0:1`, `^mlx5_3` |
+# | `NCCL_IB_DISABLE=1` | no InfiniBand or RoCE: TCP in its stead |
+# | `NCCL_P2P_DISABLE=1`, `NCCL_P2P_LEVEL` | no direct GPU-to-GPU messages, or only up to a distance: NVL, PIX, PXB, PHB, SYS |
+# | `NCCL_SHM_DISABLE=1` | nothing through host memory inside a node |
+# | `NCCL_NET_GDR_LEVEL` | up to which distance of GPU and card GPUDirect RDMA is used |
+
+# %% [markdown]
+# | variable | what it changes |
+# |---|---|
+# | `NCCL_CROSS_NIC` | whether one ring may use different cards on different nodes |
+# | `NCCL_ALGO` | which algorithms may be taken: Ring, Tree, NVLS, ... |
+# | `NCCL_PROTO` | which protocols: LL and LL128 (low latency), Simple (bandwidth) |
+# | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | an XML file of the topology to begin with; where to write the one found |
+#
+# Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". It warns: what is set to
+# try something out should not stay in a script, where it may make NCCL slow or hang.
+
+# %% [markdown]
+# Hierarchy elsewhere:
+#
+# | tool | what it has |
+# |---|---|
+# | NCCL | several rings over several cards; trees that are chains inside a node and a tree between nodes |
+# | torch | `init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("node", "local"))`: the groups of exercise 3 |
+# | Megatron | orders its groups so that tensor parallelism, which sends most, stays inside a node |
+# | FSDP | hybrid sharding: shards inside a node, all-reduces between nodes |
+# | labkit | `comm.all_reduce(x, algorithm="hierarchical")`, `Mesh(node=2, local=4)` |
+#
+# **You can now** say what an all-reduce costs on given links, find the bottleneck, and see in a log
+# whether the links are used.

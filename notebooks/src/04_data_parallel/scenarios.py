@@ -1,0 +1,183 @@
+"""What the checks of lab 04 run on the ranks, and what a single process gets."""
+
+from collections.abc import Callable, Iterable
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.course.samples import small_model, some_rows
+from labkit.models import GPT
+from labkit.parallel import AsyncParameterServer
+
+Student = Callable[..., Any]
+Weights = dict[str, Tensor]
+STEPS = 2
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """A copy of each parameter, by its name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Momentum:
+    """SGD with momentum, by hand: the first optimizer of torch.optim that a process makes loads
+    torch._dynamo, 1.3 s on each rank."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.02):
+        self.parameters, self.lr = list(parameters), lr
+        self.state: dict[nn.Parameter, Tensor] = {}
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self) -> None:
+        for p in self.parameters:
+            if p.grad is not None:
+                before = self.state.get(p, torch.zeros_like(p))
+                self.state[p] = 0.9 * before + p.grad
+                p.detach().sub_(self.lr * self.state[p])
+
+
+def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
+    """The weights after each of two steps, and for how many parameters there is a state here."""
+    model, found = small_model(), []
+    optimizer = Momentum(model.parameters())
+    for step in range(STEPS):
+        x, y = some_rows(4 * comm.size, seed=step)
+        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        optimizer.zero_grad()
+        F.mse_loss(model(x[mine]), y[mine]).backward()
+        student(comm, model, optimizer)
+        found.append(weights_of(model))
+    return found, len(optimizer.state)
+
+
+def right_steps(size: int) -> list[Weights]:
+    """The weights of a single process: at first, and after each of the two steps."""
+    model = small_model()
+    optimizer, found = Momentum(model.parameters()), [weights_of(model)]
+    for step in range(STEPS):
+        x, y = some_rows(4 * size, seed=step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        found.append(weights_of(model))
+    return found
+
+
+def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
+    """Of each update of labkit's server, when it takes the pushes in these orders."""
+    found = []
+    for order in orders:
+        model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]
+
+        def work(model: AsyncParameterServer = model, steps: int = order.count(comm.rank)) -> None:
+            for _ in range(steps):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                model.step()
+
+        found.append([update.staleness for update in model.run(work)])
+    return found
+
+
+# --- exercise 3: each worker draws the weights to a target of its own
+
+LR, PUSHES = 0.25, 3
+
+
+def gradient(worker: int, weights: Tensor) -> Tensor:
+    """Of worker's squared distance to a target of its own, at `weights` [3]."""
+    return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
+
+
+def with_a_server(comm: Any, student: Student, late: int) -> Any:
+    """The student serves on rank 0. Worker `late` begins when the other worker is done."""
+    weights = torch.zeros(3)
+    if comm.rank == 0:
+        taken = student(comm, weights, LR, PUSHES)
+        return taken, weights
+    other = 3 - comm.rank
+    if comm.rank == late:
+        comm.recv(torch.empty(1), other, tag=1)
+    pulled = []
+    for _ in range(PUSHES):
+        comm.send(gradient(comm.rank, weights), 0)
+        weights = torch.empty(3)
+        comm.recv(weights, 0)
+        pulled.append(weights)
+    if comm.rank != late:
+        comm.send(torch.ones(1), other, tag=1)
+    return pulled
+
+
+def right_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """The weights at the end, and what each worker has pulled, for pushes taken in this order."""
+    weights = torch.zeros(3)
+    pulled: dict[int, list[Tensor]] = {1: [], 2: []}
+    for worker in taken:
+        had = pulled[worker][-1] if pulled[worker] else torch.zeros(3)
+        weights = weights - LR * gradient(worker, had)
+        pulled[worker].append(weights)
+    return weights, pulled
+
+
+# --- exercise 4: several servers
+
+SERVERS = 4
+
+
+def sizes_of_gpt() -> list[int]:
+    """Bytes of each parameter of a small GPT."""
+    with torch.device("meta"):
+        return [p.nbytes for p in GPT.preset("1M", vocab=256).parameters()]
+
+
+def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVERS) -> int:
+    """In and out, in one step, on the link that carries most: a rank serves its parameters to all
+    others, and is a worker for the rest. `servers[i]` is the rank that serves parameter i."""
+    served = [0] * size
+    for server, one in zip(servers, nbytes, strict=True):
+        served[server] += one
+    return max(2 * (size - 1) * own + 2 * (sum(nbytes) - own) for own in served)
+
+
+def best_bytes(nbytes: list[int]) -> int:
+    """The largest first, each to the server that has least: for `sizes_of_gpt`, none of all ways to
+    place the larger ones is better."""
+    load, servers = [0] * SERVERS, [0] * len(nbytes)
+    for i in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):
+        servers[i] = load.index(min(load))
+        load[servers[i]] += nbytes[i]
+    return busiest_link_bytes(servers, nbytes)
+
+
+def cut_bytes(nbytes: list[int]) -> int:
+    """If parameters could be cut anywhere: each server has 1/n of them."""
+    each = -(-sum(nbytes) // SERVERS)
+    return 2 * (SERVERS - 1) * each + 2 * (sum(nbytes) - each)
+
+
+def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
+    """What the student chose; the pushes and pulls that it means are really sent."""
+    servers = student(list(nbytes), comm.size)
+    if is_placement(servers, len(nbytes), comm.size):
+        for server, one in zip(map(int, servers), nbytes):
+            here = comm.rank == server
+            x = torch.zeros(one // 4)
+            comm.gather(
+                x, [torch.empty_like(x) for _ in range(comm.size)] if here else None, server
+            )
+            comm.scatter(x, [x] * comm.size if here else None, server)
+        return [int(x) for x in servers]
+    return servers
+
+
+def is_placement(servers: Any, count: int, size: int) -> bool:
+    """Whether `servers` names a rank below `size` for each of `count` parameters."""
+    right = isinstance(servers, list) and len(servers) == count
+    return right and all(isinstance(x, Integral) and 0 <= int(x) < size for x in servers)

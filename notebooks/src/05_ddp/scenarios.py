@@ -1,0 +1,86 @@
+"""What the checks of lab 05 run on the ranks, and what a single process gets.
+
+One small model, the same on all ranks; each rank has its share of a batch of random rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.comm import listen
+from labkit.course.samples import Passing, small_model, some_rows
+from labkit.parallel import DDP
+from labkit.parallel.common.grad_reducer import MB
+
+Student = Callable[..., Any]
+Gradients = dict[str, Tensor | None]
+
+
+def gradients_now(model: nn.Module) -> Gradients:
+    """As they are: a view of a bucket stays one."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
+    """What the student's function makes of one backward: gradients, weights."""
+    model, (x, y) = small_model(), some_rows(4 * comm.size)
+    mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+    F.mse_loss(model(x[mine]), y[mine]).backward()
+    student(comm, model)
+    return gradients_now(model), [p.detach() for p in model.parameters()]
+
+
+def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
+    """Of each step: all-reduces asked for when backward comes to the first layer, how many of
+    them block, how many were waited for, and the gradients; and how many were never waited for."""
+    model, steps = small_model(), []
+    overlapped = student(comm, model)
+    for step in range(2):
+        x, y = some_rows(4 * comm.size, seed=step)
+        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        model.zero_grad()
+        with listen() as events:
+            seen: list[tuple[int, int, int]] = []
+
+            def look(events: list[Any] = events, seen: list[Any] = seen) -> None:
+                blocking = sum(e.blocking for e in events)
+                seen.append((len(events), blocking, sum(e.wait_ended_s > 0 for e in events)))
+
+            out = model[1:](Passing.apply(model[0](x[mine]), look))
+            F.mse_loss(out, y[mine]).backward()
+            overlapped.finish()
+            never = sum(not event.wait_ended_s for event in events)
+        copies = {
+            n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+        }
+        steps.append((*seen[0], copies))
+    return steps, never
+
+
+def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients, int]:
+    """The gradients after the student's micro-batches of `rows`, and the bytes sent."""
+    model = small_model()
+    ddp = DDP(model, comm, bucket_mb=200 / MB)
+    x, y = (
+        part.split(sum(rows))[comm.rank].split(rows) for part in some_rows(comm.size * sum(rows))
+    )
+    with listen() as events:
+        student(ddp, list(zip(x, y)))
+    reduced = [event for event in events if event.op == "all_reduce"]
+    return gradients_now(model), sum(event.bus_bytes for event in reduced)
+
+
+def sent_in_buckets(
+    comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
+) -> list[int]:
+    """The counts that the student chose; the buckets they mean are really sent."""
+    counts = student(list(nbytes), list(ready_us))
+    if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
+        first = 0
+        for count in counts:
+            comm.all_reduce(torch.zeros(sum(nbytes[first : first + count]) // 4))
+            first += count
+    return counts

@@ -1,0 +1,175 @@
+"""What the checks of lab 07 run on the ranks, and what a single process gets."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.comm import listen
+from labkit.course.samples import Passing, right_gradients, small_model, some_rows
+from labkit.memory.peak import PeakMemory
+from labkit.parallel.common.flat import FlatPartition
+
+Student = Callable[..., Any]
+CUTS = (2, 3, 3)  # parameters in each bucket, the last parameter first
+ADAM_STEPS, LR = 20, 1e-2
+
+
+# --- pieces(numels, ranks, rank)
+
+
+def gathered(comm: Any, student: Student, numels: list[int]) -> Tensor:
+    """Every rank holds its pieces of some tensors; all-gathered, they are all of these."""
+    tensors = [100.0 * i + torch.arange(float(numel)) for i, numel in enumerate(numels)]
+    layout = FlatPartition([x.shape for x in tensors], comm.size)
+    mine, at = torch.zeros(layout.share), 0
+    for index, start, numel in student(list(numels), comm.size, comm.rank):
+        mine[at : at + numel] = tensors[index][start : start + numel]
+        at += numel
+    whole = torch.empty(layout.padded)
+    comm.all_gather_into_tensor(whole, mine)
+    return whole[: layout.numel]
+
+
+# --- ToOwners(comm, buckets)
+
+
+class Step(NamedTuple):
+    """What a rank saw in one step of backward and finish()."""
+
+    asked: int  # reduce-scatters, when backward came to the first layer
+    blocking: int  # of these
+    waited: int  # of these
+    not_freed: int  # gradients of buckets that are under way
+    shares: Any
+    left: list[str]  # parameters that have a .grad at the end
+    held_bytes: int  # made in this step, and still there at the end
+    never_waited_for: int
+
+
+def buckets_of_small_model(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Its parameters in the order of backward, cut as CUTS says."""
+    last_first = list(model.parameters())[::-1]
+    ends = [sum(CUTS[:i]) for i in range(len(CUTS) + 1)]
+    return [last_first[begin:end] for begin, end in pairwise(ends)]
+
+
+def right_shares(size: int, rank: int, seed: int) -> list[Tensor]:
+    """This rank's share of the mean gradients of each bucket."""
+    gradients = list(right_gradients(size, seed=seed).values())[::-1]
+    shares = []
+    for cut in CUTS:
+        some, gradients = gradients[:cut], gradients[cut:]
+        layout = FlatPartition([g.shape for g in some], size)
+        flat = torch.zeros(layout.padded)
+        for g, view in zip(some, layout.views(flat), strict=True):
+            view.copy_(g)
+        shares.append(layout.share_of(flat, rank))
+    return shares
+
+
+def two_steps(comm: Any, student: Student) -> list[Step]:
+    """What this rank sees while the student's class reduces two backwards to their owners."""
+    model, steps = small_model(), []
+    buckets = buckets_of_small_model(model)
+    to_owners = student(comm, buckets)
+    for seed in range(2):
+        x, y = some_rows(4 * comm.size, seed)
+        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        with listen() as events:
+            seen: list[tuple[int, int, int, int]] = []
+
+            def look(events: list[Any] = events, seen: list[Any] = seen) -> None:
+                under_way = [p for bucket in buckets[: len(events)] for p in bucket]
+                seen.append(
+                    (
+                        len(events),
+                        sum(event.blocking for event in events),
+                        sum(event.wait_ended_s > 0 for event in events),
+                        sum(p.grad is not None for p in under_way),
+                    )
+                )
+
+            value = F.mse_loss(model[1:](Passing.apply(model[0](x[mine]), look)), y[mine])
+            with PeakMemory() as memory:
+                value.backward()
+                to_owners.finish()
+            never = sum(not event.wait_ended_s for event in events)
+        left = [name for name, p in model.named_parameters() if p.grad is not None]
+        shares = _copied(getattr(to_owners, "shares", None))
+        steps.append(Step(*seen[0], shares, left, memory.held_bytes, never))
+    return steps
+
+
+def _copied(shares: Any) -> Any:
+    """What finish() leaves, safe from the next step."""
+    if not isinstance(shares, (list, tuple)):
+        return shares
+    return [x.detach().clone() if isinstance(x, Tensor) else x for x in shares]
+
+
+# --- ShardedAdam(comm, flat, lr)
+
+
+def some_weights(size: int, share: int = 500) -> Tensor:
+    """In bf16, so large that one step of Adam is lost when it is added to them; all steps
+    together are six times what bf16 can tell apart."""
+    generator = torch.Generator().manual_seed(7)
+    return (4.5 + torch.rand(size * share, generator=generator)).bfloat16()
+
+
+def gradients_of_step(weights: Tensor, step: int) -> Tensor:
+    """In bf16, the same on all ranks, another in each step. Each weight has gradients of a size of
+    its own, from 1e-4 to 1: Adam steps as far for all of them, SGD does not."""
+    generator = torch.Generator().manual_seed(100 + step)
+    sizes = 10.0 ** -(torch.arange(len(weights)) % 5)
+    return (sizes * (0.5 + torch.rand(len(weights), generator=generator))).bfloat16()
+
+
+def right_weights(size: int) -> Tensor:
+    """What one process has after the steps, with an fp32 master copy of everything."""
+    weights = some_weights(size)
+    master = nn.Parameter(weights.float())
+    adam = torch.optim.AdamW([master], lr=LR)
+    for step in range(ADAM_STEPS):
+        master.grad = gradients_of_step(weights, step).float()
+        adam.step()
+    return master.detach().bfloat16()
+
+
+def first_adam() -> None:
+    """A rank's first optimizer loads much of torch."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+
+
+def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
+    """The weights afterwards, and the bytes that the student's object has come to hold."""
+    weights = some_weights(comm.size)
+    with PeakMemory() as memory:
+        sharded = student(comm, weights, LR)
+    for step in range(ADAM_STEPS):
+        mine = gradients_of_step(weights, step).chunk(comm.size)[comm.rank].clone()
+        with memory:
+            sharded.step(mine)
+        del mine
+    held_bytes = memory.held_bytes
+    return weights.detach(), held_bytes
+
+
+# --- clip(comm, shares, max_norm)
+
+
+def clipped(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
+    """What the student's function returns, and this rank's shares afterwards."""
+    mine = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
+    norm = student(comm, mine, max_norm)
+    return norm, mine
+
+
+def shares_of_rank(size: int, rank: int) -> Sequence[Tensor]:
+    """Two shares, the second larger; those of a higher rank are larger, too."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(n, generator=generator) * (rank + 1) for n in (5, 12)]

@@ -1,0 +1,182 @@
+"""What the checks of lab 08 run on the ranks: units of a model as shares, and the answers that are
+right, by labkit's own code, beside which a student's memory is held.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.comm import Comm, listen
+from labkit.memory.peak import PeakMemory
+from labkit.parallel.common.flat import FlatPartition
+
+Student = Callable[..., Any]
+
+SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76: 3 ranks need padding
+LAYERS = [torch.Size(shape) for shape in ((32, 12), (20, 32), (9, 20))]  # weights [out, in]
+UNITS = (50, 64, 37, 90, 21, 70)  # elements of each share
+
+
+# ---- gather_unit(comm, share, shapes)
+
+
+def parameters_of_the_unit() -> list[Tensor]:
+    """Of all ranks together: the numbers that a gather has to give."""
+    draw = torch.Generator().manual_seed(8)
+    return [torch.randn(shape, generator=draw) for shape in SHAPES]
+
+
+def share_of(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+    """This rank's share [share] of tensors that lie flat, one after the other, then padding."""
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    cut = FlatPartition([x.shape for x in tensors], ranks)
+    return cut.share_of(torch.cat([flat, flat.new_zeros(cut.padded - cut.numel)]), rank).clone()
+
+
+def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
+    """What the student's gather returns, and the most bytes it held at once."""
+    share = share_of(parameters_of_the_unit(), comm.rank, comm.size)
+    with PeakMemory() as memory:
+        found = student(comm, share, list(SHAPES))
+    return found, memory.peak_bytes
+
+
+def gather(comm: Comm, share: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """One that is right."""
+    cut = FlatPartition(shapes, comm.size)
+    full = share.new_empty(cut.padded)
+    comm.all_gather_into_tensor(full, share)
+    return cut.views(full)
+
+
+# ---- GatheredLinear
+
+
+class Right(torch.autograd.Function):
+    """A layer whose weight is whole only while it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Tensor, comm: Comm, shape: torch.Size) -> Tensor:
+        ctx.save_for_backward(x, share)
+        ctx.comm, ctx.shape = comm, shape
+        return x @ gather(comm, share.detach(), [shape])[0].T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        x, share = ctx.saved_tensors
+        dx = dy @ gather(ctx.comm, share, [ctx.shape])[0]
+        flat = share.new_zeros(len(share) * ctx.comm.size)
+        torch.mm(dy.T, x, out=flat[: ctx.shape.numel()].view(ctx.shape))
+        mine = torch.empty_like(share)
+        ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size))
+        return dx, mine, None, None
+
+
+def weights() -> list[Tensor]:
+    """Of three layers, whole; the same on all ranks."""
+    draw = torch.Generator().manual_seed(80)
+    return [0.3 * torch.randn(shape, generator=draw) for shape in LAYERS]
+
+
+def rows_of(rank: int) -> Tensor:
+    """The input of this rank, 6 rows, its own."""
+    return torch.randn(6, LAYERS[0][1], generator=torch.Generator().manual_seed(800 + rank))
+
+
+def single_process(size: int) -> list[Tensor]:
+    """The gradient of each weight, for the mean of the ranks' losses."""
+    parameters = [w.requires_grad_() for w in weights()]
+    losses = [_loss(rows_of(rank), [partial(_product, weight=w) for w in parameters])
+              for rank in range(size)]  # fmt: skip
+    torch.stack(losses).mean().backward()
+    return [w.grad for w in parameters if w.grad is not None]
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.T
+
+
+def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """A number from `x`, through the layers with tanh between."""
+    for layer in layers:
+        x = layer(x).tanh()
+    return x.square().sum()
+
+
+def through_layers(comm: Comm, layer: Any) -> dict[str, Any]:
+    """A forward and a backward through three such layers: the gradients of the shares, bytes
+    held between the two, and at most, beyond what was there before."""
+    shares = [share_of([w], comm.rank, comm.size).requires_grad_() for w in weights()]
+    x = rows_of(comm.rank).requires_grad_()
+    with PeakMemory() as memory:
+        parts = [
+            lambda x, share=share, shape=shape: layer.apply(x, share, comm, shape)
+            for share, shape in zip(shares, LAYERS)
+        ]
+        value = _loss(x, parts)
+        held_bytes = memory.held_bytes
+        value.backward()
+    return {
+        "value": value.item(),
+        "x": x.grad,
+        "gradients": [share.grad for share in shares],
+        "held_bytes": held_bytes,
+        "peak_bytes": memory.peak_bytes,
+    }
+
+
+# ---- forward_with_prefetch(comm, shares, layer, x, ahead)
+
+
+def unit_flat(i: int, size: int) -> Tensor:
+    """The whole of unit i, of all ranks' shares."""
+    return torch.arange(1.0, UNITS[i] * size + 1) / (i + 1)
+
+
+class Watch:
+    """The `layer` that the student calls: it looks around whenever a unit computes."""
+
+    def __init__(self, events: list[Any]):
+        self.events = events
+        self.calls: list[dict[str, Any]] = []
+        self._seen: list[tuple[int, weakref.ref[Any]]] = []
+
+    def __call__(self, i: int, flat: Tensor, x: Tensor) -> Tensor:
+        gathers = [event for event in self.events if event.op == "all_gather"]
+        alive = sorted({unit for unit, ref in self._seen if ref() is not None and unit != i})
+        self.calls.append(
+            {
+                "unit": i,
+                "flat": flat.clone() if isinstance(flat, Tensor) else flat,
+                "asked": len(gathers),
+                "blocking": sum(event.blocking for event in gathers),
+                "waited": sum(bool(e.blocking or e.wait_ended_s) for e in gathers),
+                "alive": alive,
+            }
+        )
+        if isinstance(flat, Tensor):
+            self._seen.append((i, weakref.ref(flat.untyped_storage())))
+        return 0.5 * x + flat.sum()
+
+
+def watched(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[str, Any]], bool]:
+    """What the student's forward returns, and what was to be seen at each of its layers."""
+    whole = [unit_flat(i, comm.size) for i in range(len(UNITS))]
+    shares = [x.tensor_split(comm.size)[comm.rank].clone() for x in whole]
+    with listen() as events:
+        watch = Watch(events)
+        y = student(comm, shares, watch, torch.ones(3), ahead)
+    return y, watch.calls, all(bool(event.ended_s) for event in events)
+
+
+def right_output(size: int) -> Tensor:
+    """What the units give, one after the other, for an x of ones."""
+    x = torch.ones(3)
+    for i in range(len(UNITS)):
+        x = 0.5 * x + unit_flat(i, size).sum()
+    return x

@@ -1,0 +1,159 @@
+"""What the checks of lab 16 hold schedules to, and what they run on ranks.
+
+A schedule is scored by replay: what it idles, and how many micro-batches a stage holds at most.
+
+    idle    of one stage, in units of time: the length of a step, less what a stage computes in it
+    step    the longest that any stage is at it, from its own first action to its own last
+    held    micro-batches; one of v chunks counts 1/v
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.stages import split
+from labkit.replaying.pipeline import bubble, pipeline_step_s, pipeline_trace
+from labkit.schedules import Action, Schedule, chunks_of, peak_in_flight
+
+UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
+SHORT_W = {"forward": 1.0, "backward": 1.5, "input": 1.0, "weight": 0.5}
+MESSAGE_S = 0.1  # in forwards of a stage
+SIZES = ((1, 3), (2, 5), (3, 3), (4, 8), (4, 2))  # stages, micro-batches
+LAYERS, WIDTH, ROWS = 8, 6, 8  # of what runs on ranks
+
+
+class Job(NamedTuple):
+    """A pipeline to fill: its sizes, what a stage may hold, and what each thing takes."""
+
+    stages: int
+    microbatches: int
+    held: int  # micro-batches' activations, on any stage
+    forward: float
+    input: float
+    weight: float
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Of each phase; backward is both halves."""
+        return {
+            "forward": self.forward, "backward": self.input + self.weight,
+            "input": self.input, "weight": self.weight,
+        }  # fmt: skip
+
+
+JOBS = {
+    "the memory of 1F1B": Job(4, 8, 4, 1, 1, 1),
+    "one micro-batch more": Job(4, 8, 5, 1, 1, 1),
+    "almost twice the memory": Job(4, 8, 7, 1, 1, 1),
+    "short gradients of weights": Job(4, 8, 6, 2, 2, 1),
+}
+
+
+def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
+    """The part of a step, of all stages together, in which nothing is computed: 0 to 1."""
+    chunks = chunks_of(schedule)
+    seconds = {phase: cost / chunks for phase, cost in costs.items()}
+    step_s = pipeline_step_s(pipeline_trace(schedule, seconds))
+    return max(0.0, bubble(schedule, step_s, seconds))
+
+
+def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: float = 0.0) -> float:
+    """Units of time in a step in which a stage computes nothing (a mean over the stages)."""
+    chunks = chunks_of(schedule)
+    seconds = {phase: cost / chunks for phase, cost in costs.items()}
+    step_s = pipeline_step_s(pipeline_trace(schedule, seconds, message_s))
+    return round(step_s * bubble(schedule, step_s, seconds), 6)
+
+
+def held(schedule: Schedule) -> list[float]:
+    """Of each stage, the micro-batches whose activations it holds at most."""
+    return [peak / chunks_of(schedule) for peak in peak_in_flight(schedule)]
+
+
+# ---- interleaved, with any warm-up
+
+
+def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -> Schedule:
+    """Interleaved 1F1B in which stage r does `warm_ups[r]` forwards before the first pair."""
+    stages = len(warm_ups)
+    groups = range(0, microbatches, stages)
+    forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + stages)]
+    backwards = [(k, chunks - 1 - c) for k, c in forwards]
+    schedule: Schedule = []
+    for warm_up in warm_ups:
+        actions = [Action("forward", *one) for one in forwards[:warm_up]]
+        for ahead, back in zip(forwards[warm_up:], backwards):
+            actions += [Action("forward", *ahead), Action("backward", *back)]
+        schedule.append(
+            actions + [Action("backward", *one) for one in backwards[len(forwards) - warm_up :]]
+        )
+    return schedule
+
+
+def right_warm_up(stage: int, stages: int, microbatches: int, chunks: int) -> int:
+    """Megatron-LM's, arXiv 2104.04473, section 2.2.2."""
+    return min(2 * (stages - 1 - stage) + (chunks - 1) * stages, microbatches * chunks)
+
+
+# ---- on ranks
+
+
+def layers() -> nn.Sequential:
+    """A model in float64, the same everywhere."""
+    torch.manual_seed(16)
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*parts).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """x and y [rows, width], the same everywhere."""
+    g = torch.Generator().manual_seed(17)
+    x, y = (torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=g) for _ in range(2))
+    return x, y
+
+
+def trained(model: nn.Module, parameters: Any, step: Any) -> dict[str, Tensor]:
+    """The weights after a step of gradient descent."""
+    step(*batch())
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.5 * p.grad
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def trained_by(comm: Any, schedule: Schedule) -> dict[str, Tensor]:
+    """This rank's weights after a step by this schedule."""
+    stages = split(layers(), comm.size * chunks_of(schedule))
+    pipeline = Pipeline(stages, comm, schedule, loss_fn=F.mse_loss)
+    its = trained(pipeline, pipeline.parameters(), pipeline.step)
+    return {name.removeprefix("module."): p for name, p in its.items()}
+
+
+def trained_alone() -> dict[str, Tensor]:
+    """The weights of a single process."""
+    model = layers()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+
+    return trained(model, model.parameters(), step)
+
+
+def furthest(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
+    """Which weight is furthest from the single process's, in words; "" where all are equal, and
+    each is there once."""
+    names = [name for its in found for name in its]
+    if sorted(names) != sorted(right):
+        return f"{len(names)} weights on all ranks, and the model has {len(right)}"
+    off = {
+        name: (float((p - right[name]).abs().max()), rank)
+        for rank, its in enumerate(found)
+        for name, p in its.items()
+    }
+    name = max(off, key=lambda one: off[one])
+    most, rank = off[name]
+    return f"{name} on rank {rank} is off by {most:.2g}" if most > 1e-10 else ""

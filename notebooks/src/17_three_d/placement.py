@@ -1,0 +1,174 @@
+"""Jobs to place on a cluster: what an order of axes holds, idles, and sends out of its nodes.
+
+    {"dp": 2, "pp": 2, "tp": 2} on nodes of 4: outermost first, the last varies fastest
+
+        node 0   [ 0  1 ][ 2  3 ]     tp 0-1, 2-3, 4-5, 6-7   inside
+        node 1   [ 4  5 ][ 6  7 ]     pp 0-2, 1-3, 4-6, 5-7   inside
+                                      dp 0-4, 1-5, 2-6, 3-7   leaves
+
+An all-reduce goes around a ring in the order of its ranks. Each rank sends 2(n-1)/n of the tensor
+to the next one, and those bytes leave a node where that one stands in another. A pipeline sends
+each message from a rank to the one that follows. Micro-batches are of one row, and layers alone
+count: no vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, permutations
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from labkit.comm import Mesh, listen
+from labkit.comm.mesh import factorisations, lines
+from labkit.course.ranks import first_backward, warm
+from labkit.models.gpt import Block
+from labkit.parallel import DDP, Pipeline, split
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+
+AXES = ("pp", "dp", "tp")
+
+
+class Job(NamedTuple):
+    """A GPT's layers to train on `nodes` of `gpus` GPUs each."""
+
+    nodes: int
+    gpus: int  # of a node
+    memory_gb: float  # of a GPU, for parameters, gradients and optimizer state
+    depth: int
+    width: int
+    heads: int
+    context: int
+    rows: int  # of a step, on all GPUs together
+    most_idle: float  # how much of the time may be bubble
+    number_bytes: int = 2  # of an activation or a gradient
+
+
+JOBS = {
+    "GPT-3 on 16 nodes": Job(16, 8, 48.0, 96, 12288, 96, 2048, 512, 0.2),
+    "a model that fits on a GPU": Job(8, 8, 40.0, 24, 2048, 16, 1024, 4096, 0.1),
+    "long texts": Job(8, 4, 48.0, 32, 4096, 32, 32768, 64, 0.2),
+    "nodes of two": Job(16, 2, 32.0, 24, 8192, 64, 2048, 128, 0.15),
+}
+TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, number_bytes=8)  # runs on 4 ranks
+
+
+def parameters_of(job: Job, axes: Mapping[str, int]) -> int:
+    """Of a rank: matrices are cut over tp, but not norms and the biases after a sum."""
+    w, layers = job.width, job.depth // axes["pp"]
+    return layers * ((12 * w**2 + 7 * w) // axes["tp"] + 6 * w)
+
+
+def held_gb(job: Job, axes: Mapping[str, int]) -> float:
+    """16 bytes for each parameter of a rank: mixed precision with Adam (lab 07)."""
+    return 16 * parameters_of(job, axes) / 1e9
+
+
+def idle(job: Job, axes: Mapping[str, int]) -> float:
+    """The bubble of 1F1B, a part of the time."""
+    m, p = job.rows // axes["dp"], axes["pp"]
+    return (p - 1) / (m + p - 1)
+
+
+def sent_by_a_rank(job: Job, axes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes of a step that go from a rank to the next one of its line, on each axis; in a
+    pipeline forward, and as many come back."""
+    x = job.rows // axes["dp"] * job.context * job.width * job.number_bytes  # [all rows, s, w]
+    reduced = {axis: 2 * (n - 1) / n for axis, n in axes.items()}
+    return {
+        "tp": 4 * job.depth // axes["pp"] * reduced["tp"] * x,
+        "pp": x,
+        "dp": reduced["dp"] * parameters_of(job, axes) * job.number_bytes,
+    }
+
+
+def leaving_bytes(job: Job, axes: Mapping[str, int]) -> float:
+    """Bytes of a step that leave any node, of all ranks together."""
+    sent, total = sent_by_a_rank(job, axes), 0.0
+    for axis in axes:
+        for line in lines(axes, axis):
+            ring = [*pairwise(line), (line[-1], line[0])]
+            links = pairwise(line) if axis == "pp" else ring
+            leaving = sum(a // job.gpus != b // job.gpus for a, b in links)
+            total += leaving * sent[axis] * (2 if axis == "pp" else 1)
+    return total
+
+
+def why_not(job: Job, axes: Mapping[str, int]) -> str:
+    """What is wrong with a layout for this job, in words; "" where it is one."""
+    if set(axes) != set(AXES) or not all(isinstance(n, int) and n >= 1 for n in axes.values()):
+        return 'has not the axes "pp", "dp" and "tp" with a whole number each'
+    product = axes["pp"] * axes["dp"] * axes["tp"]
+    if product != job.nodes * job.gpus:
+        return f"takes {product} GPUs of {job.nodes * job.gpus}"
+    for axis, what, number in (
+        ("tp", "heads", job.heads), ("pp", "layers", job.depth), ("dp", "rows", job.rows)
+    ):  # fmt: skip
+        if number % axes[axis]:
+            return f"divides {number} {what} by {axes[axis]}"
+    if held_gb(job, axes) > job.memory_gb:
+        return f"holds {held_gb(job, axes):.3g} GB on a GPU, of {job.memory_gb:g}"
+    if idle(job, axes) > job.most_idle:
+        return f"idles {idle(job, axes):.0%} of the time, of {job.most_idle:.0%} at most"
+    return ""
+
+
+def layouts(job: Job) -> Iterator[dict[str, int]]:
+    """Every layout that the job allows, in every order of axes."""
+    for sizes in factorisations(job.nodes * job.gpus, 3):
+        for order in permutations(zip(AXES, sizes, strict=True)):
+            if not why_not(job, dict(order)):
+                yield dict(order)
+
+
+def best(job: Job) -> dict[str, int]:
+    """One from which the fewest bytes leave nodes."""
+    return min(layouts(job), key=lambda axes: leaving_bytes(job, axes))
+
+
+def by_rule(job: Job) -> dict[str, int]:
+    """The rule of thumb: tensor parallelism over a node, over nodes the shortest pipeline that
+    fits, and data parallelism with all that is left."""
+    every = [axes for axes in layouts(job) if list(axes) == ["pp", "dp", "tp"]]
+    return max(every, key=lambda axes: (axes["tp"] <= job.gpus, axes["tp"], -axes["pp"]))
+
+
+# ---- the same on ranks
+
+
+def left_on_4_ranks(axes: dict[str, int]) -> float:
+    """The same for TINY, counted in real training: of all ranks together."""
+    warm(4, first_backward)
+    return float(sum(warm(4, lambda: _left(axes, TINY))))
+
+
+def _left(axes: dict[str, int], job: Job) -> float:
+    """Bytes that this rank sends out of its node in a step."""
+    mesh, s, w = Mesh(**axes), job.context, job.width
+    torch.manual_seed(0)
+    blocks = [Block(w, job.heads, job.heads, 0.0).double() for _ in range(job.depth)]
+    stages = split(tensor_parallel(nn.Sequential(*blocks), mesh.tp), mesh.pp.size)
+    rows = job.rows // mesh.dp.size
+    pipe = Pipeline(
+        stages, mesh.pp, "1f1b", rows, F.mse_loss, wrap=lambda stage: DDP(stage, mesh.dp)
+    )
+    x = torch.randn(job.rows, s, w, dtype=torch.float64).chunk(mesh.dp.size)[mesh.dp.rank]
+    pipe.step(x, x)
+    with listen() as events:
+        pipe.step(x, x)
+    leaving = 0.0
+    for event in events:
+        peer = (event.rank + 1) % len(event.ranks) if event.peer is None else event.peer
+        there = event.ranks[peer]
+        leaving += event.bus_bytes * (there // job.gpus != mesh.comm.rank // job.gpus)
+    return leaving
+
+
+def of_the_rule(layout_of: Mapping[str, Mapping[str, int]]) -> float:
+    """Per cent of the bytes that the rule of thumb lets leave, a mean over the jobs."""
+    parts = [
+        leaving_bytes(JOBS[name], axes) / leaving_bytes(JOBS[name], by_rule(JOBS[name]))
+        for name, axes in layout_of.items()
+    ]
+    return 100 * sum(parts) / len(parts)

@@ -1,0 +1,230 @@
+"""What the checks of lab 17 run on the ranks of a mesh, and what is right there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from labkit.comm import Mesh, listen
+from labkit.comm.mesh import coordinates, lines
+from labkit.course.ranks import first_backward, warm
+from labkit.models import GPT
+from labkit.models.gpt import Block
+from labkit.parallel import DDP, Pipeline, split
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+
+Student = Callable[..., Any]
+Axes = dict[str, int]
+
+# ---- place(rank, axes, rows)
+
+PLACES: tuple[tuple[Axes, int], ...] = (  # outermost first, rows of a global batch
+    ({"pp": 2, "dp": 2, "tp": 2}, 16),
+    ({"tp": 2, "dp": 2, "pp": 2}, 16),
+    ({"pp": 3, "dp": 2, "tp": 2}, 8),
+    ({"dp": 3, "pp": 4, "tp": 1}, 12),
+    ({"pp": 1, "dp": 4, "tp": 2}, 8),
+)
+
+
+class Place(NamedTuple):
+    """What a rank must know of the others."""
+
+    rows: tuple[int, int]
+    after: int | None
+    averaged: list[int]
+    tied: list[int] | None
+
+
+def right_place(rank: int, axes: Mapping[str, int], rows: int) -> Place:
+    """By the groups of a Mesh."""
+    stages, replicas = (_line(axes, axis, rank) for axis in ("pp", "dp"))
+    index, share = coordinates(axes, rank)["dp"], rows // axes["dp"]
+    last = rank == stages[-1]
+    ends = [stages[0], stages[-1]] if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
+    return Place(
+        (index * share, (index + 1) * share),
+        None if last else stages[stages.index(rank) + 1],
+        replicas,
+        ends,
+    )
+
+
+def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
+    return next(line for line in lines(axes, axis) if rank in line)
+
+
+# ---- sent_bytes(run, stage)
+
+MESHES: tuple[Axes, ...] = (  # of 4 ranks
+    {"pp": 2, "dp": 1, "tp": 2},
+    {"pp": 1, "dp": 2, "tp": 2},
+    {"pp": 4, "dp": 1, "tp": 1},
+    {"pp": 1, "dp": 4, "tp": 1},
+    {"pp": 1, "dp": 1, "tp": 4},
+)
+GPT_SIZES: dict[str, Any] = dict(vocab=64, width=16, depth=4, heads=4, context=8)
+ROWS, MICROBATCHES = 8, 2
+
+
+class Training(NamedTuple):
+    """What is trained on a mesh: a GPT in float64, its embedding tied."""
+
+    axes: Axes  # "pp", "dp" and "tp"
+    rows: int  # of a step, for all replicas together
+    context: int
+    width: int
+    vocab: int  # divides by tp
+    layers: list[int]  # of each stage
+    parameters: list[int]  # of a rank of each stage
+
+
+@cache
+def counted() -> list[tuple[Training, list[dict[str, int]]]]:
+    """Each training, and for each stage what its ranks sent in a step, by axis."""
+    warm(4, first_backward)
+    of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
+    return [_of_stages(axes, its) for axes, its in zip(MESHES, zip(*of_ranks))]
+
+
+def _of_stages(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict[str, int]]]:
+    of_stage = {stage: (sizes, sent) for stage, sizes, sent in of_ranks}
+    assert all(of_stage[stage] == (sizes, sent) for stage, sizes, sent in of_ranks)
+    sizes = [of_stage[stage][0] for stage in range(axes["pp"])]
+    training = Training(
+        axes, ROWS, GPT_SIZES["context"], GPT_SIZES["width"], GPT_SIZES["vocab"],
+        [layers for layers, _ in sizes], [parameters for _, parameters in sizes],
+    )  # fmt: skip
+    return training, [of_stage[stage][1] for stage in range(axes["pp"])]
+
+
+def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
+    """Of this rank: its stage, its layers and parameters, and bytes by axis."""
+    mesh = Mesh(**axes)
+    torch.manual_seed(0)
+    model = tensor_parallel(GPT(**GPT_SIZES).double(), mesh.tp, gather_logits=False)
+    stages = split(model, mesh.pp.size)
+    mine = stages[mesh.pp.rank]
+    own = (
+        sum(isinstance(x, Block) for x in mine.modules()),
+        sum(p.numel() for p in mine.parameters()),
+    )
+    pipe = Pipeline(
+        stages, mesh.pp, "1f1b", MICROBATCHES,
+        lambda logits, y: vocab_parallel_cross_entropy(logits, y, mesh.tp),
+        wrap=lambda stage: DDP(stage, mesh.dp),
+    )  # fmt: skip
+    tokens = torch.arange(ROWS * GPT_SIZES["context"]).view(ROWS, -1) % GPT_SIZES["vocab"]
+    tokens = tokens.chunk(mesh.dp.size)[mesh.dp.rank]
+    pipe.step(tokens, tokens)
+    with listen() as events:
+        pipe.step(tokens, tokens)
+    sent = dict.fromkeys(("tensor", "pipeline", "data", "embedding"), 0.0)
+    for event in events:
+        sent[_axis_of(event, mesh)] += event.bus_bytes
+    return mesh.pp.rank, own, {axis: round(x) for axis, x in sent.items()}
+
+
+def _axis_of(event: Any, mesh: Mesh) -> str:
+    """Along pp messages go from stage to stage, and the embedding group adds up."""
+    if event.ranks == mesh.tp.ranks:
+        return "tensor"
+    if event.ranks == mesh.dp.ranks:
+        return "data"
+    return "pipeline" if event.op in ("send", "recv") else "embedding"
+
+
+# ---- global_norm(mesh, gradients)
+
+NORM_MESHES: tuple[Axes, ...] = (
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"tp": 2, "dp": 1, "pp": 4},
+    {"pp": 2, "dp": 1, "tp": 4},
+    {"pp": 1, "dp": 4, "tp": 2},
+)
+
+
+class Gradient(NamedTuple):
+    """Of a parameter on this rank, averaged over the replicas, the embedding's summed.
+
+    is_cut: over tp; else all ranks of mesh.tp have the same. is_tied: the embedding, on the first
+    stage, and on the last as the head.
+    """
+
+    g: Tensor
+    is_cut: bool
+    is_tied: bool
+
+
+def gradients_of(stage: int, stages: int) -> list[Gradient]:
+    """Those of a stage, whole: a matrix and a norm, at the ends the embedding."""
+    generator = torch.Generator().manual_seed(40 + stage)
+
+    def drawn(*shape: int) -> Tensor:
+        return (1 + stage) * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    found = [Gradient(drawn(8, 6), True, False), Gradient(drawn(5), False, False)]
+    if stage in (0, stages - 1):
+        generator.manual_seed(39)
+        table = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+        found.append(Gradient(3 * table, True, True))
+    return found
+
+
+def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
+    """The student's, given what this rank has."""
+    mesh = Mesh(comm, **axes)
+    gradients = [
+        one._replace(g=one.g.chunk(mesh.tp.size)[mesh.tp.rank].clone()) if one.is_cut else one
+        for one in gradients_of(mesh.pp.rank, mesh.pp.size)
+    ]
+    with listen() as events:
+        found = student(mesh, gradients)
+    found = found.detach() if isinstance(found, Tensor) else found
+    return found, sum(event.bus_bytes for event in events)  # type: ignore[return-value]
+
+
+def squares(axes: Axes) -> tuple[list[float], list[float], float]:
+    """Sums of squares: of each stage what is cut, and what is whole; of the embedding."""
+    cut: list[float] = []
+    whole: list[float] = []
+    for stage in range(axes["pp"]):
+        its = [one for one in gradients_of(stage, axes["pp"]) if not one.is_tied]
+        for kind, into in ((True, cut), (False, whole)):
+            into.append(sum(float(one.g.square().sum()) for one in its if one.is_cut is kind))
+    tied = next(one for one in gradients_of(0, axes["pp"]) if one.is_tied)
+    return cut, whole, float(tied.g.square().sum())
+
+
+# ---- hand_on(mesh, x)
+
+HANDING: tuple[Axes, ...] = (
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"pp": 2, "dp": 1, "tp": 4},
+    {"pp": 2, "dp": 4, "tp": 1},
+)
+SHAPE = (3, 4, 8)  # b, s, w: in float64, 768 bytes
+
+
+def handed(replica: int) -> Tensor:
+    """What the first stage of a replica has to send."""
+    generator = torch.Generator().manual_seed(70 + replica)
+    return torch.randn(*SHAPE, generator=generator, dtype=torch.float64)
+
+
+def through_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[str, float]]:
+    """What the rank returns, and the bytes it sent by axis."""
+    mesh = Mesh(comm, **axes)
+    x = handed(mesh.dp.rank)
+    if mesh.pp.rank:
+        x.fill_(float("nan"))
+    with listen() as events:
+        found = student(mesh, x)
+    sent = dict.fromkeys(("pp", "tp", "others"), 0.0)
+    for event in events:
+        names = [axis for axis in ("pp", "tp") if event.ranks == mesh[axis].ranks]
+        sent[names[0] if names else "others"] += event.bus_bytes
+    return found.detach() if isinstance(found, Tensor) else found, sent

@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,20 +75,36 @@ def no_ranks_wait_for_the_next_check() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def world2() -> Iterator["World"]:
-    """Two ranks for the tests of one file; one that fails them gets new ones after it."""
+def worlds() -> Iterator[Callable[..., "World"]]:
+    """`worlds(size, **options)` is the same world for the tests of one file that ask alike; one
+    that fails them gets new ranks after it."""
     from labkit import World
 
-    with World(2) as world:
+    with ExitStack() as stack:
+        made: dict[Any, World] = {}
+
+        def world(size: int, **options: Any) -> World:
+            key = (size, *sorted(options.items()))
+            if key not in made:
+                made[key] = stack.enter_context(World(size, **options))
+            return made[key]
+
         yield world
 
 
 @pytest.fixture(scope="module")
-def world4() -> Iterator["World"]:
-    from labkit import World
+def world2(worlds: Callable[..., "World"]) -> "World":
+    return worlds(2)
 
-    with World(4) as world:
-        yield world
+
+@pytest.fixture(scope="module")
+def world3(worlds: Callable[..., "World"]) -> "World":
+    return worlds(3)
+
+
+@pytest.fixture(scope="module")
+def world4(worlds: Callable[..., "World"]) -> "World":
+    return worlds(4)
 
 
 @pytest.fixture(autouse=True)

@@ -27,12 +27,6 @@ from labkit import (
 from labkit.checkpoints import contents, folders, saving
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2) as world:
-        yield world
-
-
 class Net(nn.Module):
     def __init__(self, wide: int = 6) -> None:
         super().__init__()
@@ -157,27 +151,27 @@ def killed(world: World, folder: pathlib.Path, moment: Callable[[], None], step:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_killed_at_any_moment_leaves_the_one_before(
-    pair: World, tmp_path: pathlib.Path, moment: Callable[[], None]
+    world2: World, tmp_path: pathlib.Path, moment: Callable[[], None]
 ) -> None:
-    pair.run(save, tmp_path, 1)
-    pair.run(save, tmp_path, 2)
-    killed(pair, tmp_path, moment, 3)
+    world2.run(save, tmp_path, 1)
+    world2.run(save, tmp_path, 2)
+    killed(world2, tmp_path, moment, 3)
     stands = 3 if moment is amid_removal else 2
-    assert pair.run(load, tmp_path) == [(stands, float(stands))] * 2
-    pair.run(save, tmp_path, 4)
-    assert pair.run(load, tmp_path) == [(4, 4.0)] * 2
+    assert world2.run(load, tmp_path) == [(stands, float(stands))] * 2
+    world2.run(save, tmp_path, 4)
+    assert world2.run(load, tmp_path) == [(4, 4.0)] * 2
     there = os.listdir(tmp_path)
     assert not [name for name in there if name.endswith(".tmp")], "the dead save's folder"
     assert len(there) == 3, "two checkpoints and the pointer"
 
 
 def test_a_first_save_that_is_killed_leaves_no_checkpoint(
-    pair: World, tmp_path: pathlib.Path
+    world2: World, tmp_path: pathlib.Path
 ) -> None:
-    killed(pair, tmp_path, amid_write, 1)
-    assert "no save into it was finished" in refused(pair, load, tmp_path)
+    killed(world2, tmp_path, amid_write, 1)
+    assert "no save into it was finished" in refused(world2, load, tmp_path)
     (unfinished,) = tmp_path.iterdir()
-    assert "was not finished" in refused(pair, load, unfinished)
+    assert "was not finished" in refused(world2, load, unfinished)
 
 
 # ---- a full disk
@@ -195,19 +189,19 @@ def limited(folder: pathlib.Path, step: int) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_lost(
-    pair: World, tmp_path: pathlib.Path
+    world2: World, tmp_path: pathlib.Path
 ) -> None:
-    pair.run(save, tmp_path, 1)
-    text = refused(pair, limited, tmp_path, 2)
+    world2.run(save, tmp_path, 1)
+    text = refused(world2, limited, tmp_path, 2)
     assert "step 2 was not saved" in text and "rank 1" in text
     assert "File too large" in text and "__1_0.distcp" in text
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
-    assert pair.run(load, tmp_path) == [(1, 1.0)] * 2
-    pair.run(save, tmp_path, 2)
+    assert world2.run(load, tmp_path) == [(1, 1.0)] * 2
+    world2.run(save, tmp_path, 2)
 
 
 def test_no_room_for_the_pointer_takes_the_checkpoint_back(
-    pair: World, tmp_path: pathlib.Path
+    world2: World, tmp_path: pathlib.Path
 ) -> None:
     def full(step: int) -> None:
         before = folders.point_at
@@ -217,10 +211,10 @@ def test_no_room_for_the_pointer_takes_the_checkpoint_back(
         finally:
             folders.point_at = before
 
-    pair.run(save, tmp_path, 1)
-    assert "No space left on device" in refused(pair, full, 2)
+    world2.run(save, tmp_path, 1)
+    assert "No space left on device" in refused(world2, full, 2)
     assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step_00000001"]
-    assert pair.run(load, tmp_path) == [(1, 1.0)] * 2
+    assert world2.run(load, tmp_path) == [(1, 1.0)] * 2
 
 
 @pytest.fixture
@@ -236,21 +230,23 @@ def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_and_the_space_given_back(pair: World, tiny_disk: pathlib.Path) -> None:
+def test_a_full_disk_is_told_and_the_space_given_back(
+    world2: World, tiny_disk: pathlib.Path
+) -> None:
     def fill() -> None:
         save_checkpoint(tiny_disk, nn.Linear(300, 300), step=2)
 
-    pair.run(save, tiny_disk, 1)
+    world2.run(save, tiny_disk, 1)
     free_bytes = shutil.disk_usage(tiny_disk).free
-    text = refused(pair, fill)
+    text = refused(world2, fill)
     assert "No space left on device" in text and ".distcp" in text
     assert shutil.disk_usage(tiny_disk).free == free_bytes
-    assert pair.run(load, tiny_disk) == [(1, 1.0)] * 2
+    assert world2.run(load, tiny_disk) == [(1, 1.0)] * 2
 
 
-def test_a_folder_that_cannot_be_made_is_named(pair: World, tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: pathlib.Path) -> None:
     (tmp_path / "taken").write_text("")
-    assert str(tmp_path / "taken") in refused(pair, save, tmp_path / "taken", 1)
+    assert str(tmp_path / "taken") in refused(world2, save, tmp_path / "taken", 1)
 
 
 # ---- another model, another optimizer, no checkpoint
@@ -310,7 +306,7 @@ def other_on_rank_1() -> tuple[nn.Module, Any]:
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
-    pair: World, tmp_path: pathlib.Path, make: Callable[[], tuple[nn.Module, Any]], words: str
+    world2: World, tmp_path: pathlib.Path, make: Callable[[], tuple[nn.Module, Any]], words: str
 ) -> None:
     def stepped() -> None:
         model = Net()
@@ -319,46 +315,46 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
         optimizer.step()
         save_checkpoint(tmp_path, model, optimizer)
 
-    pair.run(stepped)
-    assert words in refused(pair, load_into, make, tmp_path)
+    world2.run(stepped)
+    assert words in refused(world2, load_into, make, tmp_path)
 
 
-def test_two_that_shard_are_one_too_many(pair: World, tmp_path: pathlib.Path) -> None:
+def test_two_that_shard_are_one_too_many(world2: World, tmp_path: pathlib.Path) -> None:
     def both() -> None:
         model = ZeRO3(Net())
         save_checkpoint(tmp_path, model, MasterWeights(model.parameters(), torch.optim.AdamW))
 
-    assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(pair, both)
+    assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(world2, both)
 
 
-def test_weights_alone_have_no_optimizer_to_load(pair: World, tmp_path: pathlib.Path) -> None:
-    pair.run(lambda: save_checkpoint(tmp_path, Net()))
-    assert "optimizer=None" in refused(pair, load, tmp_path)
+def test_weights_alone_have_no_optimizer_to_load(world2: World, tmp_path: pathlib.Path) -> None:
+    world2.run(lambda: save_checkpoint(tmp_path, Net()))
+    assert "optimizer=None" in refused(world2, load, tmp_path)
 
 
-def test_various_groups_cannot_become_one(pair: World, tmp_path: pathlib.Path) -> None:
+def test_various_groups_cannot_become_one(world2: World, tmp_path: pathlib.Path) -> None:
     def two() -> None:
         model = Net()
         groups = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
         save_checkpoint(tmp_path, model, torch.optim.AdamW(groups))
 
-    pair.run(two)
-    text = refused(pair, load, tmp_path)
+    world2.run(two)
+    text = refused(world2, load, tmp_path)
     assert "are in one parameter group here and were in several" in text
 
 
-def test_what_is_no_checkpoint_is_told(pair: World, tmp_path: pathlib.Path) -> None:
-    assert "there is no such folder" in refused(pair, load, tmp_path / "nowhere")
-    assert "it is no checkpoint" in refused(pair, load, tmp_path)
-    pair.run(save, tmp_path, 1)
+def test_what_is_no_checkpoint_is_told(world2: World, tmp_path: pathlib.Path) -> None:
+    assert "there is no such folder" in refused(world2, load, tmp_path / "nowhere")
+    assert "it is no checkpoint" in refused(world2, load, tmp_path)
+    world2.run(save, tmp_path, 1)
     (tmp_path / "latest").write_text("step_00000009\n")
-    assert "are there: step_00000001" in refused(pair, load, tmp_path)
+    assert "are there: step_00000001" in refused(world2, load, tmp_path)
     (tmp_path / "latest").unlink()
-    assert "load one of its checkpoints: step_00000001" in refused(pair, load, tmp_path)
-    assert pair.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2
+    assert "load one of its checkpoints: step_00000001" in refused(world2, load, tmp_path)
+    assert world2.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2
 
 
-def test_a_newer_format_is_told(pair: World, tmp_path: pathlib.Path) -> None:
+def test_a_newer_format_is_told(world2: World, tmp_path: pathlib.Path) -> None:
     def newer() -> None:
         saving.FORMAT = contents.FORMAT + 1
         try:
@@ -366,35 +362,35 @@ def test_a_newer_format_is_told(pair: World, tmp_path: pathlib.Path) -> None:
         finally:
             saving.FORMAT = contents.FORMAT
 
-    pair.run(newer)
-    assert "has format 2, this labkit reads up to 1" in refused(pair, load, tmp_path)
+    world2.run(newer)
+    assert "has format 2, this labkit reads up to 1" in refused(world2, load, tmp_path)
 
 
-def test_damage_is_found_before_anything_is_loaded(pair: World, tmp_path: pathlib.Path) -> None:
-    pair.run(save, tmp_path, 1)
+def test_damage_is_found_before_anything_is_loaded(world2: World, tmp_path: pathlib.Path) -> None:
+    world2.run(save, tmp_path, 1)
     file = tmp_path / "step_00000001" / "__1_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    text = refused(pair, load, tmp_path)
+    text = refused(world2, load, tmp_path)
     assert f"{file} is damaged: bytes " in text and f"to {len(whole)} are missing" in text
     file.write_bytes(whole)
     metadata = tmp_path / "step_00000001" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
-    text = refused(pair, load, tmp_path)
+    text = refused(world2, load, tmp_path)
     assert f"{metadata} cannot be read" in text and "does not match its checksum" in text
 
 
-def test_bytes_that_changed_are_found_and_named(pair: World, tmp_path: pathlib.Path) -> None:
-    pair.run(save, tmp_path, 1)
+def test_bytes_that_changed_are_found_and_named(world2: World, tmp_path: pathlib.Path) -> None:
+    world2.run(save, tmp_path, 1)
     for file in (tmp_path / "step_00000001").glob("*.distcp"):
         file.write_bytes(bytes(len(file.read_bytes())))
-    text = refused(pair, load, tmp_path)
+    text = refused(world2, load, tmp_path)
     assert ".distcp is damaged: bytes 0 to " in text and "not those that were saved" in text
 
 
-def test_arguments_that_cannot_be_are_refused(pair: World, tmp_path: pathlib.Path) -> None:
-    assert "keep=0" in refused(pair, lambda: save_checkpoint(tmp_path, Net(), keep=0))
-    assert "step=-1" in refused(pair, lambda: save_checkpoint(tmp_path, Net(), step=-1))
-    text = refused(pair, lambda: save_checkpoint(tmp_path, Net(), extra=lambda: 0))
+def test_arguments_that_cannot_be_are_refused(world2: World, tmp_path: pathlib.Path) -> None:
+    assert "keep=0" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), keep=0))
+    assert "step=-1" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), step=-1))
+    text = refused(world2, lambda: save_checkpoint(tmp_path, Net(), extra=lambda: 0))
     assert "step 0 was not saved" in text
     assert not list(tmp_path.glob("step*"))

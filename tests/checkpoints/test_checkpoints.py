@@ -23,6 +23,7 @@ from checkpoint_cases import (
     save_and_go_on,
     train,
 )
+from each_rank import on_each_rank
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
@@ -127,20 +128,18 @@ def test_one_process_loads_what_ranks_saved(world: World, tmp_path: pathlib.Path
         assert one.run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
 
 
-def test_weights_alone_and_other_dtypes(world: World, tmp_path: pathlib.Path) -> None:
-    def run() -> None:
-        comm = Comm()
-        model, optimizer = STRATEGIES["zero-1"](fresh(dtype=torch.float32), comm, 1e-2)
-        train(model, optimizer, comm, range(2))
-        save_checkpoint(tmp_path, model, optimizer)
-        for dtype in (torch.float64, torch.bfloat16):
-            other = fresh(seed=1, dtype=dtype)
-            assert load_checkpoint(tmp_path, other).step == 0
-            for name, x in other.state_dict().items():
-                assert x.dtype == dtype
-                assert torch.equal(x, model.state_dict()[name].to(dtype)), name
-
-    world.run(run)
+@on_each_rank("world")
+def test_weights_alone_and_other_dtypes(tmp_path: pathlib.Path) -> None:
+    comm = Comm()
+    model, optimizer = STRATEGIES["zero-1"](fresh(dtype=torch.float32), comm, 1e-2)
+    train(model, optimizer, comm, range(2))
+    save_checkpoint(tmp_path, model, optimizer)
+    for dtype in (torch.float64, torch.bfloat16):
+        other = fresh(seed=1, dtype=dtype)
+        assert load_checkpoint(tmp_path, other).step == 0
+        for name, x in other.state_dict().items():
+            assert x.dtype == dtype
+            assert torch.equal(x, model.state_dict()[name].to(dtype)), name
 
 
 # ---- the format
@@ -238,37 +237,34 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(
 # ---- memory
 
 
-def test_one_box_at_a_time_is_in_memory(world: World, tmp_path: pathlib.Path) -> None:
-    def run() -> tuple[list[int], list[int]]:
-        box_bytes, before_save, before_load = 2000, saving._alone, torch.load
-        live: list[Any] = []
-        written: list[int] = []
-        read: list[int] = []
+@on_each_rank("world")
+def test_one_box_at_a_time_is_in_memory(tmp_path: pathlib.Path) -> None:
+    box_bytes, before_save, before_load = 2000, saving._alone, torch.load
+    live: list[Any] = []
+    written: list[int] = []
+    read: list[int] = []
 
-        def note(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-            assert not any(one() is not None for one in live), "the one before is still there"
-            live.append(weakref.ref(tensor))
-            sizes.append(tensor.untyped_storage().nbytes())
-            return tensor
+    def note(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        assert not any(one() is not None for one in live), "the one before is still there"
+        live.append(weakref.ref(tensor))
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
 
-        def load(*args: Any, **how: Any) -> Any:
-            thing = before_load(*args, **how)
-            return note(thing, read) if isinstance(thing, torch.Tensor) else thing
+    def load(*args: Any, **how: Any) -> Any:
+        thing = before_load(*args, **how)
+        return note(thing, read) if isinstance(thing, torch.Tensor) else thing
 
-        model = nn.Sequential(*(nn.Linear(50, 100) for _ in range(3)))
-        wrapped, optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)
-        saving.BOX_BYTES, saving._alone = box_bytes, lambda x: note(before_save(x), written)
-        try:
-            save_checkpoint(tmp_path, wrapped, optimizer)
-            torch.load = load
-            load_checkpoint(tmp_path, wrapped, optimizer)
-        finally:
-            saving.BOX_BYTES, saving._alone, torch.load = 64 * 2**20, before_save, before_load
-        return written, read
-
-    for written, read in world.run(run):
-        assert len(written) > 10 and max(written) <= 2000
-        assert len(read) > 10 and max(read) <= 2000
+    model = nn.Sequential(*(nn.Linear(50, 100) for _ in range(3)))
+    wrapped, optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)
+    saving.BOX_BYTES, saving._alone = box_bytes, lambda x: note(before_save(x), written)
+    try:
+        save_checkpoint(tmp_path, wrapped, optimizer)
+        torch.load = load
+        load_checkpoint(tmp_path, wrapped, optimizer)
+    finally:
+        saving.BOX_BYTES, saving._alone, torch.load = 64 * 2**20, before_save, before_load
+    assert len(written) > 10 and max(written) <= 2000
+    assert len(read) > 10 and max(read) <= 2000
 
 
 def test_folders_are_told_apart_by_step_and_old_ones_go(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from each_rank import on_each_rank
 from labkit import (
     GPT,
     Comm,
@@ -266,30 +267,28 @@ def test_buffers_frozen_parameters_and_stages_of_ones_own(
     assert "model.0.cache" not in reader.read_metadata().state_dict_metadata
 
 
-def test_pipedream_goes_on_with_its_own_optimizer(world4: World, tmp_path: pathlib.Path) -> None:
-    def run() -> bool:
-        x, y = batch()
+@on_each_rank("world4")
+def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: pathlib.Path) -> None:
+    x, y = batch()
 
-        def piped(seed: int, lr: float) -> Pipeline:
-            return Pipeline(
-                layers(4, seed=seed), None, "pipedream", 3, F.mse_loss,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-            )  # fmt: skip
+    def piped(seed: int, lr: float) -> Pipeline:
+        return Pipeline(
+            layers(4, seed=seed), None, "pipedream", 3, F.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        )  # fmt: skip
 
-        pipe = piped(0, 0.1)
-        for _ in range(2):
-            pipe.step(x, y)
-        save_checkpoint(tmp_path, pipe, pipe.optimizer)
-        expected = [pipe.step(x, y) for _ in range(2)], pipe.full_state_dict()
-        other = piped(1, 0.3)
-        other.step(x, y)
-        load_checkpoint(tmp_path, other, other.optimizer)
-        found = [other.step(x, y) for _ in range(2)], other.full_state_dict()
-        return expected[0] == found[0] and all(
-            torch.equal(one, found[1][name]) for name, one in expected[1].items()
-        )
-
-    assert world4.run(run) == [True] * 4
+    pipe = piped(0, 0.1)
+    for _ in range(2):
+        pipe.step(x, y)
+    save_checkpoint(tmp_path, pipe, pipe.optimizer)
+    expected = [pipe.step(x, y) for _ in range(2)], pipe.full_state_dict()
+    other = piped(1, 0.3)
+    other.step(x, y)
+    load_checkpoint(tmp_path, other, other.optimizer)
+    found = [other.step(x, y) for _ in range(2)], other.full_state_dict()
+    assert expected[0] == found[0] and all(
+        torch.equal(one, found[1][name]) for name, one in expected[1].items()
+    )
 
 
 def test_a_model_in_bf16_goes_on_from_fp32_masters(world4: World, tmp_path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from each_rank import on_each_rank
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
@@ -231,39 +232,32 @@ def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: pathlib.Pat
     assert world4.run(run) == [True] * 4
 
 
-def test_a_part_of_the_ranks_may_have_a_model_of_its_own(
-    world4: World, tmp_path: pathlib.Path
-) -> None:
-    def run() -> bool:
-        mesh = Mesh(model=2, tp=2)
-        which = mesh.model.rank
-        folder = tmp_path / str(which)
-        model = cut(fresh(seed=which), mesh.tp)
-        save_checkpoint(folder, model, comm=mesh.tp)
-        other = cut(fresh(seed=5), mesh.tp)
-        load_checkpoint(folder, other, comm=mesh.tp)
-        found, expected = whole_of(other), fresh(seed=which).state_dict()
-        return all(torch.equal(found[name], x) for name, x in expected.items())
-
-    assert world4.run(run) == [True] * 4
+@on_each_rank("world4")
+def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: pathlib.Path) -> None:
+    mesh = Mesh(model=2, tp=2)
+    which = mesh.model.rank
+    folder = tmp_path / str(which)
+    model = cut(fresh(seed=which), mesh.tp)
+    save_checkpoint(folder, model, comm=mesh.tp)
+    other = cut(fresh(seed=5), mesh.tp)
+    load_checkpoint(folder, other, comm=mesh.tp)
+    found, expected = whole_of(other), fresh(seed=which).state_dict()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+@on_each_rank("world4")
 def test_replicas_along_another_axis_are_told_by_the_comm_of_the_mesh(
-    world4: World, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
-
-    def run() -> bool:
-        mesh = Mesh(dp=2, cp=2)
-        model = fresh()
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.dp, lr=0.1)
-        train(model, optimizer, mesh.dp, EARLY)
-        save_checkpoint(tmp_path, model, optimizer, comm=mesh.comm)
-        other = fresh(seed=1)
-        load_checkpoint(tmp_path, other, comm=mesh.comm)
-        return all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
-
-    assert world4.run(run) == [True] * 4
+    mesh = Mesh(dp=2, cp=2)
+    model = fresh()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, comm=mesh.dp, lr=0.1)
+    train(model, optimizer, mesh.dp, EARLY)
+    save_checkpoint(tmp_path, model, optimizer, comm=mesh.comm)
+    other = fresh(seed=1)
+    load_checkpoint(tmp_path, other, comm=mesh.comm)
+    assert all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
 
 
 # ---- what cannot be

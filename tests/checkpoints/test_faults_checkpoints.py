@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_cases import first_ranks
+from each_rank import on_each_rank
 from labkit import World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import folders, stored, unpickling
 from test_checkpoint_failures import Net, refused
@@ -440,19 +441,15 @@ def test_plain_values_and_random_states_come_back(ranks: World, tmp_path: pathli
     assert ranks.run(run) == [True] * RANKS
 
 
-def test_a_learning_rate_of_numpy_comes_back_as_a_number(
-    ranks: World, tmp_path: pathlib.Path
-) -> None:
-    def run() -> tuple[type, float]:
-        model, optimizer = trained()
-        optimizer.param_groups[0]["lr"] = np.cos(np.float64(1)) / 3
-        save_checkpoint(tmp_path, model, optimizer)
-        model, optimizer = trained()
-        load_checkpoint(tmp_path, model, optimizer)
-        lr = optimizer.param_groups[0]["lr"]
-        return type(lr), lr
-
-    assert ranks.run(run) == [(float, float(np.cos(1) / 3))] * RANKS
+@on_each_rank("ranks")
+def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: pathlib.Path) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = np.cos(np.float64(1)) / 3
+    save_checkpoint(tmp_path, model, optimizer)
+    model, optimizer = trained()
+    load_checkpoint(tmp_path, model, optimizer)
+    lr = optimizer.param_groups[0]["lr"]
+    assert (type(lr), lr) == (float, float(np.cos(1) / 3))
 
 
 # ---- checkpoints without checksums

@@ -23,6 +23,7 @@ from algorithm_cases import (
     uneven,
 )
 from comm_contract import given, ops_of, reduced
+from each_rank import on_each_rank
 from labkit import Comm, World, listen
 from labkit.comm.collectives import (
     ALGORITHMS,
@@ -306,22 +307,19 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
             assert ran == expected
 
 
-def test_long_tensors_over_trees_and_chains(world4: World) -> None:
+@on_each_rank("world4")
+def test_long_tensors_over_trees_and_chains() -> None:
     """Several pieces, over real wires."""
-
-    def long() -> None:
-        comm = Comm()
-        numel = 1_000_001
-        for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):
-            x = given(comm.rank, numel)
-            comm.all_reduce(x, algorithm=name)
-            assert torch.equal(x, reduced([given(r, numel) for r in range(4)], "sum")), name
+    comm = Comm()
+    numel = 1_000_001
+    for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):
         x = given(comm.rank, numel)
-        comm.broadcast(x, 2, algorithm="chain")
-        assert torch.equal(x, given(2, numel))
-        x = given(comm.rank, numel)
-        comm.reduce(x, 2, algorithm="chain")
-        total = reduced([given(r, numel) for r in range(4)], "sum")
-        assert torch.equal(x, total if comm.rank == 2 else given(comm.rank, numel))
-
-    world4.run(long)
+        comm.all_reduce(x, algorithm=name)
+        assert torch.equal(x, reduced([given(r, numel) for r in range(4)], "sum")), name
+    x = given(comm.rank, numel)
+    comm.broadcast(x, 2, algorithm="chain")
+    assert torch.equal(x, given(2, numel))
+    x = given(comm.rank, numel)
+    comm.reduce(x, 2, algorithm="chain")
+    total = reduced([given(r, numel) for r in range(4)], "sum")
+    assert torch.equal(x, total if comm.rank == 2 else given(comm.rank, numel))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from each_rank import on_each_rank
 from labkit import Comm, Link, RankError, World, listen
 from labkit.comm.chooser import Choice, Chooser, overrides, stored_table
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
@@ -188,29 +189,26 @@ def test_a_modelled_wire_never_takes_gloos_own() -> None:
             assert name == "ring" and said.startswith("all_reduce by ring:")
 
 
-def test_names_that_cannot_serve_are_refused_before_anything_moves(world2: World) -> None:
-    def refused() -> list[str]:
-        comm, told = Comm(), []
-        calls: list[Any] = [
-            lambda: comm.all_reduce(torch.ones(3), algorithm="best"),
-            lambda: comm.all_reduce(torch.ones(3).long(), algorithm="gloo"),
-            lambda: comm.broadcast(torch.ones(3), algorithm="ring"),
-            lambda: comm.ring_exchange(torch.ones(3), torch.ones(4)),
-        ]
-        with listen() as events:
-            for call in calls:
-                with pytest.raises(ValueError) as raised:
-                    call()
-                told.append(str(raised.value))
-        assert not events
-        comm.barrier()
-        return told
-
-    for told in world2.run(refused):
-        assert "choose one of naive, tree" in told[0]
-        assert "serves float32 and float64" in told[1]
-        assert "choose one of flat, tree, chain" in told[2]
-        assert "ring_exchange: out is float32 [3], x is float32 [4]; make them equal" in told[3]
+@on_each_rank("world2")
+def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
+    comm, told = Comm(), []
+    calls: list[Any] = [
+        lambda: comm.all_reduce(torch.ones(3), algorithm="best"),
+        lambda: comm.all_reduce(torch.ones(3).long(), algorithm="gloo"),
+        lambda: comm.broadcast(torch.ones(3), algorithm="ring"),
+        lambda: comm.ring_exchange(torch.ones(3), torch.ones(4)),
+    ]
+    with listen() as events:
+        for call in calls:
+            with pytest.raises(ValueError) as raised:
+                call()
+            told.append(str(raised.value))
+    assert not events
+    comm.barrier()
+    assert "choose one of naive, tree" in told[0]
+    assert "serves float32 and float64" in told[1]
+    assert "choose one of flat, tree, chain" in told[2]
+    assert "ring_exchange: out is float32 [3], x is float32 [4]; make them equal" in told[3]
 
 
 def test_ranks_that_choose_differently_are_told(world2: World) -> None:

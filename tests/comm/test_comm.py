@@ -31,6 +31,7 @@ from comm_contract import (
     given,
     reduced,
 )
+from each_rank import on_each_rank
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
 from labkit.runtime.transports.wire import Wire
@@ -102,35 +103,31 @@ def test_the_same_in_subgroups_at_once(transport: str) -> None:
         assert world.run(in_halves) == members
 
 
-def test_a_subgroup_of_one_and_of_all(world2: World) -> None:
-    def small_and_large() -> None:
-        comm = Comm()
-        alone = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
-        everyone = comm.subgroup(range(comm.size))
-        assert alone is not None and everyone is not None
-        check(alone)
-        assert everyone.subgroup([0]) is None or comm.rank == 0, "it has all ranks, so it may"
-        comm_contract.in_flight(everyone)
-
-    world2.run(small_and_large)
+@on_each_rank("world2")
+def test_a_subgroup_of_one_and_of_all() -> None:
+    comm = Comm()
+    alone = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
+    everyone = comm.subgroup(range(comm.size))
+    assert alone is not None and everyone is not None
+    check(alone)
+    assert everyone.subgroup([0]) is None or comm.rank == 0, "it has all ranks, so it may"
+    comm_contract.in_flight(everyone)
 
 
-def test_what_was_given_is_not_written_and_no_gradient_appears(world2: World) -> None:
-    def train() -> None:
-        comm = Comm()
-        weight = torch.nn.Parameter(torch.ones(3, 3))
-        loss = (weight * (comm.rank + 1)).sum()
-        loss.backward()
-        assert weight.grad is not None
-        comm.all_reduce(weight.grad, "mean")
-        assert weight.grad.tolist() == [[1.5] * 3] * 3
-        comm.all_reduce(weight)  # a leaf that requires grad, in place
-        assert weight.tolist() == [[2.0] * 3] * 3 and weight.requires_grad and weight.is_leaf
-        out = torch.zeros(2, 3, 3)
-        comm.all_gather_into_tensor(out, weight)
-        assert not out.requires_grad
-
-    world2.run(train)
+@on_each_rank("world2")
+def test_what_was_given_is_not_written_and_no_gradient_appears() -> None:
+    comm = Comm()
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    loss = (weight * (comm.rank + 1)).sum()
+    loss.backward()
+    assert weight.grad is not None
+    comm.all_reduce(weight.grad, "mean")
+    assert weight.grad.tolist() == [[1.5] * 3] * 3
+    comm.all_reduce(weight)  # a leaf that requires grad, in place
+    assert weight.tolist() == [[2.0] * 3] * 3 and weight.requires_grad and weight.is_leaf
+    out = torch.zeros(2, 3, 3)
+    comm.all_gather_into_tensor(out, weight)
+    assert not out.requires_grad
 
 
 # --- bytes -------------------------------------------------------------------------------------
@@ -299,26 +296,24 @@ def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:
                 assert noted.startswith("send") and noted.endswith(": Connection closed by peer")
 
 
-def test_listening_nests_and_ends(world2: World) -> None:
-    def listening() -> tuple[list[int], int]:
-        comm = Comm()
-        x = torch.ones(3)
-        with listen() as outer:
-            comm.all_reduce(x)
-            with listen() as inner:
-                comm.all_reduce(x)
-                with pytest.raises(ZeroDivisionError), listen() as broken:
-                    comm.all_reduce(x)
-                    _ = 1 / 0
-                handle = comm.all_reduce(x, async_op=True)
-            comm.all_reduce(x)
+@on_each_rank("world2")
+def test_listening_nests_and_ends() -> None:
+    comm = Comm()
+    x = torch.ones(3)
+    with listen() as outer:
         comm.all_reduce(x)
-        assert handle is not None
-        handle.wait()  # nobody listens any more, but the event has its end
-        assert outer[1] is inner[0] and broken == [inner[1]] and inner[2].wait_ended_s > 0
-        return [len(outer), len(inner), len(broken)], len(here.listeners)
-
-    assert world2.run(listening) == [([5, 3, 1], 0)] * 2
+        with listen() as inner:
+            comm.all_reduce(x)
+            with pytest.raises(ZeroDivisionError), listen() as broken:
+                comm.all_reduce(x)
+                _ = 1 / 0
+            handle = comm.all_reduce(x, async_op=True)
+        comm.all_reduce(x)
+    comm.all_reduce(x)
+    assert handle is not None
+    handle.wait()  # nobody listens any more, but the event has its end
+    assert outer[1] is inner[0] and broken == [inner[1]] and inner[2].wait_ended_s > 0
+    assert ([len(outer), len(inner), len(broken)], len(here.listeners)) == ([5, 3, 1], 0)
 
 
 def test_comparing_ranks_is_no_communication(recorded: list[list[CommEvent]]) -> None:
@@ -330,118 +325,108 @@ def test_comparing_ranks_is_no_communication(recorded: list[list[CommEvent]]) ->
             assert counts(with_check) == counts(without)
 
 
-def test_operations_of_torch_itself_are_no_events_and_disturb_none(world2: World) -> None:
-    def mixed() -> None:
-        comm = Comm()
-        peer = 1 - comm.rank
-        with listen() as events:
-            for k in range(5):
-                ours, theirs = given(comm.rank, 100, salt=k), given(comm.rank, 100, salt=100 + k)
-                handle = comm.all_reduce(ours, async_op=True)
-                work = dist.all_reduce(theirs, async_op=True)
-                arriving = [torch.zeros(100), torch.zeros(100)]
-                receives = [dist.irecv(arriving[0], peer), comm.irecv(arriving[1], peer)]
-                plain = dist.isend(given(comm.rank, 100, salt=200 + k), peer)  # tag 0, as ours
-                comm.send(given(comm.rank, 100, salt=300 + k), peer)
-                assert handle is not None
-                for one in (work, plain, *receives, handle):
-                    one.wait()
-                for got, salt in ((ours, k), (theirs, 100 + k)):
-                    expected = reduced([given(r, 100, salt=salt) for r in range(2)], "sum")
-                    assert torch.equal(got, expected)
-                for got, salt in zip(arriving, (200 + k, 300 + k)):
-                    assert torch.equal(got, given(peer, 100, salt=salt))
-                dist.barrier()
-        assert len(events) == 15
-
-    world2.run(mixed)
+@on_each_rank("world2")
+def test_operations_of_torch_itself_are_no_events_and_disturb_none() -> None:
+    comm = Comm()
+    peer = 1 - comm.rank
+    with listen() as events:
+        for k in range(5):
+            ours, theirs = given(comm.rank, 100, salt=k), given(comm.rank, 100, salt=100 + k)
+            handle = comm.all_reduce(ours, async_op=True)
+            work = dist.all_reduce(theirs, async_op=True)
+            arriving = [torch.zeros(100), torch.zeros(100)]
+            receives = [dist.irecv(arriving[0], peer), comm.irecv(arriving[1], peer)]
+            plain = dist.isend(given(comm.rank, 100, salt=200 + k), peer)  # tag 0, as ours
+            comm.send(given(comm.rank, 100, salt=300 + k), peer)
+            assert handle is not None
+            for one in (work, plain, *receives, handle):
+                one.wait()
+            for got, salt in ((ours, k), (theirs, 100 + k)):
+                expected = reduced([given(r, 100, salt=salt) for r in range(2)], "sum")
+                assert torch.equal(got, expected)
+            for got, salt in zip(arriving, (200 + k, 300 + k)):
+                assert torch.equal(got, given(peer, 100, salt=salt))
+            dist.barrier()
+    assert len(events) == 15
 
 
 # --- what users do to it -----------------------------------------------------------------------
 
 
-def test_all_comms_of_a_group_share_its_numbers(world2: World) -> None:
-    def many() -> None:
-        x = torch.ones(3)
-        if attach().rank == 0:
-            first, second = Comm(), Comm(dist.group.WORLD)
-            for comm in (first, second, first, Comm(), second):
-                comm.all_reduce(x)
-        else:
-            comm = Comm()
-            for _ in range(5):
-                comm.all_reduce(x)
-        assert x.tolist() == [32.0] * 3
-
-    world2.run(many)
-
-
-def test_two_threads_in_two_groups_at_once(world2: World) -> None:
-    def threads() -> None:
+@on_each_rank("world2")
+def test_all_comms_of_a_group_share_its_numbers() -> None:
+    x = torch.ones(3)
+    if attach().rank == 0:
+        first, second = Comm(), Comm(dist.group.WORLD)
+        for comm in (first, second, first, Comm(), second):
+            comm.all_reduce(x)
+    else:
         comm = Comm()
-        groups = [comm.subgroup([0, 1]) for _ in range(2)]
-        errors: list[BaseException] = []
+        for _ in range(5):
+            comm.all_reduce(x)
+    assert x.tolist() == [32.0] * 3
 
-        def use(group: Comm | None) -> None:
-            try:
-                assert group is not None
-                for part in (comm_contract.in_flight, comm_contract.point_to_point) * 2:
-                    part(group)
-            except BaseException as error:
-                errors.append(error)
 
-        running = [threading.Thread(target=use, args=(group,)) for group in groups]
+@on_each_rank("world2")
+def test_two_threads_in_two_groups_at_once() -> None:
+    comm = Comm()
+    groups = [comm.subgroup([0, 1]) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def use(group: Comm | None) -> None:
+        try:
+            assert group is not None
+            for part in (comm_contract.in_flight, comm_contract.point_to_point) * 2:
+                part(group)
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=use, args=(group,)) for group in groups]
+    for thread in running:
+        thread.start()
+    comm_contract.in_flight(comm)
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@on_each_rank("world2")
+def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
+    comm = Comm()
+    peer, wrong = 1 - comm.rank, []
+
+    def exchange(tag: int) -> None:
+        for k in range(30):
+            arriving = torch.zeros(100)
+            receive = comm.irecv(arriving, peer, tag)
+            comm.send(given(comm.rank, 100, salt=100 * tag + k), peer, tag)
+            receive.wait()
+            if not torch.equal(arriving, given(peer, 100, salt=100 * tag + k)):
+                wrong.append((tag, k))
+
+    running = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
+    with listen() as events:
         for thread in running:
             thread.start()
-        comm_contract.in_flight(comm)
         for thread in running:
             thread.join()
-        if errors:
-            raise errors[0]
-
-    world2.run(threads)
-
-
-def test_threads_share_a_comm_for_messages_of_different_tags(world2: World) -> None:
-    def threads() -> None:
-        comm = Comm()
-        peer, wrong = 1 - comm.rank, []
-
-        def exchange(tag: int) -> None:
-            for k in range(30):
-                arriving = torch.zeros(100)
-                receive = comm.irecv(arriving, peer, tag)
-                comm.send(given(comm.rank, 100, salt=100 * tag + k), peer, tag)
-                receive.wait()
-                if not torch.equal(arriving, given(peer, 100, salt=100 * tag + k)):
-                    wrong.append((tag, k))
-
-        running = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
-        with listen() as events:
-            for thread in running:
-                thread.start()
-            for thread in running:
-                thread.join()
-        assert not wrong and len(events) == 240
-        for op in ("send", "recv"):
-            numbers = {(event.tag, event.seq) for event in events if event.op == op}
-            assert len(numbers) == 120
-
-    world2.run(threads)
+    assert not wrong and len(events) == 240
+    for op in ("send", "recv"):
+        numbers = {(event.tag, event.seq) for event in events if event.op == op}
+        assert len(numbers) == 120
 
 
-def test_hundreds_of_operations_in_flight(world2: World) -> None:
-    def flood() -> None:
-        comm = Comm()
-        xs = [given(comm.rank, 11, salt=k) for k in range(200)]
-        handles = [comm.all_reduce(x, async_op=True) for x in xs]
-        for handle in reversed(handles):
-            assert handle is not None
-            handle.wait()
-        for k, x in enumerate(xs):
-            assert torch.equal(x, reduced([given(r, 11, salt=k) for r in range(2)], "sum"))
-
-    world2.run(flood)
+@on_each_rank("world2")
+def test_hundreds_of_operations_in_flight() -> None:
+    comm = Comm()
+    xs = [given(comm.rank, 11, salt=k) for k in range(200)]
+    handles = [comm.all_reduce(x, async_op=True) for x in xs]
+    for handle in reversed(handles):
+        assert handle is not None
+        handle.wait()
+    for k, x in enumerate(xs):
+        assert torch.equal(x, reduced([given(r, 11, salt=k) for r in range(2)], "sum"))
 
 
 def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
@@ -484,21 +469,18 @@ def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
             assert name.endswith("group default of world 5)")
 
 
-def test_a_handle_keeps_what_it_needs(world2: World) -> None:
+@on_each_rank("world2")
+def test_a_handle_keeps_what_it_needs() -> None:
     """Nobody else keeps the tensors, nor the Comm."""
-
-    def forgetful() -> float:
-        kept = torch.zeros(1000, 2)
-        handle = Comm().all_reduce(kept[:, 0], async_op=True)
-        handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
-        torch.ones(1_000_000)
-        assert handle is not None
-        for one in (handle, *handles):
-            assert one is not None
-            one.wait()
-        return float(kept.sum())
-
-    assert world2.run(forgetful) == [0.0, 0.0]
+    kept = torch.zeros(1000, 2)
+    handle = Comm().all_reduce(kept[:, 0], async_op=True)
+    handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
+    torch.ones(1_000_000)
+    assert handle is not None
+    for one in (handle, *handles):
+        assert one is not None
+        one.wait()
+    assert float(kept.sum()) == 0.0
 
 
 @pytest.mark.slow
@@ -792,26 +774,28 @@ def test_latency_is_paid_by_every_message() -> None:
         assert max(world.run(rounds)) >= 6 * 0.010
 
 
-def test_an_asynchronous_operation_returns_before_the_wire_delivers(slow_wire: World) -> None:
-    def overlap() -> tuple[bool, bool, bool]:
-        comm = Comm()
-        x, y = torch.zeros(4_000_000, dtype=torch.uint8), torch.zeros(4_000_000, dtype=torch.uint8)
-        comm.barrier()
-        with listen() as events:
-            handle = comm.all_reduce(x, async_op=True)
-            assert handle is not None
-            busy = not handle.is_completed()  # else the call took the 320 ms
-            if comm.rank == 0:
-                message = comm.isend(y, 1)
-            else:
-                message = comm.irecv(y, 0)
-            message_busy = not message.is_completed()
-            computed_s = time.monotonic()
-            handle.wait()
-            message.wait()
-        return busy, message_busy, events[0].issued_s < computed_s < events[0].ended_s
-
-    assert slow_wire.run(overlap) == [(True, True, True)] * 2
+@on_each_rank("slow_wire")
+def test_an_asynchronous_operation_returns_before_the_wire_delivers() -> None:
+    comm = Comm()
+    x, y = torch.zeros(4_000_000, dtype=torch.uint8), torch.zeros(4_000_000, dtype=torch.uint8)
+    comm.barrier()
+    with listen() as events:
+        handle = comm.all_reduce(x, async_op=True)
+        assert handle is not None
+        busy = not handle.is_completed()  # else the call took the 320 ms
+        if comm.rank == 0:
+            message = comm.isend(y, 1)
+        else:
+            message = comm.irecv(y, 0)
+        message_busy = not message.is_completed()
+        computed_s = time.monotonic()
+        handle.wait()
+        message.wait()
+    assert (busy, message_busy, events[0].issued_s < computed_s < events[0].ended_s) == (
+        True,
+        True,
+        True,
+    )
 
 
 def test_a_message_that_nobody_takes_yet_does_not_hold_up_the_others() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.collections import LineCollection
 
+from each_rank import on_each_rank
 from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
 from labkit.events import ranks_in_words
@@ -49,17 +50,18 @@ def test_planes_take_every_rank_once_and_differ_on_their_axes() -> None:
     assert list(lines(sizes, "a", "c"))[1] == [2, 3, 8, 9], "the last axis varies fastest"
 
 
-def test_a_mesh_that_is_made_again_has_the_groups_of_the_first(world4: World) -> None:
+@on_each_rank("world4")
+def test_a_mesh_that_is_made_again_has_the_groups_of_the_first() -> None:
     """Those of gloo have threads that wake up all the time: cells that run again add none."""
-
-    def run() -> tuple[bool, bool, int]:
-        first, count = Mesh(dp=2, tp=2), dist.get_pg_count()
-        again, turned = Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
-        same = again.tp.group is first.tp.group and turned.dp.group is first.tp.group
-        anew = Comm().subgroup(first.tp.ranks if Comm().rank < 2 else [0, 1])
-        return same, anew is None or anew.group is not first.tp.group, dist.get_pg_count() - count
-
-    assert world4.run(run) == [(True, True, 1)] * 4
+    first, count = Mesh(dp=2, tp=2), dist.get_pg_count()
+    again, turned = Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
+    same = again.tp.group is first.tp.group and turned.dp.group is first.tp.group
+    anew = Comm().subgroup(first.tp.ranks if Comm().rank < 2 else [0, 1])
+    assert (
+        same,
+        anew is None or anew.group is not first.tp.group,
+        dist.get_pg_count() - count,
+    ) == (True, True, 1)
 
 
 def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from each_rank import on_each_rank
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
 from labkit.comm.collectives import hierarchical_cost
@@ -49,25 +50,23 @@ def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World) -> 
         assert wires == 2, "a message to another node delays none inside"
 
 
-def test_levels_of_one_speed_are_two_wires(cluster: World) -> None:
+@on_each_rank("cluster")
+def test_levels_of_one_speed_are_two_wires() -> None:
     """What leaves over one occupies that one alone."""
-
-    def send_inside() -> tuple[list[int], list[bool], int]:
-        link = Link(gbps=500)
-        wire = PacedWire(Comm().group, TwoLevel(link, link, ranks_per_node=2))
-        neighbour = wire.rank ^ 1
-        works = [
-            wire.isend(torch.zeros(1000), neighbour, 7),
-            wire.irecv(torch.ones(1000), neighbour, 7),
-        ]
-        for work in works:
-            work.wait()
-        outs = [wire._out[neighbour], wire._out[(wire.rank + 2) % 4]]
-        occupied = [out._free_at_s > 0 for out in outs]
-        return [out.sent_bytes for out in outs], occupied, paced_bytes(link)
-
-    for by_wire, occupied, sent_bytes in cluster.run(send_inside):
-        assert (by_wire, occupied, sent_bytes) == ([4000, 0], [True, False], 4000)
+    link = Link(gbps=500)
+    wire = PacedWire(Comm().group, TwoLevel(link, link, ranks_per_node=2))
+    neighbour = wire.rank ^ 1
+    works = [
+        wire.isend(torch.zeros(1000), neighbour, 7),
+        wire.irecv(torch.ones(1000), neighbour, 7),
+    ]
+    for work in works:
+        work.wait()
+    outs = [wire._out[neighbour], wire._out[(wire.rank + 2) % 4]]
+    occupied = [out._free_at_s > 0 for out in outs]
+    by_wire = [out.sent_bytes for out in outs]
+    sent_bytes = paced_bytes(link)
+    assert (by_wire, occupied, sent_bytes) == ([4000, 0], [True, False], 4000)
 
 
 def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:

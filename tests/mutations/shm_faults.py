@@ -1,26 +1,25 @@
-"""Deliberate faults of the shared memory, each a replacement of one of its functions. (Apart from
-the tests that use them, as comm_faults.py.)"""
+"""Deliberate faults of the shared memory. (Apart from the tests that use them, as comm_faults.)"""
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from harness import replaces
 from labkit import Comm
 from labkit.runtime.transports.shm import collectives, ring, slots
 from labkit.runtime.transports.shm.mail import Arriving, Inbox
 from labkit.runtime.transports.shm.ring import Ring
 from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.transport import Shared
-from labkit.runtime.transports.wire import LaneWork
+from labkit.runtime.transports.wire import Lane, LaneWork
 
-reduce, pairwise = collectives._reduce, collectives.PAIRWISE
-expect, receive, take, announce = Inbox._expect, Inbox.receive, Slots.take, Slots.announce
-copy = slots.copy
+# ---- checks
 
 
-def a_fast_root(comm: Comm) -> None:
+def fast_root(comm: Comm) -> None:
     """Rank 0 broadcasts one tensor after the other while the others are still asleep."""
     for first in range(0, 40, 10):
         for k in range(first, first + 10):
@@ -30,8 +29,7 @@ def a_fast_root(comm: Comm) -> None:
             assert x.eq(k).all(), (k, x[0])
 
 
-def a_send_is_taken(comm: Comm) -> None:
-    """It is not over while nobody receives."""
+def send_ends_when_received(comm: Comm) -> None:
     if comm.rank == 0:
         handle = comm.isend(torch.ones(3), 1, tag=1)
         comm.send(torch.ones(3), 1, tag=2)  # so that the first has come out of the ring
@@ -46,91 +44,108 @@ def a_send_is_taken(comm: Comm) -> None:
         comm.barrier()
 
 
-def forgets_the_last_rank(
-    slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
-) -> None:
+# ---- collectives
+
+
+@replaces(collectives, "_reduce")
+def forgets_the_last_rank(real: Any, slots: Slots, *args: Any) -> None:
     slots.size -= 1
     try:
-        reduce(slots, out, own, begin, op)
+        real(slots, *args)
     finally:
         slots.size += 1
 
 
+@replaces(collectives, "_reduce")
 def begins_with_itself(
-    slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
+    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
 ) -> None:
     """Right but for rounding: each slice in another order."""
     total = own.clone()
     for rank in slots.others:
-        total = pairwise[op](total, slots.view(rank, begin, out.numel(), out.dtype))
+        term = slots.view(rank, begin, out.numel(), out.dtype)
+        total = collectives.PAIRWISE[op](total, term)
     out.copy_(total / slots.size if op == "mean" else total)
 
 
+@replaces(collectives, "_reduce")
 def forgets_the_division(
-    slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
+    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
 ) -> None:
-    reduce(slots, out, own, begin, "sum" if op == "mean" else op)
+    real(slots, out, own, begin, "sum" if op == "mean" else op)
 
 
-def waits_for_nobody(self: Slots, ranks: Any, stage: int) -> None:
-    pass
-
-
-def writes_over_what_is_read(self: Slots) -> None:
-    self._piece += 1
-
-
-def takes_from_the_first(self: Slots, x: torch.Tensor, rank: int, begin: int = 0) -> int:
-    return take(self, x, self.others[0], begin)
-
-
-def knows_its_own_length_only(self: Slots) -> int:
-    return int(self._length(self.rank))
-
-
-def shares_nothing(x: torch.Tensor, *others: torch.Tensor) -> bool:
+@replaces(collectives, "share_memory")
+def never_sees_shared_memory(real: Any, x: torch.Tensor, *others: torch.Tensor) -> bool:
     return False
 
 
-def ignores_tags(self: Inbox, x: torch.Tensor, tag: int, asynchronous: bool) -> Any:
-    return receive(self, x, 0, asynchronous)
+# ---- slots
 
 
-def expects_no_tags(self: Inbox, tag: int, nbytes: int) -> Arriving:
-    return expect(self, 0, nbytes)
+@replaces(Slots, "wait")
+def does_not_wait(real: Any, self: Slots, ranks: Any, stage: int) -> None:
+    pass
 
 
-def calls_taken_what_is_kept(self: Inbox, tag: int, nbytes: int) -> Arriving:
-    message = expect(self, tag, nbytes)
+@replaces(Slots, "begin")
+def overwrites_what_is_read(real: Any, self: Slots) -> None:
+    self._piece += 1
+
+
+@replaces(Slots, "take")
+def takes_from_the_first(real: Any, self: Slots, x: torch.Tensor, rank: int, begin: int = 0) -> Any:
+    return real(self, x, self.others[0], begin)
+
+
+@replaces(Slots, "longest")
+def knows_its_own_length_only(real: Any, self: Slots) -> int:
+    return int(self._length(self.rank))
+
+
+@replaces(slots, "copy")
+def counts_half(real: Any, target: int, source: int, nbytes: int) -> Any:
+    return real(target, source, nbytes) // 2
+
+
+# ---- messages
+
+
+@replaces(Inbox, "receive")
+def ignores_tags(real: Any, self: Inbox, x: torch.Tensor, tag: int, asynchronous: bool) -> Any:
+    return real(self, x, 0, asynchronous)
+
+
+@replaces(Inbox, "_expect")
+def expects_no_tags(real: Any, self: Inbox, tag: int, nbytes: int) -> Any:
+    return real(self, 0, nbytes)
+
+
+@replaces(Inbox, "_expect")
+def announces_what_is_kept_as_taken(real: Any, self: Inbox, tag: int, nbytes: int) -> Arriving:
+    message: Arriving = real(self, tag, nbytes)
     self.words.announce(ring.taken_word(message.number), message.number)
     return message
 
 
-def ends_at_the_end(self: Ring, position: int, nbytes: int) -> Any:
-    """What goes around the end of the ring is lost."""
+@replaces(Ring, "_spans")
+def stops_at_the_end(real: Any, self: Ring, position: int, nbytes: int) -> Any:
+    """What wraps around the end of the ring is lost."""
     at = position % ring.RING_BYTES
     yield self._region.address(at), 0, min(nbytes, ring.RING_BYTES - at)
 
 
-def overtakes(self: Shared, call: Any, collective: Any) -> Any:
-    """A blocking one does not wait for those under way."""
+@replaces(Shared, "_start")
+def overtakes(real: Any, self: Shared, call: Any, collective: Any) -> Any:
+    """A blocking collective does not wait for those under way."""
     work = LaneWork(partial(self._carry, collective))
     if not call.asynchronous:
         return work.run()
     if self._lane is None:
-        self._lane = collectives_lane()
+        self._lane = Lane("overtaken")
     return self._lane.put(work)
 
 
-def collectives_lane() -> Any:
-    from labkit.runtime.transports.wire import Lane
-
-    return Lane("overtaken")
-
-
-def counts_half(target: int, source: int, nbytes: int) -> int:
-    return copy(target, source, nbytes) // 2
-
-
-def keeps_its_name(self: Any, *_: Any, **__: Any) -> None:
+@replaces(Path, "unlink")
+def keeps_its_name(real: Any, self: Path, *_: Any, **__: Any) -> None:
     pass

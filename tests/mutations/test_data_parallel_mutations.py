@@ -1,20 +1,21 @@
-"""Faulty data parallelism must turn the contract red: a test that cannot fail proves nothing."""
+"""Faulty data parallelism must turn the contract red."""
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from data_parallel_contract import check_equal_to_single
-from labkit import DDP, Comm, NaiveDDP, World
+from harness import Mutation, given, noticed
+from labkit import DDP, Comm, NaiveDDP
 from labkit.parallel.ddp.buckets import Bucket
 
 pytestmark = pytest.mark.slow
 
 
 class SkipsABucket(DDP):
-    """The second bucket stays home."""
+    """The second bucket is not averaged."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module, bucket_mb=0.01)
@@ -58,7 +59,7 @@ class AveragesWeights(nn.Module):
 
 
 class NeverSends(DDP):
-    """n models that know nothing of each other."""
+    """n models that never communicate."""
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         bucket.handle = None
@@ -76,7 +77,7 @@ class SendsTwice(NaiveDDP):
 
 
 class KeepsOwnStart(DDP):
-    """Replicas that begin as they are."""
+    """Every replica begins with its own weights."""
 
     def __init__(self, module: nn.Module):
         before = {name: x.clone() for name, x in module.state_dict().items()}
@@ -84,38 +85,14 @@ class KeepsOwnStart(DDP):
         module.load_state_dict(before)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
-@pytest.mark.parametrize(
-    "faulty",
-    [SkipsABucket, DividesTwice, ForgetsToDivide, AveragesWeights, NeverSends, SendsTwice,
-     KeepsOwnStart],
-)  # fmt: skip
-def test_a_faulty_strategy_turns_the_contract_red(
-    pair: World, faulty: Callable[[nn.Module], nn.Module]
-) -> None:
-    with pytest.raises(AssertionError):
-        check_equal_to_single(pair, faulty, "gpt")
-
-
-def test_a_bucket_that_forgets_what_was_not_used_turns_red(
-    pair: World,
-) -> None:
+class Forgetful(DDP):
     """An unused parameter whose stale memory is averaged gets a gradient that Single has not."""
 
-    class Forgetful(DDP):
-        def __init__(self, module: nn.Module):
-            super().__init__(module)
-            for bucket in self._buckets:
-                bucket.flat.fill_(1.0)
-                bucket.__class__ = _ForgetfulBucket
-
-    with pytest.raises(AssertionError):
-        check_equal_to_single(pair, Forgetful, "awkward")
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        for bucket in self._buckets:
+            bucket.flat.fill_(1.0)
+            bucket.__class__ = _ForgetfulBucket
 
 
 class _ForgetfulBucket(Bucket):
@@ -124,6 +101,17 @@ class _ForgetfulBucket(Bucket):
         return self.flat
 
 
-def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:
-    for strategy in (NaiveDDP, DDP):
-        check_equal_to_single(pair, strategy, "gpt")
+FAULTS = [
+    *(Mutation(faulty, check_equal_to_single, "gpt")
+      for faulty in (SkipsABucket, DividesTwice, ForgetsToDivide, AveragesWeights, NeverSends,
+                     SendsTwice, KeepsOwnStart)),
+    Mutation(Forgetful, check_equal_to_single, "awkward"),
+]  # fmt: skip
+
+pair = {"size": 2, "timeout_s": 20}
+test_a_faulty_strategy_turns_the_contract_red = noticed(FAULTS, given, AssertionError, **pair)
+
+
+@pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
+def test_without_a_fault_the_contract_is_green(worlds: Any, strategy: Any) -> None:
+    check_equal_to_single(worlds(**pair), strategy, "gpt")

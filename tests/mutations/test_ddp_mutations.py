@@ -1,6 +1,6 @@
 """Deliberate faults in what DDP does beyond averaging; each must turn its check red."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 import ddp_checks
-from labkit import DDP, Comm, RankError, World
-from labkit.parallel.ddp import buckets as arrivals
+from harness import Mutation, given_on_ranks, instead, noticed, on_ranks
+from labkit import DDP, Comm
+from labkit.parallel.ddp import buckets
 from labkit.parallel.ddp.buckets import Bucket
 from labkit.parallel.ddp.comm_hooks import UnderWay, bf16_compress_hook
 from labkit.parallel.ddp.joining import JoinCoordinator
 
 pytestmark = pytest.mark.slow
-
-NO_TIME = 5  # seconds: some of the faults let ranks wait for each other
 
 
 class NeverRebuilds(DDP):
@@ -31,10 +30,10 @@ class RebuildsEachTime(DDP):
 
 
 class EachRankHasItsOwnOrder(DDP):
-    """The order is told, and nobody listens."""
+    """The ranks agree on an order and do not use it."""
 
     def _rebuild(self, came: list[nn.Parameter]) -> None:
-        real = arrivals.agreed_order
+        real = buckets.agreed_order
         mine = list(came)
 
         def own(*args: Any) -> Any:
@@ -72,14 +71,14 @@ class TakesOverNothing(DDP):
 
 
 class NotStatic(DDP):
-    """static_graph=True is taken and forgotten."""
+    """Ignores static_graph=True."""
 
     def __init__(self, module: nn.Module, **how: Any):
         super().__init__(module, **{**how, "static_graph": False})
 
 
-class StaticWithoutALook(DDP):
-    """What a static graph no longer uses goes unnoticed."""
+class StaticWithoutACheck(DDP):
+    """Never checks which parameters a static graph uses."""
 
     def _end_backward(self) -> None:
         self._finish()
@@ -99,33 +98,21 @@ class SendsEachMicroBatch(DDP):
         yield from parts
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=NO_TIME) as world:
-        yield world
-
-
-@pytest.mark.parametrize(
-    ("faulty", "check"),
-    [
-        (NeverRebuilds, ddp_checks.buckets_follow_the_order_of_arrival),
-        (RebuildsEachTime, ddp_checks.buckets_follow_the_order_of_arrival),
-        (LeavesGradientsInOldBuckets, ddp_checks.buckets_follow_the_order_of_arrival),
-        (EachRankHasItsOwnOrder, ddp_checks.ranks_with_other_orders_agree),
-        (TakesOverNothing, ddp_checks.ranks_with_other_orders_agree),
-        (NotStatic, ddp_checks.a_static_graph_sends_what_is_used),
-        (NotStatic, ddp_checks.a_static_graph_may_not_change),
-        (StaticWithoutALook, ddp_checks.a_static_graph_may_not_change),
-        (StaticOfOneRank, ddp_checks.a_static_graph_may_not_change),
-        (SendsEachMicroBatch, ddp_checks.accumulation_equals_one_batch),
-    ],
-    ids=lambda one: one.__name__,
-)
-def test_a_fault_turns_its_check_red(
-    pair: World, faulty: type[DDP], check: Callable[[Any], None]
-) -> None:
-    with pytest.raises((AssertionError, RankError)):
-        pair.run(check, faulty)
+ORDER = ddp_checks.buckets_follow_the_order_of_arrival
+STATIC = ddp_checks.a_static_graph_may_not_change
+FAULTS = [
+    Mutation(NeverRebuilds, ORDER),
+    Mutation(RebuildsEachTime, ORDER),
+    Mutation(LeavesGradientsInOldBuckets, ORDER),
+    Mutation(EachRankHasItsOwnOrder, ddp_checks.ranks_with_other_orders_agree),
+    Mutation(TakesOverNothing, ddp_checks.ranks_with_other_orders_agree),
+    Mutation(NotStatic, ddp_checks.a_static_graph_sends_what_is_used),
+    Mutation(NotStatic, STATIC),
+    Mutation(StaticWithoutACheck, STATIC),
+    Mutation(StaticOfOneRank, STATIC),
+    Mutation(SendsEachMicroBatch, ddp_checks.accumulation_equals_one_batch),
+]
+some_ranks_wait = {"timeout_s": 5}  # under some of the faults
 
 
 # ---- hooks
@@ -160,13 +147,12 @@ class _Divided:
         self.flat.div_(self.size)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "hook"),
-    [(DDP, forgets_to_cast_back), (DDP, halves_nothing), (DividesAfterwards, bf16_compress_hook)],
-)
-def test_a_faulty_hook_turns_its_check_red(pair: World, strategy: Any, hook: Any) -> None:
-    with pytest.raises((AssertionError, RankError)):
-        pair.run(ddp_checks.a_hook_halves_the_bytes, strategy, hook, torch.bfloat16)
+FAULTS += [
+    Mutation(strategy, ddp_checks.a_hook_halves_the_bytes, hook, torch.bfloat16)
+    for strategy, hook in ((DDP, forgets_to_cast_back), (DDP, halves_nothing),
+                           (DividesAfterwards, bf16_compress_hook))
+]  # fmt: skip
+test_a_fault_turns_its_check_red = noticed(FAULTS, given_on_ranks, size=2, **some_ranks_wait)
 
 
 # ---- joining
@@ -185,15 +171,16 @@ class JoinsWithStaleGradients(DDP):
             super().zero_grad(set_to_none)
 
 
-class EndsWithTheModelOfRank0(DDP):
-    def join(self, divide_by_active: bool = False) -> Any:
-        JoinCoordinator.first = property(lambda self: 0)  # type: ignore[assignment,method-assign]
-        return super().join(divide_by_active)
-
-
-@pytest.mark.parametrize(
-    "faulty", [DividesByTheOthers, JoinsWithStaleGradients, EndsWithTheModelOfRank0]
+JOIN = ddp_checks.ranks_whose_data_ends_join
+JOINING = [
+    Mutation(DividesByTheOthers, JOIN, [2, 4, 5], False),
+    Mutation(JoinsWithStaleGradients, JOIN, [2, 4, 5], False),
+]
+ends_with_the_model_of_rank_0 = instead(
+    "ends_with_the_model_of_rank_0", JoinCoordinator, "first", property(lambda self: 0)
 )
-def test_faulty_joining_turns_its_check_red(faulty: type[DDP]) -> None:
-    with World(3, timeout_s=NO_TIME) as trio, pytest.raises((AssertionError, RankError)):
-        trio.run(ddp_checks.ranks_whose_data_ends_join, faulty, [2, 4, 5], False)
+trio = {"size": 3, **some_ranks_wait}
+test_faulty_joining_turns_its_check_red = noticed(JOINING, given_on_ranks, **trio)
+test_the_wrong_final_model_turns_its_check_red = noticed(
+    [Mutation(ends_with_the_model_of_rank_0, JOIN, DDP, [2, 4, 5], False)], on_ranks, **trio
+)

@@ -1,12 +1,14 @@
-"""Faulty parameter servers must turn the tests red: a test that cannot fail proves nothing."""
+"""Faulty parameter servers must turn the contract red."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from labkit import AsyncParameterServer, ParameterServer, World
+from harness import Mutation, given, noticed
+from labkit import AsyncParameterServer, ParameterServer
 from test_async_parameter_server import ROUND, check_bound, check_stale_training
 from test_parameter_server import check_served
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 class ForgetsAWorker(ParameterServer):
-    """The bytes arrive, and one worker's are not added."""
+    """The bytes arrive, and one worker's gradient is not added."""
 
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if self.comm.rank == self.comm.size - 1 and parameter.grad is not None:
@@ -34,7 +36,7 @@ class ForgetsToDivide(ParameterServer):
 
 
 class WorkersKeepOldWeights(ParameterServer):
-    """They take part, and put the news beside their weights."""
+    """They take part, and ignore the new weights."""
 
     def _pull(self) -> None:
         before = [p.detach().clone() for p in self._parameters_to_average]
@@ -45,7 +47,7 @@ class WorkersKeepOldWeights(ParameterServer):
 
 
 class WorkersKeepGradients(ParameterServer):
-    """And with them an optimizer state that nobody needs."""
+    """And with them an optimizer state that nothing needs."""
 
     def _push(self) -> None:
         before = [p.grad for p in self._parameters_to_average]
@@ -82,33 +84,6 @@ class SendsTwice(ParameterServer):
         super()._pull()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, backend="gloo", timeout_s=20) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4, backend="gloo", timeout_s=20) as world:
-        yield world
-
-
-@pytest.mark.parametrize(
-    "faulty",
-    [ForgetsAWorker, DividesTwice, ForgetsToDivide, WorkersKeepOldWeights, WorkersKeepGradients,
-     AveragesWeights, SendsTwice],
-)  # fmt: skip
-def test_a_faulty_server_turns_the_contract_red(pair: World, faulty: type[ParameterServer]) -> None:
-    with pytest.raises(AssertionError):
-        check_served(pair, faulty, "gpt", "AdamW")
-
-
-def test_what_was_not_used_and_is_not_said_so_turns_the_contract_red(pair: World) -> None:
-    with pytest.raises(AssertionError):
-        check_served(pair, SaysUsed, "awkward", "AdamW")
-
-
 class SaysUsed(ParameterServer):
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if parameter.grad is None:
@@ -129,13 +104,13 @@ class LosesAPush(AsyncParameterServer):
             super()._take(worker, made_with, there)
 
 
-class TellsNothingOfStaleness(AsyncParameterServer):
+class HidesStaleness(AsyncParameterServer):
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         super()._take(worker, self.version, there)
 
 
 class KeepsOldWeights(AsyncParameterServer):
-    """A worker that takes the news only once."""
+    """A worker takes new weights only once."""
 
     def step(self) -> None:
         before = [p.detach().clone() for p in self._parameters_to_serve]
@@ -161,22 +136,27 @@ class IgnoresTheBound(AsyncParameterServer):
         return True
 
 
-@pytest.mark.parametrize(
-    "faulty", [LosesAPush, TellsNothingOfStaleness, KeepsOldWeights, AveragesOverWorkers]
+FAULTS = [
+    *(Mutation(faulty, check_served, "gpt", "AdamW")
+      for faulty in (ForgetsAWorker, DividesTwice, ForgetsToDivide, WorkersKeepOldWeights,
+                     WorkersKeepGradients, AveragesWeights, SendsTwice)),
+    Mutation(SaysUsed, check_served, "awkward", "AdamW"),
+]  # fmt: skip
+ASYNC_FAULTS = [
+    *(Mutation(faulty, check_stale_training, "SGD", order=ROUND)
+      for faulty in (LosesAPush, HidesStaleness, KeepsOldWeights, AveragesOverWorkers)),
+    Mutation(IgnoresTheBound, check_bound, 0, order=[1] * 4),
+]  # fmt: skip
+
+pair = {"size": 2, "backend": "gloo", "timeout_s": 20}
+four = {**pair, "size": 4}
+test_a_faulty_server_turns_the_contract_red = noticed(FAULTS, given, AssertionError, **pair)
+test_a_faulty_asynchronous_server_turns_the_contract_red = noticed(
+    ASYNC_FAULTS, given, AssertionError, **four
 )
-def test_a_faulty_asynchronous_server_turns_the_contract_red(
-    four: World, faulty: type[AsyncParameterServer]
-) -> None:
-    with pytest.raises(AssertionError):
-        check_stale_training(four, faulty, "SGD", order=ROUND)
 
 
-def test_a_bound_that_is_ignored_turns_red(four: World) -> None:
-    with pytest.raises(AssertionError):
-        check_bound(four, IgnoresTheBound, 0, order=[1] * 4)
-
-
-def test_the_contracts_are_green_on_the_real_ones(pair: World, four: World) -> None:
-    check_served(pair, ParameterServer, "gpt", "AdamW")
-    check_stale_training(four, AsyncParameterServer, "SGD", order=ROUND)
-    check_bound(four, AsyncParameterServer, 0)
+def test_without_a_fault_the_contracts_are_green(worlds: Any) -> None:
+    check_served(worlds(**pair), ParameterServer, "gpt", "AdamW")
+    check_stale_training(worlds(**four), AsyncParameterServer, "SGD", order=ROUND)
+    check_bound(worlds(**four), AsyncParameterServer, 0)

@@ -1,17 +1,16 @@
-"""A faulty loss scaler must turn its proofs red: a test that cannot fail proves nothing."""
+"""A faulty loss scaler must turn its proofs red."""
 
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from harness import Mutation, here, noticed, replaces
 from labkit import GradScaler, World
-from labkit.precision import scaler, unscaling
+from labkit.precision import master, scaler, unscaling
 from labkit.precision.dynamic_scale import DynamicScale
 from labkit.precision.shadow_optimizer import ShadowOptimizer
-from labkit.runtime.errors import RankError
 from scaler_contract import check_as_torch, check_equal_to_single
 from test_scaler import test_gradients_that_fp16_cannot_hold_reach_the_masters as held_by_fp16
 
@@ -84,61 +83,56 @@ def with_scale(kind: type[DynamicScale]) -> type[GradScaler]:
             super().__init__(**options)
             self._now.__class__ = kind
 
+    Faulty.__name__ = kind.__name__
     return Faulty
 
 
-SCALES = [NeverBacksOff, CountsSkippedSteps, NeverGrows, GrowsBeyondFinite, ForgetsItsCount]
-FAULTY = [*map(with_scale, SCALES), StepsAnyway, UnscalesTwice]
-NAMES = [*(kind.__name__ for kind in SCALES), "StepsAnyway", "UnscalesTwice"]
+SCALES = {kind.__name__: with_scale(kind) for kind in (
+    NeverBacksOff, CountsSkippedSteps, NeverGrows, GrowsBeyondFinite, ForgetsItsCount
+)}  # fmt: skip
+FAULTY = [*SCALES.values(), StepsAnyway, UnscalesTwice]
 
 
-@pytest.mark.parametrize("faulty", FAULTY, ids=NAMES)
-def test_a_faulty_scaler_is_not_as_torchs(faulty: type[GradScaler]) -> None:
-    with pytest.raises(AssertionError):
-        for seed in range(6):
-            check_as_torch(faulty, seed)
+def is_torchs(world: None, faulty: type[GradScaler], check: Any) -> None:
+    for seed in range(6):
+        check(faulty, seed)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=10) as world:
-        yield world
+def trains_as_single(world: World, faulty: Any, check: Any, strategy: str, dtype: Any) -> None:
+    check(world, strategy, dtype, faulty)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3"])
-def test_ranks_that_decide_alone_part(pair: World, strategy: str) -> None:
-    with pytest.raises((AssertionError, RankError)):
-        check_equal_to_single(pair, strategy, torch.float64, DecidesAlone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero-2"])
-@pytest.mark.parametrize(
-    "faulty",
-    [with_scale(NeverBacksOff), with_scale(CountsSkippedSteps), StepsAnyway, UnscalesTwice],
-    ids=["NeverBacksOff", "CountsSkippedSteps", "StepsAnyway", "UnscalesTwice"],
-)
-def test_a_faulty_scaler_trains_otherwise_on_ranks(
-    pair: World, faulty: type[GradScaler], strategy: str
-) -> None:
-    with pytest.raises(AssertionError):
-        check_equal_to_single(pair, strategy, torch.float16, faulty)
-
-
-def in_fp16(low: torch.Tensor, factor: float | None) -> torch.Tensor:
-    """Divided where they lie, the small ones underflow after all."""
+@replaces(master, "fp32_gradient")
+def divides_in_fp16(real: Any, low: torch.Tensor, factor: float | None) -> torch.Tensor:
+    """The small gradients underflow after all."""
     return low.mul_(factor or 1.0).float()
 
 
-def still_scaled(low: torch.Tensor, factor: float | None) -> torch.Tensor:
+@replaces(master, "fp32_gradient")
+def stays_scaled(real: Any, low: torch.Tensor, factor: float | None) -> torch.Tensor:
     return low.float()
 
 
-@pytest.mark.parametrize("faulty", [in_fp16, still_scaled])
-def test_16_bit_gradients_unscaled_otherwise_turn_red(
-    faulty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("labkit.precision.master.fp32_gradient", faulty)
-    with pytest.raises(AssertionError):
-        held_by_fp16()
+ON_RANKS = [SCALES["NeverBacksOff"], SCALES["CountsSkippedSteps"], StepsAnyway, UnscalesTwice]
+pair = {"size": 2, "timeout_s": 10}
+test_a_faulty_scaler_differs_from_torchs = noticed(
+    [Mutation(faulty, check_as_torch) for faulty in FAULTY], is_torchs, AssertionError
+)
+test_ranks_that_decide_alone_diverge = pytest.mark.slow(
+    noticed(
+        [Mutation(DecidesAlone, check_equal_to_single, strategy, torch.float64)
+         for strategy in ("zero-1", "zero-2", "zero-3")],
+        trains_as_single, **pair,
+    )
+)  # fmt: skip
+test_a_faulty_scaler_trains_differently_on_ranks = pytest.mark.slow(
+    noticed(
+        [Mutation(faulty, check_equal_to_single, strategy, torch.float16)
+         for strategy in ("ddp", "zero-2") for faulty in ON_RANKS],
+        trains_as_single, AssertionError, **pair,
+    )
+)  # fmt: skip
+test_16_bit_gradients_unscaled_wrongly_are_noticed = noticed(
+    [Mutation(fault, held_by_fp16) for fault in (divides_in_fp16, stays_scaled)],
+    here, AssertionError,
+)  # fmt: skip

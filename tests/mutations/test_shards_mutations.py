@@ -1,12 +1,13 @@
-"""Faults with parts of parameters must turn tests red: a test that cannot fail proves nothing."""
+"""Faults with shards of parameters must turn tests red."""
 
 import pathlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from harness import Change, Mutation, Replacement, around, given, instead, noticed, on_ranks
 from labkit import Comm, GradScaler, Mesh, RankError, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
@@ -16,78 +17,55 @@ from labkit.parallel.zero3 import flat as zero3_flat
 from labkit.precision import scaler as scaling
 from shard_cases import alone, built, loss_of, train
 from test_checkpoints_tensor import AGREE, EARLY, LATE, expected_losses
+from test_checkpoints_tensor import (
+    test_shards_of_other_sizes_move_where_data_parallel_ranks_cut as uneven,
+)
 from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled
 
 pytestmark = pytest.mark.slow
-Fault = Callable[[], AbstractContextManager[None]]
-
-
-@contextmanager
-def instead(place: Any, name: str, new: Any) -> Iterator[None]:
-    """In this block `place.name` is another."""
-    before = getattr(place, name)
-    setattr(place, name, new)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
-
 
 # ---- clipping
 
-
-def replicated_counted_twice() -> AbstractContextManager[None]:
-    """What all tensor ranks have is summed over them, as shards are."""
-    return instead(clipping, "_is_cut_over", lambda group, x: group is not None)
-
-
-def shards_not_summed() -> AbstractContextManager[None]:
-    """Each tensor rank takes its shards for everything."""
-    return instead(clipping, "_is_cut_over", lambda group, x: group is None)
-
-
-def pieces_lose_their_mark() -> AbstractContextManager[None]:
-    return instead(zero, "marked_as", lambda parameter, x: x)
-
-
-def parameters_of_zero_3_lose_their_mark() -> AbstractContextManager[None]:
-    return instead(zero3_flat, "marked_as", lambda parameter, x: x)
-
-
-def clips(world: World, fault: Fault, strategy: str) -> None:
-    def run() -> tuple[float, float]:
-        with fault():
-            return clipped_step(strategy, DP_TP, 2.0, 0.01)
-
-    for far in world.run(run):
-        assert max(far) < AGREE
-
-
-@pytest.mark.parametrize(
-    ("fault", "strategy"),
-    [
-        (replicated_counted_twice, "ddp"),
-        (replicated_counted_twice, "zero-2"),
-        (replicated_counted_twice, "zero-3"),
-        (shards_not_summed, "ddp"),
-        (shards_not_summed, "zero-1"),
-        (shards_not_summed, "zero-3"),
-        (pieces_lose_their_mark, "zero-1"),
-        (parameters_of_zero_3_lose_their_mark, "zero-3"),
-    ],
+# What all tensor ranks have is summed over them, as shards are.
+counts_replicas_twice = instead(
+    "counts_replicas_twice", clipping, "_is_cut_over", lambda group, x: group is not None
 )
-def test_a_wrong_norm_is_found(world4: World, fault: Fault, strategy: str) -> None:
-    with pytest.raises((AssertionError, RankError)):
-        clips(world4, fault, strategy)
+# Each tensor rank takes its shards for everything.
+never_sums_shards = instead(
+    "never_sums_shards", clipping, "_is_cut_over", lambda group, x: group is None
+)
+unmarks_slices = instead("unmarks_slices", zero, "marked_as", lambda parameter, x: x)
+unmarks_zero_3 = instead("unmarks_zero_3", zero3_flat, "marked_as", lambda parameter, x: x)
 
 
-def test_a_scaler_that_asks_the_replicas_alone_lets_ranks_part(world4: World) -> None:
+def clips(world: World, change: Change, strategy: Any) -> None:
+    for off in on_ranks(world, change, clipped_step, strategy, DP_TP, 2.0, 0.01):
+        assert max(off) < AGREE
+
+
+NORMS = [
+    Mutation(fault, clips, strategy)
+    for fault, strategy in (
+        (counts_replicas_twice, "ddp"),
+        (counts_replicas_twice, "zero-2"),
+        (counts_replicas_twice, "zero-3"),
+        (never_sums_shards, "ddp"),
+        (never_sums_shards, "zero-1"),
+        (never_sums_shards, "zero-3"),
+        (unmarks_slices, "zero-1"),
+        (unmarks_zero_3, "zero-3"),
+    )
+]
+test_a_wrong_norm_is_noticed = noticed(NORMS, given, size=4)
+
+
+def test_a_scaler_that_asks_only_the_replicas_lets_ranks_diverge(worlds: Any) -> None:
     """The very fault that `check_owner` refuses."""
 
     def run() -> int:
         mesh = Mesh(**DP_TP)
         model, optimizer = built("zero-1", mesh, SGD)
-        with instead(scaling, "check_owner", lambda *_: None):
+        with patch.object(scaling, "check_owner", lambda *_: None):
             scaler = GradScaler(comm=mesh.dp)
             scaler.scale(loss_of(model, 0, mesh.dp)).backward()
             if Comm().rank == 3:
@@ -96,7 +74,7 @@ def test_a_scaler_that_asks_the_replicas_alone_lets_ranks_part(world4: World) ->
             scaler.update()
         return scaler.skipped
 
-    assert world4.run(run) == [0, 1, 0, 1]
+    assert worlds(4).run(run) == [0, 1, 0, 1]
 
 
 # ---- checkpoints
@@ -110,38 +88,26 @@ def keeps_padding(box: Box, shard: Any) -> Box | None:
 
 
 def forgets_start(box: Box, shard: Any) -> Box | None:
-    """As if every part were the first."""
+    """As if every shard were the first."""
     found = in_whole(box, shard)
     return found and Box(box.offsets, found.sizes)
 
 
-def padding_written() -> AbstractContextManager[None]:
-    return instead(saving, "in_whole", keeps_padding)
+writes_padding = instead("writes_padding", saving, "in_whole", keeps_padding)
+saves_without_start = instead("saves_without_start", saving, "in_whole", forgets_start)
+loads_without_start = instead("loads_without_start", stored, "in_whole", forgets_start)
+# A moment of the whole shape is not seen to be cut like its parameter.
+takes_moments_for_one_number = instead(
+    "takes_moments_for_one_number", loading, "lies_like",
+    lambda key, shape, parameter: shape == parameter and key == "exp_avg",
+)  # fmt: skip
+# A parameter that is cut is written as if its shard were the whole.
+writes_the_shape_of_the_shard = instead(
+    "writes_the_shape_of_the_shard", contents, "shard_of", lambda parameter: None
+)
 
 
-def start_forgotten_in_saving() -> AbstractContextManager[None]:
-    return instead(saving, "in_whole", forgets_start)
-
-
-def start_forgotten_in_loading() -> AbstractContextManager[None]:
-    return instead(stored, "in_whole", forgets_start)
-
-
-def state_taken_for_one_number() -> AbstractContextManager[None]:
-    """A moment of the whole shape is not seen to lie like its part."""
-
-    def like_here(key: str, shape: Any, parameter: Any) -> bool:
-        return shape == parameter and key == "exp_avg"
-
-    return instead(loading, "lies_like", like_here)
-
-
-def shape_of_the_part() -> AbstractContextManager[None]:
-    """A parameter that is cut is written as if its part were all."""
-    return instead(contents, "shard_of", lambda parameter: None)
-
-
-def goes_on(world: World, fault: Fault | None, strategy: str, folder: pathlib.Path) -> None:
+def goes_on(world: World, change: Change, strategy: str, folder: pathlib.Path) -> None:
     def run() -> list[float]:
         mesh = Mesh(**DP_TP)
         model, optimizer = built(strategy, mesh)
@@ -151,14 +117,8 @@ def goes_on(world: World, fault: Fault | None, strategy: str, folder: pathlib.Pa
         load_checkpoint(folder, model, optimizer)
         return train(model, optimizer, mesh.dp, LATE)
 
-    def faulty() -> list[float]:
-        if fault is None:
-            return run()
-        with fault():
-            return run()
-
     expected = expected_losses()
-    for losses in world.run(faulty):
+    for losses in on_ranks(world, change, run):
         assert losses == pytest.approx(expected, abs=AGREE, rel=0)
     model, optimizer = alone(seed=2)
     load_checkpoint(folder, model, optimizer)
@@ -168,35 +128,29 @@ def goes_on(world: World, fault: Fault | None, strategy: str, folder: pathlib.Pa
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-3"])
 @pytest.mark.parametrize(
     "fault",
-    [padding_written, start_forgotten_in_saving, start_forgotten_in_loading,
-     state_taken_for_one_number, shape_of_the_part],
+    [writes_padding, saves_without_start, loads_without_start, takes_moments_for_one_number,
+     writes_the_shape_of_the_shard],
+    ids=str,
 )  # fmt: skip
-def test_a_faulty_checkpoint_is_found(
-    world4: World, tmp_path: pathlib.Path, fault: Fault, strategy: str
+def test_a_faulty_checkpoint_is_noticed(
+    worlds: Any, tmp_path: pathlib.Path, fault: Replacement, strategy: str
 ) -> None:
     with pytest.raises((AssertionError, RankError, ValueError)):
-        goes_on(world4, fault, strategy, tmp_path)
+        goes_on(worlds(4), fault, strategy, tmp_path)
 
 
-def test_the_checks_are_green_on_the_real_ones(world4: World, tmp_path: pathlib.Path) -> None:
+def test_without_a_fault_all_is_green(worlds: Any, tmp_path: pathlib.Path) -> None:
     for strategy in ("ddp", "zero-1", "zero-3"):
-        goes_on(world4, None, strategy, tmp_path / strategy)
-        clips(world4, lambda: instead(zero, "IN_FLIGHT", 2), strategy)
+        goes_on(worlds(4), nullcontext, strategy, tmp_path / strategy)
+        clips(worlds(4), nullcontext, strategy)
 
 
-def test_what_all_tensor_ranks_write_is_found_where_they_cut_it_differently(
-    world4: World, tmp_path: pathlib.Path
+def test_values_that_all_tensor_ranks_write_are_noticed_where_they_cut_differently(
+    worlds: Any, tmp_path: pathlib.Path
 ) -> None:
-    from test_checkpoints_tensor import (
-        test_shards_of_other_sizes_move_where_data_parallel_ranks_cut as uneven,
+    every_rank_writes = instead(
+        "every_rank_writes", contents.Contents, "to_write", lambda self: iter(self.pieces)
     )
-
-    def patch() -> None:
-        kind: Any = contents.Contents
-        kind.to_write = lambda self: iter(self.pieces)
-
-    world4.run(patch)
     with pytest.raises(RankError, match="do not make up"):
-        uneven(world4, tmp_path)
-    world4.restart()  # the ranks, with the fault, were kept
-    uneven(world4, tmp_path)
+        around(worlds(4), every_rank_writes, uneven, tmp_path)
+    uneven(worlds(4), tmp_path)

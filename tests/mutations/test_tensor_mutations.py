@@ -1,14 +1,18 @@
-"""Deliberate faults in tensor and sequence parallelism; each must turn its proof red."""
+"""Deliberate faults in tensor and sequence parallelism; each must turn its check red."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness import Mutation, around, given, noticed, replaces
 from labkit import Comm, World
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
@@ -26,14 +30,19 @@ from test_tensor_dropout import check_masks
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=5) as world:
-        yield world
-
-
 def of_kind(model: nn.Module, kind: Any) -> list[Any]:
     return [module for module in model.modules() if type(module) is kind]  # not the head
+
+
+def with_forward(model: nn.Module, kind: Any, forward: Callable[..., Tensor]) -> nn.Module:
+    """Every layer of this kind computes `forward(layer, x)`."""
+    for layer in of_kind(model, kind):
+        layer.forward = partial(forward, layer)
+    return model
+
+
+def local(layer: Any, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
 
 
 # ---- tensor parallelism
@@ -42,48 +51,46 @@ def of_kind(model: nn.Module, kind: Any) -> list[Any]:
 def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
     """The sum is in forward where it belongs to backward, and the other way round."""
     tensor_parallel(model, comm)
-    for one in of_kind(model, ColumnParallelLinear):
-        one.forward = lambda x, one=one: F.linear(reduce_from_ranks(x, comm), one.weight, one.bias)
-    for one in of_kind(model, RowParallelLinear):
-        one.forward = lambda x, one=one: copy_to_ranks(F.linear(x, one.weight), comm) + one.bias
-    return model
+    with_forward(
+        model, ColumnParallelLinear, lambda layer, x: local(layer, reduce_from_ranks(x, comm))
+    )
+    return with_forward(
+        model,
+        RowParallelLinear,
+        lambda layer, x: copy_to_ranks(F.linear(x, layer.weight), comm) + layer.bias,
+    )
 
 
 def f_left_out(model: nn.Module, comm: Comm) -> nn.Module:
-    """The gradient of the input is a part: forward is right, and the last layer's weights."""
-    tensor_parallel(model, comm)
-    for one in of_kind(model, ColumnParallelLinear):
-        one.forward = lambda x, one=one: F.linear(x, one.weight, one.bias)
-    return model
+    """The gradient of the input is partial: forward is right, and the last layer's weights."""
+    return with_forward(tensor_parallel(model, comm), ColumnParallelLinear, local)
 
 
 def f_left_out_of_one_layer(model: nn.Module, comm: Comm) -> nn.Module:
     """The first block's MLP: what differs is the gradient of what comes before."""
     tensor_parallel(model, comm)
-    up = model.blocks[0].mlp.up  # type: ignore[union-attr, index]
-    up.forward = lambda x: F.linear(x, up.weight, up.bias)  # type: ignore[union-attr, arg-type]
+    up: Any = model.blocks[0].mlp.up  # type: ignore[union-attr, index]
+    up.forward = partial(local, up)
     return model
 
 
 def g_left_out(model: nn.Module, comm: Comm) -> nn.Module:
-    tensor_parallel(model, comm)
-    for one in of_kind(model, RowParallelLinear):
-        one.forward = lambda x, one=one: F.linear(x, one.weight, one.bias)
-    return model
+    return with_forward(tensor_parallel(model, comm), RowParallelLinear, local)
 
 
 def bias_on_every_rank(model: nn.Module, comm: Comm) -> nn.Module:
-    tensor_parallel(model, comm)
-    for one in of_kind(model, RowParallelLinear):
-        one.forward = lambda x, one=one: reduce_from_ranks(F.linear(x, one.weight, one.bias), comm)
-    return model
+    return with_forward(
+        tensor_parallel(model, comm),
+        RowParallelLinear,
+        lambda layer, x: reduce_from_ranks(local(layer, x), comm),
+    )
 
 
 def gradients_averaged(model: nn.Module, comm: Comm) -> nn.Module:
-    """As in data parallelism: the sum over ranks, divided by them."""
+    """As in data parallelism: the sum over ranks, divided by their number."""
     tensor_parallel(model, comm)
-    for one in of_kind(model, ColumnParallelLinear):
-        one.register_full_backward_hook(lambda _, ins, outs: tuple(g / comm.size for g in ins))
+    for layer in of_kind(model, ColumnParallelLinear):
+        layer.register_full_backward_hook(lambda _, ins, outs: tuple(g / comm.size for g in ins))
     return model
 
 
@@ -100,35 +107,24 @@ def another_ranks_keys(model: nn.Module, comm: Comm) -> nn.Module:
 
 
 def three_times_one_input(model: nn.Module, comm: Comm) -> nn.Module:
-    """q, k and v send a gradient each: right, and too many bytes."""
+    """q, k and v each send a gradient: right, but too many bytes."""
     tensor_parallel(model, comm)
-    for one in of_kind(model, ColumnParallelLinear):
-        one.one_input = None
+    for layer in of_kind(model, ColumnParallelLinear):
+        layer.one_input = None
     return model
 
 
 def nothing_cut(model: nn.Module, comm: Comm) -> nn.Module:
-    """Replicas that do the same: right weights, and nothing is sent."""
+    """Identical replicas: right weights, and nothing is sent."""
     return model
 
 
-@pytest.mark.parametrize(
-    "faulty",
-    [
-        f_and_g_swapped,
-        f_left_out,
-        f_left_out_of_one_layer,
-        g_left_out,
-        bias_on_every_rank,
-        gradients_averaged,
-        another_ranks_keys,
-        three_times_one_input,
-        nothing_cut,
-    ],
-)
-def test_faulty_tensor_parallelism(pair: World, faulty: Any) -> None:
-    with pytest.raises(AssertionError):
-        check_with_bytes(pair, faulty, sequence=False)
+FAULTS = [
+    Mutation(faulty, check_with_bytes, sequence=False)
+    for faulty in (f_and_g_swapped, f_left_out, f_left_out_of_one_layer, g_left_out,
+                   bias_on_every_rank, gradients_averaged, another_ranks_keys,
+                   three_times_one_input, nothing_cut)
+]  # fmt: skip
 
 
 # ---- sequence parallelism
@@ -148,12 +144,11 @@ def one_norm_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
 
 
 def bias_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
-    with_sequence(model, comm)
-    for one in of_kind(model, RowParallelLinear):
-        one.forward = lambda x, one=one: (
-            reduce_scatter_sequence(F.linear(x, one.weight), comm) + one.bias
-        )
-    return model
+    return with_forward(
+        with_sequence(model, comm),
+        RowParallelLinear,
+        lambda layer, x: reduce_scatter_sequence(F.linear(x, layer.weight), comm) + layer.bias,
+    )
 
 
 def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
@@ -166,7 +161,7 @@ def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     return model
 
 
-def everyone_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
+def every_rank_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
     edit = model.embed.positions.forward  # type: ignore[union-attr]
     edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()  # type: ignore[union-attr]
@@ -176,44 +171,31 @@ def everyone_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
 def gathered_input_kept(model: nn.Module, comm: Comm) -> nn.Module:
     """Not gathered again in backward: right, fewer bytes sent, t times as many held."""
     with_sequence(model, comm)
-    for one in of_kind(model, ColumnParallelLinear):
-        one.one_input = None
-        one.forward = lambda x, one=one: F.linear(
-            all_gather_sequence(x, comm), one.weight, one.bias
-        )
-    return model
+    for layer in of_kind(model, ColumnParallelLinear):
+        layer.one_input = None
+    return with_forward(
+        model, ColumnParallelLinear, lambda layer, x: local(layer, all_gather_sequence(x, comm))
+    )
 
 
 def all_reduce_where_a_reduce_scatter_does(model: nn.Module, comm: Comm) -> nn.Module:
-    with_sequence(model, comm)
     real = RowParallelLinear.forward
 
-    def forward(x: Tensor, one: RowParallelLinear) -> Tensor:
-        one.sequence = False
-        y = real(x=x, self=one)
-        one.sequence = True
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        layer.sequence = False
+        y = real(layer, x)
+        layer.sequence = True
         return y.chunk(comm.size, 1)[comm.rank]
 
-    for one in of_kind(model, RowParallelLinear):
-        one.forward = lambda x, one=one: forward(x, one)
-    return model
+    return with_forward(with_sequence(model, comm), RowParallelLinear, forward)
 
 
-@pytest.mark.parametrize(
-    "faulty",
-    [
-        norm_gradients_not_summed,
-        one_norm_not_summed,
-        bias_gradients_not_summed,
-        positions_not_summed,
-        everyone_has_the_first_positions,
-        gathered_input_kept,
-        all_reduce_where_a_reduce_scatter_does,
-    ],
-)
-def test_faulty_sequence_parallelism(pair: World, faulty: Any) -> None:
-    with pytest.raises(AssertionError):
-        check_with_bytes(pair, faulty, sequence=True)
+FAULTS += [
+    Mutation(faulty, check_with_bytes, sequence=True)
+    for faulty in (norm_gradients_not_summed, one_norm_not_summed, bias_gradients_not_summed,
+                   positions_not_summed, every_rank_has_the_first_positions,
+                   gathered_input_kept, all_reduce_where_a_reduce_scatter_does)
+]  # fmt: skip
 
 
 # ---- overlap
@@ -227,57 +209,51 @@ class WaitsAtOnce(ColumnParallelLinear):
         return F.linear(enter(x, self.comm), self.weight, self.bias)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_no_overlap(pair: World, sequence: bool) -> None:
-    with pytest.raises(AssertionError):
-        check_overlap(pair, sequence, WaitsAtOnce)
+def overlaps(world: World, faulty: Any, sequence: bool) -> None:
+    check_overlap(world, sequence, faulty)
+
+
+FAULTS += [Mutation(WaitsAtOnce, overlaps, sequence) for sequence in (False, True)]
+pair = {"size": 2, "timeout_s": 5}
+test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair)
 
 
 # ---- dropout
 
 
-def parts_agree(put: Callable[..., None]) -> None:
-    """All ranks draw for their parts as rank 0 does."""
-    real = random_state.own_numbers
-
-    class First:
-        def __init__(self, comm: Comm):
-            self.rank, self.size = 0, comm.size
-
-    put(random_state, "own_numbers", lambda comm, *xs: real(First(comm), *xs))  # type: ignore[arg-type]
+@replaces(random_state, "own_numbers")
+def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
+    """All ranks draw for their shards as rank 0 does."""
+    return real(SimpleNamespace(rank=0, size=comm.size), *xs)
 
 
-def replicas_differ(put: Callable[..., None]) -> None:
-    """A part's numbers are drawn, and the generator is left where they ended."""
-
-    def own_numbers(comm: Comm, *_: Tensor) -> Any:
-        torch.manual_seed(comm.rank)
-        return nullcontext()
-
-    put(random_state, "own_numbers", own_numbers)
+@replaces(random_state, "own_numbers")
+def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
+    """A shard's numbers are drawn, and the generator is left where they ended."""
+    torch.manual_seed(comm.rank)
+    return nullcontext()
 
 
-def nothing_is_its_own(put: Callable[..., None]) -> None:
-    """Parts draw from the generator that replicas draw from."""
-    for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
-        put(tensor, name, lambda module, *_: module.forward)
+@contextmanager
+def shards_share_the_generator() -> Iterator[None]:
+    """Shards draw from the generator that replicas draw from."""
+    with ExitStack() as stack:
+        for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
+            stack.enter_context(patch.object(tensor, name, lambda module, *_: module.forward))
+        yield
 
 
-@pytest.mark.parametrize(
-    ("fault", "way"),
-    [
-        (parts_agree, "tensor"),
-        (parts_agree, "sequence"),
-        (replicas_differ, "tensor"),  # with a cut sequence, there are only parts
-        (nothing_is_its_own, "tensor"),
-        (nothing_is_its_own, "sequence"),
-    ],
+DROPOUT = [
+    Mutation(fault, check_masks, way)
+    for fault, way in (
+        (ranks_draw_the_same, "tensor"),
+        (ranks_draw_the_same, "sequence"),
+        (replicas_differ, "tensor"),  # with a cut sequence, there are only shards
+        (shards_share_the_generator, "tensor"),
+        (shards_share_the_generator, "sequence"),
+    )
+]
+# Without checks, which would find that random states differ before a mask is drawn.
+test_faulty_dropout_turns_its_check_red = noticed(
+    DROPOUT, around, AssertionError, check=False, **pair
 )
-def test_faulty_dropout(fault: Any, way: str) -> None:
-    def put_on_a_rank() -> None:
-        fault(setattr)
-
-    # Without checks, which would find that random states differ before a mask is drawn.
-    with World(2, timeout_s=5, check=False) as world, pytest.raises(AssertionError):
-        world.run(put_on_a_rank)
-        check_masks(world, way)

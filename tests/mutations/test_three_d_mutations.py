@@ -1,19 +1,21 @@
 """Deliberate faults in what joins the three dimensions; each must turn the checks red."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 import three_d_cases as cases
-from labkit import DDP, Comm, GradScaler, RankError, World
+from harness import Change, Mutation, instead, noticed, replaces
+from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import agreement, clipping
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.tied import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer
 from three_d_cases import Case
 
@@ -22,38 +24,30 @@ DEEP = Case(2, 2, 1)
 FLAT = Case(2, 1, 2, tied=False)
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[World]:
-    with World(8, timeout_s=20) as world:
-        yield world
+never_sums_the_embedding = instead(
+    "never_sums_the_embedding", Tied, "sum_gradients", lambda self: None
+)
 
 
-def forgets_the_embedding_group() -> Any:
-    return patch.object(Tied, "sum_gradients", lambda self: None)
+@replaces(Tied, "sum_gradients")
+def sums_the_embedding_over_one_rank(real: Any, self: Any) -> None:
+    """As if the group had only this rank."""
+    for gradient, group in self._gradients:
+        with patch.object(type(group), "all_reduce", lambda self, x, *_: None):
+            gradient.sum_copies(group)
 
 
-def sums_the_embedding_over_one_rank() -> Any:
-    """As a group that has but this rank."""
-
-    def sum_gradients(self: Any) -> None:
-        for gradient, group in self._gradients:
-            with patch.object(type(group), "all_reduce", lambda self, x, *_: None):
-                gradient.sum_copies(group)
-
-    return patch.object(Tied, "sum_gradients", sum_gradients)
-
-
-def counts_tied_ones_twice() -> Any:
-    return patch.object(Pipeline, "counts_here", lambda self, parameter: True)
-
-
-def counts_replicated_ones_on_each_rank() -> Any:
-    """Norms and biases as if they were shards over tp."""
-    return patch.object(clipping, "_is_cut_over", lambda group, x: group is not None)
-
-
-def counts_its_own_stage() -> Any:
-    return patch.object(clipping, "pipeline_of", lambda trained, parameters: None)
+counts_tied_parameters_twice = instead(
+    "counts_tied_parameters_twice", Pipeline, "counts_here", lambda self, parameter: True
+)
+# Norms and biases as if they were shards over tp.
+counts_replicated_parameters_on_each_rank = instead(
+    "counts_replicated_parameters_on_each_rank",
+    clipping, "_is_cut_over", lambda group, x: group is not None,
+)  # fmt: skip
+counts_its_own_stage = instead(
+    "counts_its_own_stage", clipping, "pipeline_of", lambda trained, parameters: None
+)
 
 
 @contextmanager
@@ -62,91 +56,88 @@ def decides_by_its_own_stage() -> Iterator[None]:
         mesh = cases.mesh_of(FLAT.pp, FLAT.dp, FLAT.tp)
         return GradScaler(*args, comm=mesh.tp, **how)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(cases, "GradScaler", scaler))
-        stack.enter_context(patch.object(pipeline, "check_scaler", lambda *_: None))
+    with (
+        patch.object(cases, "GradScaler", scaler),
+        patch.object(pipeline, "check_scaler", lambda *_: None),
+    ):
         yield
 
 
-def averages_in_every_micro_batch() -> Any:
-    return patch.object(VirtualStage, "_without_sync", lambda self, action: nullcontext())
-
-
-def sends_in_every_micro_batch() -> Any:
-    return patch.object(Pipeline, "_without_sync", lambda self, action: nullcontext())
+averages_in_every_micro_batch = instead(
+    "averages_in_every_micro_batch", VirtualStage, "_without_sync", lambda *_: nullcontext()
+)
+sends_in_every_micro_batch = instead(
+    "sends_in_every_micro_batch", Pipeline, "_without_sync", lambda *_: nullcontext()
+)
 
 
 @contextmanager
 def averages_over_the_wrong_ranks() -> Iterator[None]:
     """Over tp, too, where the shards are others; that it is refused is switched off."""
-    mesh = cases.mesh_of(2, 2, 2)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(agreement, "check_replicas", lambda *_: None))
-        stack.enter_context(patch.object(agreement, "_described", lambda name, x: name))
-        both = mesh["dp", "tp"]
-        stack.enter_context(patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)))
+    both = cases.mesh_of(2, 2, 2)["dp", "tp"]
+    with (
+        patch.object(agreement, "check_replicas", lambda *_: None),
+        patch.object(agreement, "_described", lambda name, x: name),
+        patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
+    ):
         yield
 
 
-def averages_over_nobody() -> Any:
-    return patch.object(cases, "DDP", lambda stage, comm: stage)
+never_averages = instead("never_averages", cases, "DDP", lambda stage, comm: stage)
+# Of 7 rows one has 4 and the other 3.
+weighs_all_replicas_alike = instead("weighs_all_replicas_alike", cases.Batch, "share", 1.0)
 
 
-def takes_all_replicas_for_equal() -> Any:
-    """Of 7 rows one has 4 and the other 3."""
-    return patch.object(cases.Batch, "share", 1.0)
+@replaces(Pipeline, "_loss_of")
+def scales_not_the_first_micro_batch(real: Any, self: Any, output: Any, k: int) -> Any:
+    value = real(self, output, k)
+    return value if k or self._scaler is None else value / self._scaler.get_scale()
 
 
-def scales_the_loss_of_one_micro_batch() -> Any:
-    real = Pipeline._loss_of
-
-    def loss_of(self: Any, output: Any, k: int) -> Any:
-        value = real(self, output, k)
-        return value if k or self._scaler is None else value / self._scaler.get_scale()
-
-    return patch.object(Pipeline, "_loss_of", loss_of)
-
-
-def cuts_ties_where_they_fall() -> Any:
+@contextmanager
+def cuts_ties_where_they_fall() -> Iterator[None]:
     """A tied embedding in a bucket with others: its owners have other elements of it."""
-    from labkit.parallel.zero import zero
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(zero, "tied_with", lambda p: ()))
-        stack.enter_context(
-            patch.object(ZeroOptimizer, "gradient_of_copy", lambda self, p: self._bucket_of[p])
-        )
-        return stack.pop_all()
+    with (
+        patch.object(zero, "tied_with", lambda p: ()),
+        patch.object(ZeroOptimizer, "gradient_of_copy", lambda self, p: self._bucket_of[p]),
+    ):
+        yield
 
 
-def sends_it_whole_from_each_rank() -> Any:
-    return patch.object(pipeline, "scatter_gather_over", lambda *_: None)
-
-
-FAULTS: list[tuple[Callable[[], AbstractContextManager[Any]], Case, str]] = [
-    (forgets_the_embedding_group, DEEP, "norm of step|is off by"),
-    (forgets_the_embedding_group, Case(2, 2, 1, "zero-1"), "norm of step|is off by"),
-    (sums_the_embedding_over_one_rank, DEEP, "norm of step|is off by"),
-    (cuts_ties_where_they_fall, Case(2, 2, 1, "zero-1"), "ranks disagree about collective"),
-    (counts_tied_ones_twice, DEEP, "norm of step"),
-    (counts_tied_ones_twice, Case(2, 2, 1, "zero-1"), "norm of step"),
-    (counts_replicated_ones_on_each_rank, Case(1, 2, 2), "norm of step"),
-    (counts_its_own_stage, DEEP, "norm of step"),
-    (decides_by_its_own_stage, FLAT, "scales"),
-    (averages_in_every_micro_batch, DEEP, "data .* bytes, not"),
-    (sends_in_every_micro_batch, Case(2, 2, 1, "zero-1"), "data .* bytes, not"),
-    (averages_over_the_wrong_ranks, Case(), "losses|norm of step|is off by"),
-    (sends_it_whole_from_each_rank, Case(2, 1, 2, scatter_gather=True), "tensor .* bytes, not"),
-    (averages_over_nobody, DEEP, "losses|norm of step|is off by"),
-    (takes_all_replicas_for_equal, Case(2, 2, 1, rows=7), "losses|norm of step|is off by"),
-    (scales_the_loss_of_one_micro_batch, DEEP, "norm of step|is off by"),
-]
-
-
-@pytest.mark.parametrize(
-    ("fault", "case", "told"), FAULTS, ids=[f"{one.__name__}, {case}" for one, case, _ in FAULTS]
+sends_whole_activations_from_each_rank = instead(
+    "sends_whole_activations_from_each_rank", pipeline, "scatter_gather_over", lambda *_: None
 )
-def test_a_fault_is_found(eight: World, fault: Any, case: Case, told: str) -> None:
-    with pytest.raises((AssertionError, RankError), match=told):
-        cases.check(case, eight.run(lambda: cases.train(case, fault)))
+
+
+def trains(world: World, change: Change, check: Any, case: Case) -> None:
+    check(case, world.run(lambda: cases.train(case, change)))
+
+
+NUMBERS = "losses|norm of step|is off by"
+ZERO_1 = Case(2, 2, 1, "zero-1")
+FAULTS = [
+    Mutation(fault, cases.check, case, match=match)
+    for fault, case, match in (
+        (never_sums_the_embedding, DEEP, "norm of step|is off by"),
+        (never_sums_the_embedding, ZERO_1, "norm of step|is off by"),
+        (sums_the_embedding_over_one_rank, DEEP, "norm of step|is off by"),
+        (cuts_ties_where_they_fall, ZERO_1, "ranks disagree about collective"),
+        (counts_tied_parameters_twice, DEEP, "norm of step"),
+        (counts_tied_parameters_twice, ZERO_1, "norm of step"),
+        (counts_replicated_parameters_on_each_rank, Case(1, 2, 2), "norm of step"),
+        (counts_its_own_stage, DEEP, "norm of step"),
+        (decides_by_its_own_stage, FLAT, "scales"),
+        (averages_in_every_micro_batch, DEEP, "data .* bytes, not"),
+        (sends_in_every_micro_batch, ZERO_1, "data .* bytes, not"),
+        (averages_over_the_wrong_ranks, Case(), NUMBERS),
+        (
+            sends_whole_activations_from_each_rank,
+            Case(2, 1, 2, scatter_gather=True),
+            "tensor .* bytes, not",
+        ),
+        (never_averages, DEEP, NUMBERS),
+        (weighs_all_replicas_alike, Case(2, 2, 1, rows=7), NUMBERS),
+        (scales_not_the_first_micro_batch, DEEP, "norm of step|is off by"),
+    )
+]
+test_a_fault_turns_its_check_red = noticed(FAULTS, trains, size=8, timeout_s=20)

@@ -1,129 +1,96 @@
-"""Deliberate faults in the vocabulary cut over ranks; each must turn its check red.
+"""Deliberate faults in the vocabulary cut over ranks, each an edited line of vocab.py."""
 
-A fault is a line of labkit/parallel/tensor/vocab.py, and what it becomes.
-"""
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 
-import vocab_checks
-from labkit import RankError, World
+import vocab_checks as checks
+from harness import Edit, Mutation, noticed, on_ranks, unnoticed
+from labkit import RankError
 from labkit.parallel.common.conjugate import copy_to_ranks
-from labkit.parallel.tensor import vocab as vocab_parallel
+from labkit.parallel.tensor import vocab
 
 pytestmark = pytest.mark.slow
 
 VOCAB = 5  # 3 rows on rank 0, 2 and one of padding on rank 1
-FAULTS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "others' tokens look up row 0": (
-        vocab_checks.embedding_is_torchs,
-        "x = x.masked_fill(~mine.unsqueeze(-1), 0)",
-        "",
-    ),
-    "what others looked up is not summed": (
-        vocab_checks.embedding_is_torchs,
-        "return reduce_from_ranks(x, self.comm)",
-        "return x",
-    ),
-    "f in the place of g: the gradient is summed, x is not": (
-        vocab_checks.embedding_is_torchs,
-        "return reduce_from_ranks(x, self.comm)",
-        "return copy_to_ranks(x, self.comm)",
-    ),
-    "all ranks have the first rows": (
-        vocab_checks.embedding_is_torchs,
-        "start = min(comm.rank * height, vocab)",
-        "start = 0",
-    ),
-    "the gradient of the head's x is one rank's": (
-        vocab_checks.head_is_torchs,
-        "logits = super().forward(x)",
-        "logits = F.linear(x, self.weight, self.bias)",
-    ),
-    "padding is seen among all logits": (
-        vocab_checks.head_is_torchs,
-        "[..., : self.out_features]",
-        "",
-    ),
-    "padding counts in the sum of exponentials": (
-        vocab_checks.tied_weights_train_as_one,
-        "value=-math.inf",
-        "value=0.0",
-    ),
-    "each rank takes off its own highest logit": (
-        vocab_checks.loss_is_torchs,
-        'comm.all_reduce(peak, op="max")',
-        "",
-    ),
-    "each rank has its own sum": (
-        vocab_checks.loss_is_torchs,
-        "reduce_from_ranks(both, comm)",
-        "both",
-    ),
-    "f, g: the gradient of the loss is counted on every rank": (
-        vocab_checks.loss_is_torchs,
-        "reduce_from_ranks(both, comm)",
-        "reduce_from_ranks(copy_to_ranks(both, comm), comm)",
-    ),
-    "every rank has the target": (
-        vocab_checks.loss_is_torchs,
-        ".squeeze(-1).masked_fill(~mine, 0)",
-        ".squeeze(-1)",
-    ),
-    "the mean is over all targets": (
-        vocab_checks.loss_is_torchs,
-        "losses.sum() / counts.sum()",
-        "losses.mean()",
-    ),
-    "exponentials of the logits as they are": (
-        vocab_checks.loss_is_torchs,
-        "shifted = logits - peak.unsqueeze(-1)",
-        "shifted = logits + 0 * peak.unsqueeze(-1)",
-    ),
-    "the sum and the target travel one by one": (
-        vocab_checks.bytes_are_the_formulas,
-        "total, picked = reduce_from_ranks(both, comm)",
-        "total, picked = (reduce_from_ranks(one, comm) for one in both)",
-    ),
-    "the logits travel": (
-        vocab_checks.bytes_are_the_formulas,
-        "        if self.gather_output:\n",
-        "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n",
-    ),
-}
 
 
-def faulty(check: Callable[..., None], old: str, new: str) -> None:
-    source = Path(vocab_parallel.__file__).read_text(encoding="utf-8")
-    assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the file"
-    names: dict[str, Any] = {"__name__": "faulty", "copy_to_ranks": copy_to_ranks}
-    exec(compile(source.replace(old, new), "faulty.py", "exec"), names)
-    made = SimpleNamespace(**names)
-    if check is vocab_checks.head_is_torchs:
-        for gather in (True, False):
-            check(made, VOCAB, gather)
-    elif check is vocab_checks.loss_is_torchs:
-        check(made, VOCAB, 1e3)
-    else:
-        check(made, VOCAB)
+def embedding() -> None:
+    checks.embedding_is_torchs(vocab, VOCAB)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=5) as world:  # some of the faults let ranks wait for each other
-        yield world
+def head() -> None:
+    for gather in (True, False):
+        checks.head_is_torchs(vocab, VOCAB, gather)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_its_check_red(pair: World, fault: str) -> None:
-    with pytest.raises(RankError, match="AssertionError"):
-        pair.run(faulty, *FAULTS[fault])
+def loss() -> None:
+    checks.loss_is_torchs(vocab, VOCAB, 1e3)
 
 
-def test_without_a_fault_the_checks_are_green(pair: World) -> None:
-    for check in {check for check, _, _ in FAULTS.values()}:
-        pair.run(faulty, check, "import math\n", "import math\n")
+def tied_weights() -> None:
+    checks.tied_weights_train_as_one(vocab, VOCAB)
+
+
+def sent_bytes() -> None:
+    checks.bytes_are_the_formulas(vocab, VOCAB)
+
+
+FAULTS = [
+    (embedding, "others' tokens look up row 0",
+     "x = x.masked_fill(~mine.unsqueeze(-1), 0)",
+     ""),
+    (embedding, "what others looked up is not summed",
+     "return reduce_from_ranks(x, self.comm)",
+     "return x"),
+    (embedding, "f in the place of g: the gradient is summed, x is not",
+     "return reduce_from_ranks(x, self.comm)",
+     "return copy_to_ranks(x, self.comm)"),
+    (embedding, "all ranks have the first rows",
+     "start = min(comm.rank * height, vocab)",
+     "start = 0"),
+    (head, "the gradient of the head's x is one rank's",
+     "logits = super().forward(x)",
+     "logits = F.linear(x, self.weight, self.bias)"),
+    (head, "padding is seen among all logits",
+     "[..., : self.out_features]",
+     ""),
+    (tied_weights, "padding counts in the sum of exponentials",
+     "value=-math.inf",
+     "value=0.0"),
+    (loss, "each rank takes off its own highest logit",
+     'comm.all_reduce(peak, op="max")',
+     ""),
+    (loss, "each rank has its own sum",
+     "reduce_from_ranks(both, comm)",
+     "both"),
+    (loss, "f, g: the gradient of the loss is counted on every rank",
+     "reduce_from_ranks(both, comm)",
+     "reduce_from_ranks(copy_to_ranks(both, comm), comm)"),
+    (loss, "every rank has the target",
+     ".squeeze(-1).masked_fill(~mine, 0)",
+     ".squeeze(-1)"),
+    (loss, "the mean is over all targets",
+     "losses.sum() / counts.sum()",
+     "losses.mean()"),
+    (loss, "exponentials of the logits as they are",
+     "shifted = logits - peak.unsqueeze(-1)",
+     "shifted = logits + 0 * peak.unsqueeze(-1)"),
+    (sent_bytes, "the sum and the target travel one by one",
+     "total, picked = reduce_from_ranks(both, comm)",
+     "total, picked = (reduce_from_ranks(one, comm) for one in both)"),
+    (sent_bytes, "the logits travel",
+     "        if self.gather_output:\n",
+     "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n"),
+]  # fmt: skip
+NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
+MUTATIONS = [
+    Mutation(Edit(label, vocab.__name__, old, new, NAMES), check)
+    for check, label, old, new in FAULTS
+]
+
+pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other
+test_a_fault_turns_its_check_red = noticed(
+    MUTATIONS, on_ranks, RankError, match="AssertionError", **pair
+)
+test_without_a_fault_all_is_green = unnoticed(MUTATIONS, on_ranks, nullcontext, **pair)

@@ -1,15 +1,16 @@
-"""Faulty ZeRO must turn the contract red: a test that cannot fail proves nothing."""
+"""Faulty ZeRO must turn the contract red."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from data_parallel_contract import Strategy, check_equal_to_single, torchs_own
+from harness import Mutation, around, instead, noticed
 from labkit import DDP, World, ZeroOptimizer
 from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
+from test_zero import test_accumulation_is_the_sum_of_means as accumulation
 from test_zero import zero
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ class StepsOnOneShareOnly(Faulty):
 
 
 class KeepsWholeState(Faulty):
-    """Sharded in name: beside its share, each rank has the moments of all."""
+    """Beside its share, each rank keeps the moments of all."""
 
     def step(self, closure: Any = None) -> Any:
         value = super().step(closure)
@@ -85,99 +86,67 @@ class KeepsWholeState(Faulty):
         return value
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
+class Forgetful(Faulty):
+    """An unused parameter is stepped on and decays, where Single leaves it alone."""
+
+    def spoil(self) -> None:
+        for bucket in self._buckets:
+            bucket._used_elsewhere = lambda _, bucket=bucket: [  # type: ignore[method-assign,misc]
+                bucket.parameters[piece.index] for piece in bucket.pieces
+            ]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
-    "faulty",
-    [SkipsAReduce, SkipsAGather, DividesTwice, ForgetsToDivide, GathersTwice, StepsOnOneShareOnly,
-     KeepsWholeState],
-)  # fmt: skip
-def test_a_faulty_optimizer_turns_the_contract_red(
-    pair: World, faulty: type[Faulty], stage: int
-) -> None:
-    with pytest.raises(AssertionError):
-        check_equal_to_single(pair, zero(stage, faulty), "gpt")
+class FreesNoGradients(Stage2Bucket):
+    def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+        super()._cover(averaged)
+        for p in averaged:
+            p.grad = self.in_pieces[p] = torch.zeros_like(p)
 
 
-def test_the_contract_is_green_on_the_real_ones(pair: World) -> None:
-    for stage in (1, 2):
-        check_equal_to_single(pair, zero(stage, Faulty), "gpt")
+class KeepsGradients(Faulty):
+    def spoil(self) -> None:
+        for bucket in self._buckets:
+            bucket.__class__ = FreesNoGradients
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_strategy_that_shards_nothing_turns_red(pair: World, stage: int) -> None:
+def strategy(world: World, faulty: Any, check: Any, stage: int, case: str) -> None:
+    check(world, zero(stage, faulty), case)
+
+
+def promise(world: World, real: Strategy, check: Any, stage: int, case: str) -> None:
+    """Another strategy under the promises of this stage."""
     promised = zero(stage)
-    with pytest.raises(AssertionError, match="optimizer_bytes|gradient_bytes"):
-        check_equal_to_single(
-            pair, Strategy(DDP, torchs_own, promised.predict, promised.sharded), "gpt"
-        )
+    check(world, Strategy(real.wrap, real.optimizer, promised.predict, promised.sharded), case)
 
 
-def test_a_stage_2_that_frees_nothing_turns_red(pair: World) -> None:
-    class Keeps(Stage2Bucket):
-        def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
-            super()._cover(averaged)
-            for p in averaged:
-                p.grad = self.in_pieces[p] = torch.zeros_like(p)
+FAULTS = [
+    Mutation(faulty, check_equal_to_single, stage, "gpt")
+    for faulty in (SkipsAReduce, SkipsAGather, DividesTwice, ForgetsToDivide, GathersTwice,
+                   StepsOnOneShareOnly, KeepsWholeState)
+    for stage in (1, 2)
+]  # fmt: skip
+FAULTS += [Mutation(Forgetful, check_equal_to_single, stage, "awkward") for stage in (1, 2)]
+FAULTS += [Mutation(KeepsGradients, check_equal_to_single, 2, "gpt", match="gradient_bytes")]
+SHARDS_NOTHING = [
+    Mutation(Strategy(DDP, torchs_own), check_equal_to_single, 1, "gpt", match="optimizer_bytes"),
+    Mutation(Strategy(DDP, torchs_own), check_equal_to_single, 2, "gpt",
+             match="optimizer_bytes|gradient_bytes"),
+    Mutation(zero(1), check_equal_to_single, 2, "gpt", match="gradient_bytes"),
+]  # fmt: skip
+leaves_other_shares_dirty = instead(
+    "leaves_other_shares_dirty", ZeroBucket, "_averages_are_there", lambda self: None
+)
 
-    class KeepsGradients(Faulty):
-        def spoil(self) -> None:
-            for bucket in self._buckets:
-                bucket.__class__ = Keeps
-
-    promised = zero(2)
-    one = partial(ZeroOptimizer, stage=1, bucket_mb=0.01)
-    for strategy in (
-        zero(2, KeepsGradients),
-        Strategy(promised.wrap, one, promised.predict, promised.sharded),
-    ):
-        with pytest.raises(AssertionError, match="gradient_bytes"):
-            check_equal_to_single(pair, strategy, "gpt")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_bucket_that_forgets_what_was_not_used_turns_red(
-    pair: World, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An unused parameter that is stepped on decays, where Single leaves it alone."""
-
-    class Forgetful(Faulty):
-        def spoil(self) -> None:
-            for bucket in self._buckets:
-                bucket._used_elsewhere = lambda _, bucket=bucket: [  # type: ignore[method-assign,misc]
-                    bucket.parameters[one.index] for one in bucket.pieces
-                ]
-
-    with pytest.raises(AssertionError):
-        check_equal_to_single(pair, zero(stage, Forgetful), "awkward")
+pair = {"size": 2, "timeout_s": 20}
+test_a_faulty_optimizer_turns_the_contract_red = noticed(FAULTS, strategy, AssertionError, **pair)
+test_a_stage_that_shards_too_little_turns_the_contract_red = noticed(
+    SHARDS_NOTHING, promise, AssertionError, **pair
+)
+test_stage_1_that_leaves_other_shares_dirty_adds_them_twice = noticed(
+    [Mutation(leaves_other_shares_dirty, accumulation)], around, AssertionError, **pair
+)
 
 
-def test_stage_1_that_leaves_the_other_shares_dirty_adds_them_twice(pair: World) -> None:
-    from test_zero import test_accumulation_is_the_sum_of_means as accumulation
-
-    class Dirty(ZeroBucket):
-        def _averages_are_there(self) -> None:
-            pass
-
-    def patch(on: bool) -> None:
-        from labkit.parallel.zero import buckets as zero_buckets
-
-        kind = zero_buckets.ZeroBucket
-        if on:
-            kind._kept = kind._averages_are_there  # type: ignore[attr-defined]
-            kind._averages_are_there = Dirty._averages_are_there  # type: ignore[method-assign]
-        else:
-            kind._averages_are_there = kind._kept  # type: ignore[attr-defined,method-assign]
-
-    pair.run(patch, True)
-    try:
-        with pytest.raises(AssertionError):
-            accumulation(pair)
-    finally:
-        pair.run(patch, False)
-    accumulation(pair)
+def test_without_a_fault_the_contract_is_green(worlds: Any) -> None:
+    for stage in (1, 2):
+        check_equal_to_single(worlds(**pair), zero(stage, Faulty), "gpt")

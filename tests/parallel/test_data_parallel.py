@@ -21,6 +21,7 @@ from data_parallel_contract import (
     check_equal_to_single,
     weights_after,
 )
+from each_rank import on_each_rank
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
 from labkit.parallel.common.grad_reducer import cut
@@ -48,12 +49,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 @names
 @pytest.mark.parametrize("case", CASES)
 def test_weights_equal_single_process_training(
@@ -63,15 +58,15 @@ def test_weights_equal_single_process_training(
 
 
 @pytest.mark.slow
-def test_losses_agree_in_float32(pair: World) -> None:
-    ours = pair.run(weights_after, DDP, "gpt", dtype=torch.float32)
+def test_losses_agree_in_float32(world2: World) -> None:
+    ours = world2.run(weights_after, DDP, "gpt", dtype=torch.float32)
     with World(1) as one:
         oracle = one.run(weights_after, Single, "gpt", dtype=torch.float32)[0]
     mean = [sum(losses) / 2 for losses in zip(*(run.losses for run in ours))]
     assert mean == pytest.approx(oracle.losses, rel=1e-4)
 
 
-def test_batch_norm_buffers_follow_rank_0(pair: World) -> None:
+def test_batch_norm_buffers_follow_rank_0(world2: World) -> None:
     def statistics(strategy: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
         torch.manual_seed(Comm().rank)
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -82,74 +77,72 @@ def test_batch_norm_buffers_follow_rank_0(pair: World) -> None:
         return [buffer.clone() for buffer in module.buffers()]
 
     for strategy in (NaiveDDP, DDP):
-        mine, other = pair.run(statistics, strategy)
+        mine, other = world2.run(statistics, strategy)
         assert int(mine[2]) == 4
         assert all(torch.equal(a, b) for a, b in zip(mine, other))
 
 
-def test_eval_and_no_grad_forwards_send_nothing(pair: World) -> None:
-    def sent() -> int:
-        model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        with listen() as events:
-            with torch.no_grad():
-                model(torch.zeros(5, 3))
-            model.eval()
+@on_each_rank("world2")
+def test_eval_and_no_grad_forwards_send_nothing() -> None:
+    model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    with listen() as events:
+        with torch.no_grad():
             model(torch.zeros(5, 3))
-        return len(events)
-
-    assert pair.run(sent) == [0, 0]
+        model.eval()
+        model(torch.zeros(5, 3))
+    assert len(events) == 0
 
 
 @names
+@on_each_rank("world2")
 def test_only_the_last_of_accumulated_backwards_sends(
-    pair: World, strategy: Callable[[nn.Module], nn.Module]
+    strategy: Callable[[nn.Module], nn.Module],
 ) -> None:
-    def accumulate() -> tuple[int, int, torch.Tensor, torch.Tensor]:
-        comm = Comm()
-        torch.manual_seed(0)
-        module = nn.Linear(3, 2).double()
-        reference = copy.deepcopy(module)
-        model = strategy(module)
-        inputs = torch.randn(4, 2, 5, 3, dtype=torch.float64)  # [micro-batch, rank, row, feature]
-        with listen() as quiet, model.no_sync():  # type: ignore[operator]
-            for step in range(3):
-                model(inputs[step, comm.rank]).square().mean().backward()
-        with listen() as loud:
-            model(inputs[3, comm.rank]).square().mean().backward()
-        for step in range(4):
-            (reference(inputs[step].flatten(0, 1)).square().mean()).backward()
-        assert module.weight.grad is not None and reference.weight.grad is not None
-        return len(quiet), len(loud), module.weight.grad, reference.weight.grad
-
-    for quiet, loud, gradient, expected in pair.run(accumulate):
-        assert quiet == 0
-        assert loud > 0
-        torch.testing.assert_close(gradient, expected)
+    comm = Comm()
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2).double()
+    reference = copy.deepcopy(module)
+    model = strategy(module)
+    inputs = torch.randn(4, 2, 5, 3, dtype=torch.float64)  # [micro-batch, rank, row, feature]
+    with listen() as quiet, model.no_sync():  # type: ignore[operator]
+        for step in range(3):
+            model(inputs[step, comm.rank]).square().mean().backward()
+    with listen() as loud:
+        model(inputs[3, comm.rank]).square().mean().backward()
+    for step in range(4):
+        (reference(inputs[step].flatten(0, 1)).square().mean()).backward()
+    assert module.weight.grad is not None and reference.weight.grad is not None
+    quiet = len(quiet)
+    loud = len(loud)
+    gradient = module.weight.grad
+    expected = reference.weight.grad
+    assert quiet == 0
+    assert loud > 0
+    torch.testing.assert_close(gradient, expected)
 
 
 @names
+@on_each_rank("world2")
 def test_a_second_backward_adds_as_in_one_process(
-    pair: World, strategy: Callable[[nn.Module], nn.Module]
+    strategy: Callable[[nn.Module], nn.Module],
 ) -> None:
-    def twice() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(0)
-        module = nn.Linear(3, 2).double()
-        reference = copy.deepcopy(module)
-        model = strategy(module)
-        inputs = torch.randn(2, 2, 5, 3, dtype=torch.float64)
-        for step in range(2):
-            model(inputs[step, Comm().rank]).square().mean().backward()
-            reference(inputs[step].flatten(0, 1)).square().mean().backward()
-        assert module.weight.grad is not None and reference.weight.grad is not None
-        return module.weight.grad, reference.weight.grad
-
-    for gradient, expected in pair.run(twice):
-        torch.testing.assert_close(gradient, expected)
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2).double()
+    reference = copy.deepcopy(module)
+    model = strategy(module)
+    inputs = torch.randn(2, 2, 5, 3, dtype=torch.float64)
+    for step in range(2):
+        model(inputs[step, Comm().rank]).square().mean().backward()
+        reference(inputs[step].flatten(0, 1)).square().mean().backward()
+    assert module.weight.grad is not None and reference.weight.grad is not None
+    gradient = module.weight.grad
+    expected = reference.weight.grad
+    torch.testing.assert_close(gradient, expected)
 
 
 @names
 def test_unused_parameters_are_averaged_where_used_and_left_alone_where_not(
-    pair: World, strategy: Callable[[nn.Module], nn.Module]
+    world2: World, strategy: Callable[[nn.Module], nn.Module]
 ) -> None:
     def gradients() -> dict[str, torch.Tensor | None]:
         torch.manual_seed(0)
@@ -160,7 +153,7 @@ def test_unused_parameters_are_averaged_where_used_and_left_alone_where_not(
             model(torch.ones(2, 3, dtype=torch.float64), deep=Comm().rank == 0).sum().backward()
         return {name: p.grad for name, p in module.named_parameters()}
 
-    mine, other = pair.run(gradients)
+    mine, other = world2.run(gradients)
     for name, gradient in mine.items():
         if name.startswith("nobody"):
             assert gradient is None and other[name] is None
@@ -172,24 +165,22 @@ def test_unused_parameters_are_averaged_where_used_and_left_alone_where_not(
 
 
 @names
+@on_each_rank("world2")
 def test_a_true_zero_gradient_is_not_taken_for_unused(
-    pair: World, strategy: Callable[[nn.Module], nn.Module]
+    strategy: Callable[[nn.Module], nn.Module],
 ) -> None:
-    def gradient() -> torch.Tensor | None:
-        module = nn.Linear(2, 2, bias=False)
-        other = nn.Linear(2, 2, bias=False)
-        model = strategy(nn.ModuleList([module, other]))
-        x = torch.ones(1, 2)
-        value = other(x).sum()
-        if Comm().rank == 0:  # -0.0 in every place, from rank 0 alone
-            value = value + (module(x) * -0.0).sum()
-        value.backward()
-        del model
-        return module.weight.grad
-
-    for found in pair.run(gradient):
-        assert found is not None
-        assert not found.any()
+    module = nn.Linear(2, 2, bias=False)
+    other = nn.Linear(2, 2, bias=False)
+    model = strategy(nn.ModuleList([module, other]))
+    x = torch.ones(1, 2)
+    value = other(x).sum()
+    if Comm().rank == 0:  # -0.0 in every place, from rank 0 alone
+        value = value + (module(x) * -0.0).sum()
+    value.backward()
+    del model
+    found = module.weight.grad
+    assert found is not None
+    assert not found.any()
 
 
 @names
@@ -216,31 +207,30 @@ def test_a_gradient_that_underflows_in_the_mean_is_not_taken_for_unused(
             assert found.tolist() == [[0.0, 0.25]]
 
 
-def test_frozen_parameters_are_neither_sent_nor_touched(pair: World) -> None:
-    def run() -> tuple[int, bool]:
-        module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-        module[0].requires_grad_(False)
-        with_gradients = DDP(module)
-        with listen() as events:
-            with_gradients(torch.ones(1, 3)).sum().backward()
-        return sum(event.payload_bytes for event in events), module[0].weight.grad is None
+@on_each_rank("world2")
+def test_frozen_parameters_are_neither_sent_nor_touched() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    module[0].requires_grad_(False)
+    with_gradients = DDP(module)
+    with listen() as events:
+        with_gradients(torch.ones(1, 3)).sum().backward()
+    assert (sum(event.payload_bytes for event in events), module[0].weight.grad is None) == (
+        (5 * 2 + 2) * 4,
+        True,
+    )
 
-    assert pair.run(run) == [((5 * 2 + 2) * 4, True)] * 2
 
-
-def test_gradients_are_views_of_their_bucket_and_held_once(pair: World) -> None:
-    def run() -> tuple[set[int], list[int], int]:
-        module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-        model = DDP(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model(torch.ones(1, 3)).sum().backward()
-        storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
-        sizes = [bucket.flat.nbytes for bucket in model._buckets]
-        return storages, sizes, int(held(module, optimizer).gradient_bytes)
-
-    for storages, sizes, gradient_bytes in pair.run(run):
-        assert len(storages) == 1
-        assert sizes == [gradient_bytes] == [(15 + 5 + 10 + 2) * 4]
+@on_each_rank("world2")
+def test_gradients_are_views_of_their_bucket_and_held_once() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model = DDP(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
+    sizes = [bucket.flat.nbytes for bucket in model._buckets]
+    gradient_bytes = int(held(module, optimizer).gradient_bytes)
+    assert len(storages) == 1
+    assert sizes == [gradient_bytes] == [(15 + 5 + 10 + 2) * 4]
 
 
 def test_buckets_are_filled_last_parameter_first_and_by_dtype() -> None:
@@ -275,20 +265,20 @@ def test_buckets_leave_while_backward_still_runs() -> None:
 
 
 @names
-def test_replicas_start_as_rank_0s(pair: World, strategy: Callable[[nn.Module], nn.Module]) -> None:
-    def start() -> list[torch.Tensor]:
-        torch.manual_seed(Comm().rank)
-        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        strategy(module)
-        torch.manual_seed(0)
-        expected = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        return [a - b for a, b in zip(module.state_dict().values(), expected.state_dict().values())]
+@on_each_rank("world2")
+def test_replicas_start_as_rank_0s(strategy: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(Comm().rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    strategy(module)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    differences = [
+        a - b for a, b in zip(module.state_dict().values(), expected.state_dict().values())
+    ]
+    assert not any(difference.any() for difference in differences)
 
-    for differences in pair.run(start):
-        assert not any(difference.any() for difference in differences)
 
-
-def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
+def test_an_error_in_backward_does_not_spoil_the_next_step(world2: World) -> None:
     def run() -> torch.Tensor:
         def fail(_: torch.Tensor) -> None:
             raise RuntimeError("on purpose")
@@ -304,74 +294,70 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
         assert module[0].weight.grad is not None
         return module[0].weight.grad
 
-    mine, other = pair.run(run)
+    mine, other = world2.run(run)
     assert torch.equal(mine, other)
     assert mine.any()
 
 
-def test_plain_torch_loop_works_unchanged_and_without_warnings(pair: World) -> None:
-    def run() -> list[str]:
-        import warnings
+@on_each_rank("world2")
+def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
+    import warnings
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = DDP(nn.Linear(3, 1))
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            for _ in range(3):
-                for set_to_none in (True, False):
-                    optimizer.zero_grad(set_to_none=set_to_none)
-                    model(torch.ones(2, 3)).sum().backward()
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-        return [str(one.message) for one in caught]
-
-    assert pair.run(run) == [[], []]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = DDP(nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for set_to_none in (True, False):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                model(torch.ones(2, 3)).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+    assert [str(one.message) for one in caught] == []
 
 
 @pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
 def test_a_module_without_trainable_parameters_is_refused(
-    pair: World, strategy: type[nn.Module]
+    world2: World, strategy: type[nn.Module]
 ) -> None:
     def run() -> str:
         with pytest.raises(ValueError) as caught:
             strategy(nn.ReLU())
         return str(caught.value)
 
-    assert "no trainable parameter" in pair.run(run)[0]
+    assert "no trainable parameter" in world2.run(run)[0]
 
 
-def test_sparse_gradients_are_refused_with_the_remedy(pair: World) -> None:
+def test_sparse_gradients_are_refused_with_the_remedy(world2: World) -> None:
     def run() -> str:
         model = DDP(nn.Embedding(5, 2, sparse=True))
         with pytest.raises(TypeError) as caught:
             model(torch.tensor([1])).sum().backward()
         return str(caught.value)
 
-    assert "sparse=False" in pair.run(run)[0]
+    assert "sparse=False" in world2.run(run)[0]
 
 
-def test_single_refuses_a_larger_world(pair: World) -> None:
+def test_single_refuses_a_larger_world(world2: World) -> None:
     def run() -> str:
         with pytest.raises(ValueError) as caught:
             Single(nn.Linear(1, 1), attach().comm)
         return str(caught.value)
 
-    assert "2 ranks" in pair.run(run)[0]
+    assert "2 ranks" in world2.run(run)[0]
 
 
 @names
+@on_each_rank("world2")
 def test_a_wrapped_module_is_freed_when_nobody_has_it_any_more(
-    pair: World, strategy: Callable[[nn.Module], nn.Module]
+    strategy: Callable[[nn.Module], nn.Module],
 ) -> None:
-    def play() -> bool:
-        module = nn.Linear(3, 2)
-        wrapped, alive = strategy(module), weakref.ref(module)
-        wrapped(torch.ones(1, 3)).sum().backward()
-        del module, wrapped
-        gc.collect()
-        return alive() is not None
-
-    assert pair.run(play) == [False, False]
+    module = nn.Linear(3, 2)
+    wrapped, alive = strategy(module), weakref.ref(module)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    del module, wrapped
+    gc.collect()
+    assert alive() is None
 
 
 def test_bucket_size_is_checked() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import DDP, MLP, Fp32Gradients, MasterWeights, World, ZeroOptimizer, attach, listen
 
 K = 1024
@@ -122,7 +123,8 @@ def test_nothing_to_train_is_an_error_and_removed_it_lets_gradients_be() -> None
     assert p.grad is not None
 
 
-def refusals() -> None:
+@on_each_rank("world2")
+def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
     comm = attach().comm
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
@@ -140,10 +142,6 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="a ZeroOptimizer sends .* ZeRO adds up its own shares"):
         layer(row).sum().backward()
     del zero, gradients
-
-
-def test_a_strategy_that_sends_gradients_as_they_come_is_an_error(world2: World) -> None:
-    world2.run(refusals)
 
 
 def where_rank_1_has_no_micro_batch() -> list[list[float]]:

@@ -1,6 +1,5 @@
 """The loss scaler on ranks: under each strategy the same decisions, scales and weights as alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -28,35 +28,23 @@ STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
 both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp64", "fp16"])
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_decide_as_a_single_process(
-    pair: World, strategy: str, dtype: torch.dtype
+    world2: World, strategy: str, dtype: torch.dtype
 ) -> None:
-    check_equal_to_single(pair, strategy, dtype, culprit=1)
-    check_equal_to_single(pair, strategy, dtype, max_norm=0.05)
+    check_equal_to_single(world2, strategy, dtype, culprit=1)
+    check_equal_to_single(world2, strategy, dtype, max_norm=0.05)
 
 
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_three_ranks_decide_as_a_single_process(
-    trio: World, strategy: str, dtype: torch.dtype
+    world3: World, strategy: str, dtype: torch.dtype
 ) -> None:
-    check_equal_to_single(trio, strategy, dtype, culprit=2)
-    check_equal_to_single(trio, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
+    check_equal_to_single(world3, strategy, dtype, culprit=2)
+    check_equal_to_single(world3, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
 
 
 def model_and_loss() -> tuple[nn.Module, torch.Tensor]:
@@ -64,23 +52,21 @@ def model_and_loss() -> tuple[nn.Module, torch.Tensor]:
     return nn.Linear(3, 2), torch.randn(4, 3)
 
 
-def test_one_number_travels_in_a_step(pair: World) -> None:
-    def run() -> list[tuple[str, int]]:
-        model, x = model_and_loss()
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
-        scaler = GradScaler()
-        scaler.scale(model(x).sum()).backward()
-        with listen() as events:
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        return [(event.op, event.payload_bytes) for event in events]
-
-    for events in pair.run(run):
-        assert [e for e in events if "gather" not in e[0]] == [("all_reduce", 4)]
+@on_each_rank("world2")
+def test_one_number_travels_in_a_step() -> None:
+    model, x = model_and_loss()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
+    scaler = GradScaler()
+    scaler.scale(model(x).sum()).backward()
+    with listen() as events:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    events = [(event.op, event.payload_bytes) for event in events]
+    assert [e for e in events if "gather" not in e[0]] == [("all_reduce", 4)]
 
 
-def test_the_ranks_of_a_smaller_group_decide_for_themselves(pair: World) -> None:
+def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World) -> None:
     """As tensor or pipeline parallel ranks do in groups of their own."""
 
     def run() -> tuple[bool, float]:
@@ -101,30 +87,28 @@ def test_the_ranks_of_a_smaller_group_decide_for_themselves(pair: World) -> None
             scaler.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
         return torch.equal(before, model.weight), scaler.get_scale()
 
-    assert pair.run(run) == [(False, 65536.0), (True, 32768.0)]
+    assert world2.run(run) == [(False, 65536.0), (True, 32768.0)]
 
 
-def test_its_state_is_saved_and_loaded_with_a_checkpoint(pair: World, tmp_path: Path) -> None:
-    def run() -> list[dict[str, Any]]:
-        model, x = model_and_loss()
-        wrapped = DDP(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler, other = GradScaler(growth_interval=5), GradScaler()
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(wrapped(x).sum() * (1e38 if step == 0 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
-        other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
-        assert other.get_scale() == 32768.0
-        return [scaler.state_dict(), other.state_dict()]
-
-    for before, after in pair.run(run):
-        assert before == after and after["_growth_tracker"] == 2
+@on_each_rank("world2")
+def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None:
+    model, x = model_and_loss()
+    wrapped = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, other = GradScaler(growth_interval=5), GradScaler()
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(x).sum() * (1e38 if step == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
+    other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
+    assert other.get_scale() == 32768.0
+    before, after = [scaler.state_dict(), other.state_dict()]
+    assert before == after and after["_growth_tracker"] == 2
 
 
-def test_ranks_that_step_differently_are_told(pair: World) -> None:
+def test_ranks_that_step_differently_are_told(world2: World) -> None:
     def scales_differ() -> str:
         model, x = model_and_loss()
         wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,7 +120,7 @@ def test_ranks_that_step_differently_are_told(pair: World) -> None:
             return str(error)
         return ""
 
-    assert pair.run(scales_differ) == [
+    assert world2.run(scales_differ) == [
         "GradScaler: the scale is 1024 on this rank and 2048 on another; make the scaler alike, "
         "and load the same state, on every rank",
         "",
@@ -152,10 +136,10 @@ def test_ranks_that_step_differently_are_told(pair: World) -> None:
         wrapped(x).sum().backward()
 
     with pytest.raises(RankError, match="all_reduce"):
-        pair.run(one_steps_alone)
+        world2.run(one_steps_alone)
 
 
-def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(pair: World) -> None:
+def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -> None:
     def run() -> bool:
         model, x = model_and_loss()
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
@@ -171,10 +155,10 @@ def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(pair: World) -> 
         scaler.update()
         return torch.equal(before, model.weight)
 
-    assert pair.run(run) == [False, True]
+    assert world2.run(run) == [False, True]
 
 
-def test_a_scaler_made_before_there_were_ranks_decides_with_them(pair: World) -> None:
+def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World) -> None:
     scaler = GradScaler()
 
     def run() -> float:
@@ -187,25 +171,23 @@ def test_a_scaler_made_before_there_were_ranks_decides_with_them(pair: World) ->
         scaler.update()
         return scaler.get_scale()
 
-    assert pair.run(run) == [32768.0, 32768.0]
+    assert world2.run(run) == [32768.0, 32768.0]
 
 
-def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it(pair: World) -> None:
-    def run() -> None:
-        model, x = model_and_loss()
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
-        scaler = GradScaler()
-        scaler.scale(model(x).sum()).backward()
-        with pytest.raises(ValueError, match="a ZeroOptimizer has the gradients of this model"):
-            scaler.unscale_(model)
-        optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(ValueError, match="clipped while they were multiplied by the scale"):
-            scaler.step(optimizer)
-
-    pair.run(run)
+@on_each_rank("world2")
+def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
+    model, x = model_and_loss()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
+    scaler = GradScaler()
+    scaler.scale(model(x).sum()).backward()
+    with pytest.raises(ValueError, match="a ZeroOptimizer has the gradients of this model"):
+        scaler.unscale_(model)
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="clipped while they were multiplied by the scale"):
+        scaler.step(optimizer)
 
 
-def test_a_factor_is_used_once(pair: World) -> None:
+def test_a_factor_is_used_once(world2: World) -> None:
     """A step without the scaler, after one with it, takes gradients for what they are."""
 
     def run(stage: int) -> bool:
@@ -222,38 +204,36 @@ def test_a_factor_is_used_once(pair: World) -> None:
         return torch.allclose(model.bias, before - 4, rtol=0, atol=0.01)  # type: ignore[operator]
 
     for stage in (1, 2):
-        assert pair.run(run, stage) == [True, True]
+        assert world2.run(run, stage) == [True, True]
 
 
-def test_clipping_of_one_step_is_not_taken_for_that_of_the_next(pair: World) -> None:
-    def run() -> None:
-        for strategy in range(4):
-            model, x = model_and_loss()
-            model.half()
-            if strategy < 2:
-                wrapped, clipped = model, ZeroOptimizer(
-                    model.parameters(), torch.optim.SGD, strategy + 1, lr=0.1
-                )  # fmt: skip
-                optimizer: Any = clipped
-            elif strategy == 2:
-                wrapped = clipped = ZeRO3(model.float(), compute_dtype=torch.float16)  # type: ignore[assignment]
-                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-            else:
-                wrapped = DDP(model)
-                clipped = optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[assignment]
-            scaler = GradScaler(init_scale=16.0)
-            for _ in range(3):
-                scaler.scale(wrapped(x.half()).float().sum()).backward()
-                scaler.unscale_(optimizer)
-                clip_grad_norm(clipped, 0.01)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-
-    pair.run(run)
+@on_each_rank("world2")
+def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
+    for strategy in range(4):
+        model, x = model_and_loss()
+        model.half()
+        if strategy < 2:
+            wrapped, clipped = model, ZeroOptimizer(
+                model.parameters(), torch.optim.SGD, strategy + 1, lr=0.1
+            )  # fmt: skip
+            optimizer: Any = clipped
+        elif strategy == 2:
+            wrapped = clipped = ZeRO3(model.float(), compute_dtype=torch.float16)  # type: ignore[assignment]
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        else:
+            wrapped = DDP(model)
+            clipped = optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[assignment]
+        scaler = GradScaler(init_scale=16.0)
+        for _ in range(3):
+            scaler.scale(wrapped(x.half()).float().sum()).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm(clipped, 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
 
-def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(pair: World) -> None:
+def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World) -> None:
     def run() -> tuple[str, bool, float]:
         model, x = model_and_loss()
         wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -268,6 +248,6 @@ def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(pair: World
         scaler.update()
         return told, torch.equal(before, model.weight), scaler.get_scale()
 
-    (first, *rest), (second, *others) = pair.run(run)
+    (first, *rest), (second, *others) = world2.run(run)
     assert first == "" and rest == others == [True, 32768.0]
     assert "the loss was nan before it was scaled" in second and "find_nonfinite" in second

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import comm_contract
 from comm_contract import PLAIN, check, events_of
+from each_rank import on_each_rank
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
@@ -157,31 +158,27 @@ def test_results_are_gloos_and_equal_on_all_ranks_to_the_bit(world4: World, op: 
         assert all(map(torch.equal, first, results))
 
 
-def test_a_reduce_and_a_reduce_scatter_have_the_same_bits(world4: World) -> None:
-    def alike() -> None:
-        comm = Comm()
-        rows = torch.randn(comm.size, 4 * 300_001, generator=torch.Generator().manual_seed(0))
-        reduced, root, part = rows[comm.rank].clone(), rows[comm.rank].clone(), torch.empty(300_001)
-        comm.all_reduce(reduced)
-        comm.reduce(root, dst=3)
-        comm.reduce_scatter_tensor(part, rows[comm.rank])
-        assert torch.equal(root, reduced if comm.rank == 3 else rows[comm.rank])
-        assert torch.equal(part, reduced.chunk(4)[comm.rank])
-
-    world4.run(alike)
+@on_each_rank("world4")
+def test_a_reduce_and_a_reduce_scatter_have_the_same_bits() -> None:
+    comm = Comm()
+    rows = torch.randn(comm.size, 4 * 300_001, generator=torch.Generator().manual_seed(0))
+    reduced, root, part = rows[comm.rank].clone(), rows[comm.rank].clone(), torch.empty(300_001)
+    comm.all_reduce(reduced)
+    comm.reduce(root, dst=3)
+    comm.reduce_scatter_tensor(part, rows[comm.rank])
+    assert torch.equal(root, reduced if comm.rank == 3 else rows[comm.rank])
+    assert torch.equal(part, reduced.chunk(4)[comm.rank])
 
 
-def test_it_works_inside_and_outside_inference_mode(world2: World) -> None:
-    def both() -> None:
-        comm = Comm()
-        for _ in range(3):
-            with torch.inference_mode():
-                comm.all_reduce(torch.ones(100_001))
-            x = torch.ones(100_001)
-            comm.all_reduce(x)
-            assert torch.equal(x, torch.full_like(x, 2))
-
-    world2.run(both)
+@on_each_rank("world2")
+def test_it_works_inside_and_outside_inference_mode() -> None:
+    comm = Comm()
+    for _ in range(3):
+        with torch.inference_mode():
+            comm.all_reduce(torch.ones(100_001))
+        x = torch.ones(100_001)
+        comm.all_reduce(x)
+        assert torch.equal(x, torch.full_like(x, 2))
 
 
 def test_bytes_copied_of_a_long_tensor(world4: World) -> None:
@@ -283,22 +280,19 @@ def test_two_ranks_that_both_send_first_are_told(world2: World) -> None:
             world2.run(both_send, numel)
 
 
-def test_a_receive_makes_progress_while_its_rank_waits_for_something_else(world2: World) -> None:
+@on_each_rank("world2")
+def test_a_receive_makes_progress_while_its_rank_waits_for_something_else() -> None:
     """The sender comes to the barrier only when its long message is taken."""
-
-    def exchange() -> None:
-        comm = Comm()
-        x = torch.full((2_000_000,), float(comm.rank))
-        if comm.rank == 0:
-            comm.send(x, 1)
-            comm.barrier()
-        else:
-            handle = comm.irecv(x, 0)
-            comm.barrier()
-            handle.wait()
-        assert not x.any()
-
-    world2.run(exchange)
+    comm = Comm()
+    x = torch.full((2_000_000,), float(comm.rank))
+    if comm.rank == 0:
+        comm.send(x, 1)
+        comm.barrier()
+    else:
+        handle = comm.irecv(x, 0)
+        comm.barrier()
+        handle.wait()
+    assert not x.any()
 
 
 class Left:

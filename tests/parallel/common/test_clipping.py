@@ -1,21 +1,14 @@
 """Clipping by the norm of all gradients: as a single process, whoever holds them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
-from labkit import DDP, Comm, MasterWeights, World
+from each_rank import on_each_rank
+from labkit import DDP, Comm, MasterWeights
 from labkit.parallel.common.clipping import clip_grad_norm, norm_of_pieces
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
 
 
 def model_and_rows() -> tuple[nn.Module, torch.Tensor]:
@@ -38,19 +31,17 @@ def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.T
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_replicas_clip_as_a_single_process(trio: World, max_norm: float) -> None:
-    def run() -> None:
-        for norm_type in NORMS:
-            module, rows = model_and_rows()
-            model = DDP(module)
-            model(rows.tensor_split(3)[Comm().rank]).square().mean().backward()
-            norm = clip_grad_norm(model, max_norm, norm_type)
-            expected, gradients = right(norm_type, max_norm)
-            assert norm.dtype == expected.dtype and equal(norm, expected)
-            for p, gradient in zip(module.parameters(), gradients):
-                assert equal(p.grad, gradient)
-
-    trio.run(run)
+@on_each_rank("world3")
+def test_replicas_clip_as_a_single_process(max_norm: float) -> None:
+    for norm_type in NORMS:
+        module, rows = model_and_rows()
+        model = DDP(module)
+        model(rows.tensor_split(3)[Comm().rank]).square().mean().backward()
+        norm = clip_grad_norm(model, max_norm, norm_type)
+        expected, gradients = right(norm_type, max_norm)
+        assert norm.dtype == expected.dtype and equal(norm, expected)
+        for p, gradient in zip(module.parameters(), gradients):
+            assert equal(p.grad, gradient)
 
 
 def test_an_optimizer_may_be_given_instead() -> None:
@@ -88,57 +79,48 @@ class Pieces:
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_pieces_clip_as_a_single_process(trio: World, max_norm: float) -> None:
-    def run() -> None:
-        module, rows = model_and_rows()
-        module(rows).square().mean().backward()
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        for norm_type in NORMS:
-            owner = Pieces(gradients)
-            norm = clip_grad_norm(owner, max_norm, norm_type)
-            expected, clipped = right(norm_type, max_norm)
-            assert equal(norm, expected, 1e-12 if owner.pieces else 1e-6)
-            for piece, whole in zip(owner.pieces, Pieces(clipped).pieces):
-                assert equal(piece, whole)
-        with pytest.raises(ValueError, match="norm_type=0: pieces add up for p > 0"):
-            clip_grad_norm(owner, 1.0, 0)
-
-    trio.run(run)
+@on_each_rank("world3")
+def test_pieces_clip_as_a_single_process(max_norm: float) -> None:
+    module, rows = model_and_rows()
+    module(rows).square().mean().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    for norm_type in NORMS:
+        owner = Pieces(gradients)
+        norm = clip_grad_norm(owner, max_norm, norm_type)
+        expected, clipped = right(norm_type, max_norm)
+        assert equal(norm, expected, 1e-12 if owner.pieces else 1e-6)
+        for piece, whole in zip(owner.pieces, Pieces(clipped).pieces):
+            assert equal(piece, whole)
+    with pytest.raises(ValueError, match="norm_type=0: pieces add up for p > 0"):
+        clip_grad_norm(owner, 1.0, 0)
 
 
-def test_norms_of_bf16_pieces_are_not_rounded(trio: World) -> None:
+@on_each_rank("world3")
+def test_norms_of_bf16_pieces_are_not_rounded() -> None:
     """1000 ones on each rank: bf16, with 8 bits, knows 31.625 and 31.75, not 31.6228."""
-
-    def run() -> tuple[float, torch.dtype]:
-        owner = Pieces([torch.zeros(0)])
-        owner.pieces = [torch.ones(1000 if Comm().rank else 0, dtype=torch.bfloat16)]
-        norm = clip_grad_norm(owner, 1.0)
-        return norm.item(), norm.dtype
-
-    for norm, dtype in trio.run(run):
-        assert norm == pytest.approx(2000**0.5, rel=1e-6) and dtype == torch.float32
+    owner = Pieces([torch.zeros(0)])
+    owner.pieces = [torch.ones(1000 if Comm().rank else 0, dtype=torch.bfloat16)]
+    norm = clip_grad_norm(owner, 1.0)
+    norm, dtype = norm.item(), norm.dtype
+    assert norm == pytest.approx(2000**0.5, rel=1e-6) and dtype == torch.float32
 
 
-def test_powers_of_fp16_pieces_do_not_overflow(trio: World) -> None:
+@on_each_rank("world3")
+def test_powers_of_fp16_pieces_do_not_overflow() -> None:
     """4096 numbers of 60: the norm is 3840 on each rank, its square beyond fp16's 65504."""
-
-    def run() -> tuple[float, float]:
-        owner = Pieces([torch.zeros(0)])
-        half = torch.full((4096,), 60.0, dtype=torch.float16)
-        owner.pieces = [half, half[:0]]
-        norm = clip_grad_norm(owner, 1.0)
-        clip_grad_norm(owner, 1.0, float("inf"))
-        return norm.item(), half[0].item()
-
-    for norm, element in trio.run(run):
-        assert norm == pytest.approx(3**0.5 * 3840)
-        assert element == pytest.approx(60 / (3**0.5 * 3840), rel=1e-3)
+    owner = Pieces([torch.zeros(0)])
+    half = torch.full((4096,), 60.0, dtype=torch.float16)
+    owner.pieces = [half, half[:0]]
+    norm = clip_grad_norm(owner, 1.0)
+    clip_grad_norm(owner, 1.0, float("inf"))
+    norm = norm.item()
+    element = half[0].item()
+    assert norm == pytest.approx(3**0.5 * 3840)
+    assert element == pytest.approx(60 / (3**0.5 * 3840), rel=1e-3)
 
 
-def test_a_rank_may_have_no_pieces_at_all(trio: World) -> None:
-    def norm() -> float:
-        comm = Comm()
-        pieces = [torch.tensor([3.0, 4.0])] if comm.rank == 1 else []
-        return norm_of_pieces(pieces, comm).item()
-
-    assert trio.run(norm) == [5.0] * 3
+@on_each_rank("world3")
+def test_a_rank_may_have_no_pieces_at_all() -> None:
+    comm = Comm()
+    pieces = [torch.tensor([3.0, 4.0])] if comm.rank == 1 else []
+    assert norm_of_pieces(pieces, comm).item() == 5.0

@@ -1,6 +1,5 @@
 """Clipping and loss scaling under tensor parallelism: one norm and one decision, as one process."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import (
     Comm,
     GradScaler,
@@ -26,12 +26,6 @@ AGREE = 1e-10
 NORMS = (2.0, 1.0, float("inf"))
 SGD = partial(torch.optim.SGD, lr=0.1)
 DP_TP = {"dp": 2, "tp": 2}
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
 
 
 def clipped_step(
@@ -62,9 +56,9 @@ def clipped_step(
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_tensor_parallel_ranks_clip_as_a_single_process(
-    world2: World, trio: World, world4: World, size: int, norm_type: float
+    world2: World, world3: World, world4: World, size: int, norm_type: float
 ) -> None:
-    world = {2: world2, 3: trio, 4: world4}[size]
+    world = {2: world2, 3: world3, 4: world4}[size]
     for max_norm in (0.01, 100.0):
         for far in world.run(clipped_step, "plain", {"dp": 1, "tp": size}, norm_type, max_norm):
             assert max(far) < AGREE
@@ -113,20 +107,15 @@ def test_pieces_cut_at_other_places_on_the_tensor_ranks(world4: World) -> None:
         assert norm == pytest.approx(expected, abs=AGREE)
 
 
-def test_who_knows_a_part_of_the_gradients_is_refused(world2: World) -> None:
+@on_each_rank("world2")
+def test_who_knows_a_part_of_the_gradients_is_refused() -> None:
     """With or without marks, it would clip each rank's part by that part's norm."""
-
-    def run() -> None:
-        mesh = Mesh(dp=2, tp=1)
-        for strategy in ("zero-1", "zero-2", "zero-3"):
-            model, _optimizer = built(strategy, mesh, SGD)
-            loss_of(model, 0, mesh.dp).backward()
-            with pytest.raises(
-                ValueError, match="has these gradients in pieces.*call it with the Z"
-            ):
-                clip_grad_norm(list(model.parameters())[1:], 1.0)
-
-    world2.run(run)
+    mesh = Mesh(dp=2, tp=1)
+    for strategy in ("zero-1", "zero-2", "zero-3"):
+        model, _optimizer = built(strategy, mesh, SGD)
+        loss_of(model, 0, mesh.dp).backward()
+        with pytest.raises(ValueError, match="has these gradients in pieces.*call it with the Z"):
+            clip_grad_norm(list(model.parameters())[1:], 1.0)
 
 
 # ---- 16 bits: what the optimizer unscales in its step
@@ -183,30 +172,25 @@ def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
 # ---- what travels
 
 
-def test_one_number_travels_over_each_axis(world4: World) -> None:
+@on_each_rank("world4")
+def test_one_number_travels_over_each_axis() -> None:
     """8 bytes for the shards, 8 for what is whole: two over dp together, one over tp."""
-
-    def run() -> list[tuple[str, int, int]]:
-        mesh = Mesh(**DP_TP)
-        model, optimizer = built("zero-1", mesh, SGD)
-        loss_of(model, 0, mesh.dp).backward()
-        with listen() as events:
-            clip_grad_norm(optimizer, 1.0)
-        return [(event.op, event.payload_bytes, len(event.ranks)) for event in events]
-
-    for events in world4.run(run):
-        assert events == [("all_reduce", 16, 2), ("all_reduce", 8, 2)]
+    mesh = Mesh(**DP_TP)
+    model, optimizer = built("zero-1", mesh, SGD)
+    loss_of(model, 0, mesh.dp).backward()
+    with listen() as events:
+        clip_grad_norm(optimizer, 1.0)
+    events = [(event.op, event.payload_bytes, len(event.ranks)) for event in events]
+    assert events == [("all_reduce", 16, 2), ("all_reduce", 8, 2)]
 
 
-def test_without_marks_nothing_travels_that_did_not(world2: World) -> None:
-    def run() -> list[str]:
-        model = fresh()
-        loss_of(model, 0, None).backward()
-        with listen() as events:
-            clip_grad_norm(MasterWeights(model.parameters(), torch.optim.SGD, lr=1), 1.0)
-        return [event.op for event in events]
-
-    assert world2.run(run) == [[], []]
+@on_each_rank("world2")
+def test_without_marks_nothing_travels_that_did_not() -> None:
+    model = fresh()
+    loss_of(model, 0, None).backward()
+    with listen() as events:
+        clip_grad_norm(MasterWeights(model.parameters(), torch.optim.SGD, lr=1), 1.0)
+    assert [event.op for event in events] == []
 
 
 # ---- one decision
@@ -222,35 +206,33 @@ def spoiled(model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_inf_in_one_shard_makes_all_skip(world4: World, strategy: str) -> None:
-    def run() -> tuple[float, int, bool]:
-        mesh = Mesh(**({"dp": 1, "tp": 4} if strategy == "plain" else DP_TP))
-        model, optimizer = built(strategy, mesh, SGD)
-        before = whole_of(model)
-        scaler = GradScaler(init_scale=8.0)
-        scaler.scale(loss_of(model, 0, mesh.dp)).backward()
-        if Comm().rank == 3:
-            spoiled(model, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        after = whole_of(model)
-        return (
+@on_each_rank("world4")
+def test_an_inf_in_one_shard_makes_all_skip(strategy: str) -> None:
+    mesh = Mesh(**({"dp": 1, "tp": 4} if strategy == "plain" else DP_TP))
+    model, optimizer = built(strategy, mesh, SGD)
+    before = whole_of(model)
+    scaler = GradScaler(init_scale=8.0)
+    scaler.scale(loss_of(model, 0, mesh.dp)).backward()
+    if Comm().rank == 3:
+        spoiled(model, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    after = whole_of(model)
+    assert (
+        (
             scaler.get_scale(),
             scaler.skipped,
             all(torch.equal(after[n], before[n]) for n in after),
         )
+    ) == (4.0, 1, True)
 
-    assert world4.run(run) == [(4.0, 1, True)] * 4
 
-
-def test_a_scaler_over_the_replicas_alone_is_refused(world4: World) -> None:
-    def run() -> None:
-        mesh = Mesh(**DP_TP)
-        for strategy in ("plain", "ddp", "zero-1", "zero-3"):
-            model, optimizer = built(strategy, mesh, SGD)
-            scaler = GradScaler(comm=mesh.dp)
-            scaler.scale(loss_of(model, 0, mesh.dp)).backward()
-            with pytest.raises(ValueError, match="are cut over ranks .* with a comm of all"):
-                scaler.step(optimizer)
-
-    world4.run(run)
+@on_each_rank("world4")
+def test_a_scaler_over_the_replicas_alone_is_refused() -> None:
+    mesh = Mesh(**DP_TP)
+    for strategy in ("plain", "ddp", "zero-1", "zero-3"):
+        model, optimizer = built(strategy, mesh, SGD)
+        scaler = GradScaler(comm=mesh.dp)
+        scaler.scale(loss_of(model, 0, mesh.dp)).backward()
+        with pytest.raises(ValueError, match="are cut over ranks .* with a comm of all"):
+            scaler.step(optimizer)

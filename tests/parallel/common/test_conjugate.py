@@ -1,12 +1,13 @@
 """The conjugate operators: values and gradients, what each sends, and that they are transposes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from each_rank import on_each_rank
 from labkit import Comm, RankError, World, listen
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
@@ -27,12 +28,6 @@ OPERATORS: dict[str, Operator] = {
     "all_gather": all_gather_sequence,
     "reduce_scatter": reduce_scatter_sequence,
 }
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
 
 
 def of_rank(rank: int, length: int) -> Tensor:
@@ -72,9 +67,9 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
         ("reduce_scatter", "part of sum", "beside"),
     ],
 )
-def test_values_and_gradients(trio: World, name: str, forward: str, backward: str) -> None:
+def test_values_and_gradients(world3: World, name: str, forward: str, backward: str) -> None:
     for is_forward, what in ((True, forward), (False, backward)):
-        found = [value for value, _ in trio.run(told, name, is_forward)]
+        found = [value for value, _ in world3.run(told, name, is_forward)]
         length = 4 if what == "beside" else 12
         first = 0 if is_forward else 10
         given = [of_rank(first + rank, length) for rank in range(3)]
@@ -101,54 +96,47 @@ def test_values_and_gradients(trio: World, name: str, forward: str, backward: st
         ("reduce_scatter", [("reduce_scatter", False), ("all_gather", True)]),
     ],
 )
-def test_what_is_sent(trio: World, name: str, sent: Any) -> None:
-    assert [one for _, one in trio.run(told, name, True)] == [sent] * 3
+def test_what_is_sent(world3: World, name: str, sent: Any) -> None:
+    assert [one for _, one in world3.run(told, name, True)] == [sent] * 3
 
 
-def test_a_slanted_tensor_and_16_bits(trio: World) -> None:
+@on_each_rank("world3")
+def test_a_slanted_tensor_and_16_bits() -> None:
     """Not contiguous, expanded gradients, other dims; small whole numbers are exact in bf16."""
-
-    def run() -> None:
-        comm = Comm()
-        for dtype in (torch.float64, torch.bfloat16):
-            x = of_rank(comm.rank, 6).to(dtype).transpose(0, 2).requires_grad_()  # [5, 6, 2]
-            everyone = [of_rank(rank, 6).to(dtype).transpose(0, 2) for rank in range(3)]
-            for y, expected in (
-                (reduce_from_ranks(x, comm), sum_of(everyone)),
-                (gather_from_ranks(x, comm, dim=-1), torch.cat(everyone, -1)),
-                (reduce_scatter_sequence(x, comm), sum_of(everyone).chunk(3, 1)[comm.rank]),
-            ):
-                assert y.dtype == dtype and torch.equal(y, expected)
-                x.grad = None
-                y.sum().backward()  # its gradient is one number, expanded
-                assert x.grad is not None and x.grad.eq(1).all()
-
-    trio.run(run)
+    comm = Comm()
+    for dtype in (torch.float64, torch.bfloat16):
+        x = of_rank(comm.rank, 6).to(dtype).transpose(0, 2).requires_grad_()  # [5, 6, 2]
+        everyone = [of_rank(rank, 6).to(dtype).transpose(0, 2) for rank in range(3)]
+        for y, expected in (
+            (reduce_from_ranks(x, comm), sum_of(everyone)),
+            (gather_from_ranks(x, comm, dim=-1), torch.cat(everyone, -1)),
+            (reduce_scatter_sequence(x, comm), sum_of(everyone).chunk(3, 1)[comm.rank]),
+        ):
+            assert y.dtype == dtype and torch.equal(y, expected)
+            x.grad = None
+            y.sum().backward()  # its gradient is one number, expanded
+            assert x.grad is not None and x.grad.eq(1).all()
 
 
-def test_several_copies_travel_together(trio: World) -> None:
-    def run() -> int:
-        comm = Comm()
-        xs = [torch.ones(3, 2).requires_grad_(), torch.ones(5), torch.ones(7).requires_grad_()]
-        with listen() as events:
-            copies = copies_to_ranks(xs, comm)
-            assert not copies[1].requires_grad
-            sum((copy * 2).sum() for copy in copies).backward()  # type: ignore[union-attr]
-        for x in xs[::2]:
-            assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(6).all()
-        return sum(event.payload_bytes for event in events)
-
-    assert trio.run(run) == [4 * (6 + 7)] * 3
+@on_each_rank("world3")
+def test_several_copies_travel_together() -> None:
+    comm = Comm()
+    xs = [torch.ones(3, 2).requires_grad_(), torch.ones(5), torch.ones(7).requires_grad_()]
+    with listen() as events:
+        copies = copies_to_ranks(xs, comm)
+        assert not copies[1].requires_grad
+        sum((copy * 2).sum() for copy in copies).backward()  # type: ignore[union-attr]
+    for x in xs[::2]:
+        assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(6).all()
+    assert sum(event.payload_bytes for event in events) == 4 * (6 + 7)
 
 
-def test_nothing_is_sent_for_what_needs_no_gradient(trio: World) -> None:
-    def run() -> int:
-        with listen() as events:
-            weight = torch.ones(3, requires_grad=True)
-            (copy_to_ranks(torch.ones(3), Comm()) * weight).sum().backward()
-        return len(events)
-
-    assert trio.run(run) == [0] * 3
+@on_each_rank("world3")
+def test_nothing_is_sent_for_what_needs_no_gradient() -> None:
+    with listen() as events:
+        weight = torch.ones(3, requires_grad=True)
+        (copy_to_ranks(torch.ones(3), Comm()) * weight).sum().backward()
+    assert len(events) == 0
 
 
 def test_one_rank_does_nothing() -> None:
@@ -161,15 +149,15 @@ def test_one_rank_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["scatter", "reduce_scatter"])
-def test_a_length_that_does_not_divide(trio: World, name: str) -> None:
+def test_a_length_that_does_not_divide(world3: World, name: str) -> None:
     def run() -> None:
         OPERATORS[name](torch.ones(2, 10, 5), Comm())
 
     with pytest.raises(RankError, match="10 long, which does not divide over 3 ranks.*9 or 12"):
-        trio.run(run)
+        world3.run(run)
 
 
-def test_a_gradient_of_a_gradient_is_refused(trio: World) -> None:
+def test_a_gradient_of_a_gradient_is_refused(world3: World) -> None:
     """It would have to send, and does not: an error, not a wrong number."""
 
     def run() -> None:
@@ -179,4 +167,4 @@ def test_a_gradient_of_a_gradient_is_refused(trio: World) -> None:
         g.sum().backward()
 
     with pytest.raises(RankError, match="once_differentiable"):
-        trio.run(run)
+        world3.run(run)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import labkit
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     AsyncParameterServer,
@@ -139,7 +140,9 @@ def torchs(accumulate: bool) -> tuple[list[Any], list[Any]]:
     )
 
 
-def copies_train_as_torchs(accumulate: bool) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+@on_each_rank("world")
+def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(accumulate: bool) -> None:
     expected_copy, expected_original = torchs(accumulate)
     for wrap in WAYS.values():
         for copied_by in COPIES.values():
@@ -153,14 +156,8 @@ def copies_train_as_torchs(accumulate: bool) -> None:
             assert_equal(train(copy.deepcopy(original), 3), train(original, 3))
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(
-    world: World, accumulate: bool
-) -> None:
-    world.run(copies_train_as_torchs, accumulate)
-
-
-def original_is_gone() -> None:
+@on_each_rank("world")
+def test_a_copy_averages_when_its_original_is_gone() -> None:
     for wrap in (*WRAPPERS, Single):
         model = wrap(net())
         copied = copy.deepcopy(copy.deepcopy(model))
@@ -168,10 +165,6 @@ def original_is_gone() -> None:
         del model
         gc.collect()
         assert_equal(train(copied, 0), expected)
-
-
-def test_a_copy_averages_when_its_original_is_gone(world: World) -> None:
-    world.run(original_is_gone)
 
 
 calls = 0
@@ -219,7 +212,8 @@ def test_rank_0_alone_may_copy_average_save_and_load(world2: World, tmp_path: Pa
     world2.run(rank_0_alone, tmp_path)
 
 
-def over_a_subgroup() -> None:
+@on_each_rank("world4")
+def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
     mesh = Mesh(dp=2, tp=2)
     model = DDP(net(), mesh.dp)
     assert_equal(train(copy.deepcopy(model), 0), train(model, 0))
@@ -227,10 +221,6 @@ def over_a_subgroup() -> None:
     with pytest.raises(RuntimeError, match=r"over ranks \[\d, \d\] was pickled, and a process"):
         loaded(batch())
     torch.testing.assert_close(loaded.eval()(batch()), model.eval()(batch()))
-
-
-def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates(world4: World) -> None:
-    world4.run(over_a_subgroup)
 
 
 def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: World) -> None:
@@ -241,17 +231,14 @@ def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: Wo
         returned(torch.ones(4, 3).double())
 
 
-def shallow() -> None:
+@on_each_rank("world2")
+def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
         model = wrap(net())
         with pytest.raises(
             ValueError, match="belongs to a .*DDP already; a module is wrapped once"
         ):
             copy.copy(model)
-
-
-def test_a_shallow_copy_would_be_a_second_owner_and_is_refused(world2: World) -> None:
-    world2.run(shallow)
 
 
 # ---- parameter servers
@@ -266,7 +253,8 @@ def served(model: ParameterServer, seed: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def parameter_servers() -> None:
+@on_each_rank("world2")
+def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None:
     model = ParameterServer(net())
     served(model, 0)
     copied = copy.deepcopy(model)
@@ -283,10 +271,6 @@ def parameter_servers() -> None:
         assert_equal(served(copied, 5), expected)
 
 
-def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own(world2: World) -> None:
-    world2.run(parameter_servers)
-
-
 def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
     def work() -> None:
         for step in range(3):
@@ -298,17 +282,14 @@ def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def asynchronous_servers() -> None:
+@on_each_rank("world2")
+def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
     model = AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
     asynchronous(model)
     copies = [copy.deepcopy(model), saved(model)]
     expected = asynchronous(model)
     for copied in copies:  # the state of the optimizer, too
         assert_equal(asynchronous(copied), expected)
-
-
-def test_a_copied_asynchronous_server_goes_on_where_the_original_was(world2: World) -> None:
-    world2.run(asynchronous_servers)
 
 
 # ---- optimizers, pipelines, scalers, meshes
@@ -321,7 +302,8 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
     optimizer.step()
 
 
-def master_weights() -> None:
+@on_each_rank("world2")
+def test_copied_master_weights_train_on_to_the_bit() -> None:
     model = nn.Linear(3, 3).bfloat16()
     optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -347,11 +329,9 @@ def master_weights() -> None:
     assert_equal(list(model.parameters()), before)
 
 
-def test_copied_master_weights_train_on_to_the_bit(world2: World) -> None:
-    world2.run(master_weights)
-
-
-def zero(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_each_rank("world2")
+def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     model = net()
     optimizer = ZeroOptimizer(
         model.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2, gather_in=model
@@ -374,12 +354,8 @@ def zero(stage: int) -> None:
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_zero_optimizer_is_not_copied_but_its_state_is(world2: World, stage: int) -> None:
-    world2.run(zero, stage)
-
-
-def pipeline() -> None:
+@on_each_rank("world2")
+def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     layers = nn.Sequential(*[nn.Linear(3, 3).double() for _ in range(4)])
     made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
@@ -393,17 +369,14 @@ def pipeline() -> None:
         made(torch.ones(8, 3))
 
 
-def test_a_pipeline_is_not_copied_nor_called_but_its_module_is(world2: World) -> None:
-    world2.run(pipeline)
-
-
 def test_fp32_gradients_are_not_copied() -> None:
     made = Fp32Gradients(nn.Linear(3, 3).parameters())
     with pytest.raises(TypeError, match="Fp32Gradients cannot be copied or pickled; make one"):
         copy.deepcopy(made)
 
 
-def scalers() -> None:
+@on_each_rank("world2")
+def test_a_copied_scaler_decides_with_all_ranks() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(init_scale=8.0, growth_interval=1)
@@ -426,11 +399,8 @@ def scalers() -> None:
         assert (copied.get_scale(), scaler.get_scale()) == (8.0, 16.0)
 
 
-def test_a_copied_scaler_decides_with_all_ranks(world2: World) -> None:
-    world2.run(scalers)
-
-
-def meshes() -> None:
+@on_each_rank("world2")
+def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not() -> None:
     mesh = Mesh(dp=1, tp=2)
     x = torch.ones(1)
     copy.deepcopy(mesh).tp.all_reduce(x)
@@ -440,10 +410,6 @@ def meshes() -> None:
     assert loaded.coordinates() == mesh.coordinates()
     with pytest.raises(RuntimeError, match=r"all_reduce: this Comm of rank \d over ranks \[0, 1\]"):
         loaded.tp.all_reduce(x)
-
-
-def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not(world2: World) -> None:
-    world2.run(meshes)
 
 
 # ---- a process group, or something else, where a Comm is expected
@@ -472,7 +438,8 @@ def taking(comm: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def foreign_groups() -> None:
+@on_each_rank("world2")
+def test_a_process_group_is_taken_for_its_comm() -> None:
     for make in taking(dist.group.WORLD).values():
         made = make()
         parts = made.modules() if isinstance(made, nn.Module) else [made]
@@ -489,7 +456,8 @@ def foreign_groups() -> None:
             make()
 
 
-def wrong_groups() -> None:
+@on_each_rank("world2")
+def test_what_is_no_group_is_refused_in_one_sentence() -> None:
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
             with pytest.raises(
@@ -498,18 +466,12 @@ def wrong_groups() -> None:
                 make()
 
 
-def test_a_process_group_is_taken_for_its_comm(world2: World) -> None:
-    world2.run(foreign_groups)
-
-
-def test_what_is_no_group_is_refused_in_one_sentence(world2: World) -> None:
-    world2.run(wrong_groups)
-
-
 # ---- torch.compile
 
 
-def compiled(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_each_rank("world2")
+def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
     for wrap in (DDP, partial(DDP, bucket_mb=1e-5), NaiveDDP):
         expected = train(wrap(net()), 0)
         inside: Any = wrap(torch.compile(net(), backend=backend))
@@ -524,11 +486,6 @@ def compiled(backend: str) -> None:
         train(model, 0, steps=1)
     assert events
     assert all(", from test_faults_copies.py" in event.source for event in events)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_module_with_buffers_averages(world2: World, backend: str) -> None:
-    world2.run(compiled, backend)
 
 
 def compiled_tensor_parallel() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -134,28 +135,24 @@ FORMS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "naive", "masters", "zero-1", "zero-2", "zero3"])
-def test_parameters_are_clipped_by_the_norm_that_one_process_finds(
-    world: World, strategy: str
-) -> None:
-    def run() -> None:
-        for form in (*FORMS.values(), None):
-            oracle = fresh()
-            torchs = SGD(oracle.parameters(), **MOMENTUM)
-            module, model, optimizer = wrapped(strategy)
-            for step in range(2):
-                optimizer.zero_grad(), torchs.zero_grad()
-                for micro in range(2):
-                    hold = nullcontext() if micro else getattr(model, "no_sync", nullcontext)()
-                    with hold:
-                        loss_of(model, mine(batch(2 * step + micro))).backward()
-                    loss_of(oracle, batch(2 * step + micro)).backward()
-                expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-                given = form(model) if form else optimizer
-                torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
-                optimizer.step(), torchs.step()
-            check_equal(model if strategy == "zero3" else module, oracle)
-
-    world.run(run)
+@on_each_rank("world")
+def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str) -> None:
+    for form in (*FORMS.values(), None):
+        oracle = fresh()
+        torchs = SGD(oracle.parameters(), **MOMENTUM)
+        module, model, optimizer = wrapped(strategy)
+        for step in range(2):
+            optimizer.zero_grad(), torchs.zero_grad()
+            for micro in range(2):
+                hold = nullcontext() if micro else getattr(model, "no_sync", nullcontext)()
+                with hold:
+                    loss_of(model, mine(batch(2 * step + micro))).backward()
+                loss_of(oracle, batch(2 * step + micro)).backward()
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+            given = form(model) if form else optimizer
+            torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
+            optimizer.step(), torchs.step()
+        check_equal(model if strategy == "zero3" else module, oracle)
 
 
 def test_one_tensor_and_a_plain_model_are_clipped_as_by_torch(pair: World) -> None:
@@ -208,18 +205,16 @@ def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(pair
         pair.run(run, sharder)
 
 
-def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards(pair: World) -> None:
-    def run() -> None:
-        torch.manual_seed(0)
-        oracle = Mlp().double()
-        model = tensor_parallel(copy.deepcopy(oracle), Comm())
-        x = torch.randn(3, 5, dtype=torch.float64)
-        for one in (model, oracle):
-            loss_of(one, x).backward()
-        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-        torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected)
-
-    pair.run(run)
+@on_each_rank("pair")
+def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards() -> None:
+    torch.manual_seed(0)
+    oracle = Mlp().double()
+    model = tensor_parallel(copy.deepcopy(oracle), Comm())
+    x = torch.randn(3, 5, dtype=torch.float64)
+    for one in (model, oracle):
+        loss_of(one, x).backward()
+    expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+    torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected)
 
 
 @stages
@@ -274,41 +269,36 @@ def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any
 
 
 @stages
-def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(
-    world: World, stage: int
-) -> None:
+@on_each_rank("world")
+def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage: int) -> None:
     """And leaves the averages as they are: the step is that of one process."""
+    model, ours, oracle, torchs = both(stage)
+    loss_of(model, mine(batch())).backward()
+    loss_of(oracle, batch()).backward()
+    p = model.embed.weight
 
-    def run() -> None:
-        model, ours, oracle, torchs = both(stage)
-        loss_of(model, mine(batch())).backward()
-        loss_of(oracle, batch()).backward()
-        p = model.embed.weight
+    def replace() -> None:
+        p.grad = p.grad * 0.5
 
-        def replace() -> None:
-            p.grad = p.grad * 0.5
-
-        for name, change in {
-            "linalg_vector_norm": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-            "_foreach_norm": lambda: nn.utils.clip_grad_norm_(trained(model), 1.0, foreach=True),
-            "clamp_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-            "mul_": lambda: p.grad.mul_(0.5),
-            "mul": replace,
-            "add_": lambda: p.grad.add_(torch.randn_like(p)),
-            "detach": lambda: p.grad.data.norm(),
-        }.items():
-            message = refused(change)
-            assert message.startswith(f"{name} on the `.grad` of a ZeroOptimizer's parameter")
-            assert "labkit.clip_grad_norm" in message
-        assert "`.grad`" in refused(SGD(model.parameters(), lr=1.0).step)  # another optimizer
-        for g in ours.gradient_pieces()[0]:
-            g.mul_(0.5)
-        for q in trained(oracle):
-            q.grad.mul_(0.5)
-        ours.step(), torchs.step()
-        check_equal(model, oracle)
-
-    world.run(run)
+    for name, change in {
+        "linalg_vector_norm": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "_foreach_norm": lambda: nn.utils.clip_grad_norm_(trained(model), 1.0, foreach=True),
+        "clamp_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "mul_": lambda: p.grad.mul_(0.5),
+        "mul": replace,
+        "add_": lambda: p.grad.add_(torch.randn_like(p)),
+        "detach": lambda: p.grad.data.norm(),
+    }.items():
+        message = refused(change)
+        assert message.startswith(f"{name} on the `.grad` of a ZeroOptimizer's parameter")
+        assert "labkit.clip_grad_norm" in message
+    assert "`.grad`" in refused(SGD(model.parameters(), lr=1.0).step)  # another optimizer
+    for g in ours.gradient_pieces()[0]:
+        g.mul_(0.5)
+    for q in trained(oracle):
+        q.grad.mul_(0.5)
+    ours.step(), torchs.step()
+    check_equal(model, oracle)
 
 
 @stages
@@ -334,38 +324,33 @@ def test_gradients_set_by_hand_are_averaged_by_the_step(world: World, stage: int
 
 
 @stages
-def test_a_gradient_set_by_hand_replaces_what_backward_left(world: World, stage: int) -> None:
+@on_each_rank("world")
+def test_a_gradient_set_by_hand_replaces_what_backward_left(stage: int) -> None:
     """Of one parameter; another is set to None, which skips it; the others keep their averages."""
-
-    def run() -> None:
-        model, ours, oracle, torchs = both(stage)
-        for step in range(3):
-            ours.zero_grad(), torchs.zero_grad()
-            for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
-                loss_of(one, x).backward()
-                one.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
-                one.norm.bias.grad = None
-            ours.step(), torchs.step()
-        check_equal(model, oracle)
-
-    world.run(run)
+    model, ours, oracle, torchs = both(stage)
+    for step in range(3):
+        ours.zero_grad(), torchs.zero_grad()
+        for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
+            loss_of(one, x).backward()
+            one.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
+            one.norm.bias.grad = None
+        ours.step(), torchs.step()
+    check_equal(model, oracle)
 
 
 @stages
-def test_a_backward_adds_to_a_gradient_set_by_hand(world: World, stage: int) -> None:
-    def run() -> None:
-        model, ours, oracle, torchs = both(stage)
-        for one, x in ((model, mine(batch())), (oracle, batch())):
-            one.embed.weight.grad = torch.ones(5, 5).double()
-            one.norm.bias.grad = torch.ones(5).double()
-            loss_of(one, x).backward()
-            one.norm.bias.grad = None  # what two backwards have left is dropped
-            loss_of(one, x).backward()
-            torch.autograd.grad(loss_of(one, x), trained(one))  # changes nothing
-        ours.step(), torchs.step()
-        check_equal(model, oracle)
-
-    world.run(run)
+@on_each_rank("world")
+def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
+    model, ours, oracle, torchs = both(stage)
+    for one, x in ((model, mine(batch())), (oracle, batch())):
+        one.embed.weight.grad = torch.ones(5, 5).double()
+        one.norm.bias.grad = torch.ones(5).double()
+        loss_of(one, x).backward()
+        one.norm.bias.grad = None  # what two backwards have left is dropped
+        loss_of(one, x).backward()
+        torch.autograd.grad(loss_of(one, x), trained(one))  # changes nothing
+    ours.step(), torchs.step()
+    check_equal(model, oracle)
 
 
 @stages
@@ -399,86 +384,76 @@ def test_gradients_dropped_between_backwards_are_dropped(
 
 
 @stages
-def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(world: World, stage: int) -> None:
-    def run() -> None:
-        model, ours, oracle, torchs = both(stage)
-        for step in range(5):
-            for one, its, x in (
-                (model, ours, mine(batch(step))), (oracle, torchs, batch(step)),
-            ):  # fmt: skip
-                one.norm.requires_grad_(step not in (1, 2))
-                its.zero_grad()
-                loss_of(one, x).backward()
-                its.step()
-        check_equal(model, oracle)
-
-    world.run(run)
+@on_each_rank("world")
+def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
+    model, ours, oracle, torchs = both(stage)
+    for step in range(5):
+        for one, its, x in (
+            (model, ours, mine(batch(step))), (oracle, torchs, batch(step)),
+        ):  # fmt: skip
+            one.norm.requires_grad_(step not in (1, 2))
+            its.zero_grad()
+            loss_of(one, x).backward()
+            its.step()
+    check_equal(model, oracle)
 
 
 @stages
-def test_a_parameter_thawed_later_is_refused_at_the_first_step(world: World, stage: int) -> None:
-    def run() -> tuple[list[str], bool]:
-        model, ours, *_ = both(stage)
-        before = model.embed.weight.detach().clone()
-        model.frozen.weight.requires_grad_(True)
-        loss_of(model, mine(batch())).backward()
-        found = [refused(ours.step)]
-        model.zero_grad()
-        model.frozen.weight.sum().backward()  # nothing that the optimizer trains takes part
-        return [*found, refused(ours.step)], torch.equal(before, model.embed.weight)
-
-    for messages, unchanged in world.run(run):
-        assert unchanged
-        for message in messages:
-            assert "1 parameters, the first of shape [5, 5], were frozen when" in message
-            assert "make it after requires_grad_(True)" in message
+@on_each_rank("world")
+def test_a_parameter_thawed_later_is_refused_at_the_first_step(stage: int) -> None:
+    model, ours, *_ = both(stage)
+    before = model.embed.weight.detach().clone()
+    model.frozen.weight.requires_grad_(True)
+    loss_of(model, mine(batch())).backward()
+    found = [refused(ours.step)]
+    model.zero_grad()
+    model.frozen.weight.sum().backward()  # nothing that the optimizer trains takes part
+    messages = [*found, refused(ours.step)]
+    unchanged = torch.equal(before, model.embed.weight)
+    assert unchanged
+    for message in messages:
+        assert "1 parameters, the first of shape [5, 5], were frozen when" in message
+        assert "make it after requires_grad_(True)" in message
 
 
 @stages
-def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(world: World, stage: int) -> None:
+@on_each_rank("world")
+def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     """And a closure may set them."""
+    model, oracle = fresh(dtype=torch.bfloat16), fresh(dtype=torch.bfloat16)
+    ours = ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
+    masters = MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
 
-    def run() -> None:
-        model, oracle = fresh(dtype=torch.bfloat16), fresh(dtype=torch.bfloat16)
-        ours = ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
-        masters = MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
+    def closure(one: nn.Module) -> None:
+        for p in trained(one):
+            p.grad = torch.ones_like(p)
 
-        def closure(one: nn.Module) -> None:
-            for p in trained(one):
-                p.grad = torch.ones_like(p)
-
-        for _ in range(3):
-            ours.step(lambda: closure(model)), masters.step(lambda: closure(oracle))
-        check_equal(model, oracle, atol=0.0)
-
-    world.run(run)
+    for _ in range(3):
+        ours.step(lambda: closure(model)), masters.step(lambda: closure(oracle))
+    check_equal(model, oracle, atol=0.0)
 
 
 # --- the optimizer itself ---
 
 
-def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it(pair: World) -> None:
-    def run() -> list[str]:
-        made = [
-            lambda ps: torch.optim.Adafactor(ps, lr=0.1),
-            lambda ps: torch.optim.LBFGS(ps),
-        ]
-        parameters = list(fresh().parameters())
-        return [refused(partial(ZeroOptimizer, parameters, make)) for make in made]
-
-    for adafactor, lbfgs in pair.run(run):
-        assert adafactor.startswith("Adafactor cannot be sharded: on two pieces of a matrix")
-        assert adafactor.endswith("or Adafactor under DDP")
-        assert lbfgs.startswith("LBFGS cannot be sharded: ")
+@on_each_rank("pair")
+def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -> None:
+    made = [
+        lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+        lambda ps: torch.optim.LBFGS(ps),
+    ]
+    parameters = list(fresh().parameters())
+    adafactor, lbfgs = [refused(partial(ZeroOptimizer, parameters, make)) for make in made]
+    assert adafactor.startswith("Adafactor cannot be sharded: on two pieces of a matrix")
+    assert adafactor.endswith("or Adafactor under DDP")
+    assert lbfgs.startswith("LBFGS cannot be sharded: ")
 
 
-def test_an_optimizer_in_place_of_its_class_is_told_so(pair: World) -> None:
-    def run() -> str:
-        parameters = list(fresh().parameters())
-        return refused(partial(ZeroOptimizer, parameters, torch.optim.AdamW(parameters)))
-
-    for said in pair.run(run):
-        assert "'AdamW' object is not callable" in said and "give the class of one" in said
+@on_each_rank("pair")
+def test_an_optimizer_in_place_of_its_class_is_told_so() -> None:
+    parameters = list(fresh().parameters())
+    said = refused(partial(ZeroOptimizer, parameters, torch.optim.AdamW(parameters)))
+    assert "'AdamW' object is not callable" in said and "give the class of one" in said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
@@ -518,14 +493,12 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
     pair.run(run, False)
 
 
+@on_each_rank("pair")
 def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
-    pair: World, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    def run() -> str:
-        model = DDP(fresh())
-        save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
-        other = DDP(fresh().requires_grad_(True))
-        return refused(lambda: load_checkpoint(tmp_path, other, SGD(other.parameters(), lr=0.1)))
-
-    for message in pair.run(run):
-        assert "it lacks frozen.weight, frozen.bias" in message
+    model = DDP(fresh())
+    save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
+    other = DDP(fresh().requires_grad_(True))
+    message = refused(lambda: load_checkpoint(tmp_path, other, SGD(other.parameters(), lr=0.1)))
+    assert "it lacks frozen.weight, frozen.bias" in message

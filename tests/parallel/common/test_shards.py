@@ -6,13 +6,13 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Iterator
 
 import cloudpickle
 import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -39,12 +39,6 @@ from labkit.parallel.common.shards import (
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
 
 AGREE = 1e-10
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
 
 
 class Ranks:
@@ -176,18 +170,16 @@ def test_ranks_with_different_parts_are_no_replicas() -> None:
     check_replicas(module.named_parameters(), Ranks(0, 2))  # type: ignore[arg-type]
 
 
-def test_a_strategy_over_the_tensor_ranks_is_refused(world4: World) -> None:
-    def run() -> None:
-        mesh = Mesh(dp=2, tp=2)
-        for comm in (None, mesh.tp):
-            for strategy in (DDP, NaiveDDP, ZeRO3):
-                with pytest.raises(ValueError, match="is cut over ranks"):
-                    strategy(cut(fresh(), mesh.tp), comm)
+@on_each_rank("world4")
+def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    for comm in (None, mesh.tp):
+        for strategy in (DDP, NaiveDDP, ZeRO3):
             with pytest.raises(ValueError, match="is cut over ranks"):
-                model = cut(fresh(), mesh.tp)
-                ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
-
-    world4.run(run)
+                strategy(cut(fresh(), mesh.tp), comm)
+        with pytest.raises(ValueError, match="is cut over ranks"):
+            model = cut(fresh(), mesh.tp)
+            ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
 
 
 def test_replicas_with_other_parts_are_found(world2: World) -> None:
@@ -223,8 +215,8 @@ def differences(strategy: str, axes: dict[str, int], steps: int = 3) -> dict[str
     return {name: float((found[name] - x).abs().max()) for name, x in expected.items()}
 
 
-def test_the_hand_cut_model_is_the_whole_one(trio: World) -> None:
-    for found in trio.run(differences, "plain", {"dp": 1, "tp": 3}):
+def test_the_hand_cut_model_is_the_whole_one(world3: World) -> None:
+    for found in world3.run(differences, "plain", {"dp": 1, "tp": 3}):
         assert max(found.values()) < AGREE, found
 
 
@@ -250,7 +242,7 @@ def test_the_whole_state_of_a_wrapped_model(world4: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
-def test_three_replicas_of_one_shard(trio: World, strategy: str) -> None:
+def test_three_replicas_of_one_shard(world3: World, strategy: str) -> None:
     """A tensor axis of one rank is the same code path."""
-    for found in trio.run(differences, strategy, {"dp": 3, "tp": 1}):
+    for found in world3.run(differences, strategy, {"dp": 3, "tp": 1}):
         assert max(found.values()) < AGREE, found

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_rank import on_each_rank
 from labkit import (
     GPT,
     Mesh,
@@ -131,19 +132,17 @@ def test_harder_models_too(world4: World, what: dict[str, Any]) -> None:
         assert far < AGREE
 
 
-def test_a_copy_is_a_model_of_its_own_over_the_same_ranks(world2: World) -> None:
-    def run() -> bool:
-        mesh = Mesh(dp=1, tp=2)
-        model = tensor_parallel(gpt(), mesh.tp)
-        copied = copy.deepcopy(model)
-        x = Text().batch(0, 2, 8).x
-        before = model(x)
-        with torch.no_grad():
-            model.head.weight.zero_()
-        assert copied.head.weight is copied.embed.tokens.weight  # type: ignore[union-attr]
-        return torch.equal(copied(x), before) and off(copied, gpt().state_dict()) == 0
-
-    assert world2.run(run) == [True, True]
+@on_each_rank("world2")
+def test_a_copy_is_a_model_of_its_own_over_the_same_ranks() -> None:
+    mesh = Mesh(dp=1, tp=2)
+    model = tensor_parallel(gpt(), mesh.tp)
+    copied = copy.deepcopy(model)
+    x = Text().batch(0, 2, 8).x
+    before = model(x)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert copied.head.weight is copied.embed.tokens.weight  # type: ignore[union-attr]
+    assert torch.equal(copied(x), before) and off(copied, gpt().state_dict()) == 0
 
 
 @pytest.mark.parametrize("how", ["bf16", "autocast"])

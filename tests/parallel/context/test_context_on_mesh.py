@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     GPT,
@@ -64,30 +65,26 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused(world4: World) -> N
     world4.run(run)
 
 
-def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited(world4: World) -> None:
-    def run() -> None:
-        mesh, model = Mesh(dp=2, cp=2), gpt()
-        core = model.blocks[0].attn.core  # type: ignore[union-attr]
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
-        said = refused(lambda: context_parallel(model, mesh.cp))
-        assert "belongs to a ZeroOptimizer over ranks" in said and "context_parallel first" in said
-        assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
-        assert not any(sequence_comm_of(p) for p in model.parameters())
-        del optimizer
-
-    world4.run(run)
+@on_each_rank("world4")
+def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> None:
+    mesh, model = Mesh(dp=2, cp=2), gpt()
+    core = model.blocks[0].attn.core  # type: ignore[union-attr]
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
+    said = refused(lambda: context_parallel(model, mesh.cp))
+    assert "belongs to a ZeroOptimizer over ranks" in said and "context_parallel first" in said
+    assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
+    assert not any(sequence_comm_of(p) for p in model.parameters())
+    del optimizer
 
 
-def test_what_tensor_parallelism_cuts_keeps_the_mark(world4: World) -> None:
-    def run() -> None:
-        mesh = Mesh(dp=1, cp=2, tp=2)
-        model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
-        assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
-        assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-        assert "are not all of them" in refused(lambda: DDP(copy.deepcopy(model), mesh.dp))
-        assert "are not all of them" in refused(lambda: ZeRO3(model, mesh.dp))
-
-    world4.run(run)
+@on_each_rank("world4")
+def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
+    mesh = Mesh(dp=1, cp=2, tp=2)
+    model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
+    assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
+    assert sum(shard_of(p) is not None for p in model.parameters()) > 5
+    assert "are not all of them" in refused(lambda: DDP(copy.deepcopy(model), mesh.dp))
+    assert "are not all of them" in refused(lambda: ZeRO3(model, mesh.dp))
 
 
 def trained(sizes: dict[str, int], way: Any, tensor_first: bool, **how: Any) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from labkit import Comm, World
+from each_rank import on_each_rank
+from labkit import Comm
 from labkit.parallel.context.zigzag import (
     gather_sequence,
     join_zigzag,
@@ -75,10 +76,8 @@ def test_a_length_that_does_not_split_is_told_one_that_does(
             cut()
 
 
-def test_the_whole_is_gathered(world2: World) -> None:
-    def there_and_back() -> bool:
-        x = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0))
-        shard = sequence_shard(x.transpose(0, 1), Comm(), dim=0).transpose(0, 1)  # not contiguous
-        return torch.equal(gather_sequence(shard, Comm()), x)
-
-    assert world2.run(there_and_back) == [True, True]
+@on_each_rank("world2")
+def test_the_whole_is_gathered() -> None:
+    x = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0))
+    shard = sequence_shard(x.transpose(0, 1), Comm(), dim=0).transpose(0, 1)  # not contiguous
+    assert torch.equal(gather_sequence(shard, Comm()), x)

@@ -1,6 +1,6 @@
 """DDP to production strength: order of buckets, static graph, hooks, accumulation, bad input."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import ddp_checks
 from ddp_checks import Branching
+from each_rank import on_each_rank
 from labkit import DDP, Comm, Link, NaiveDDP, World
 from labkit.parallel.ddp.comm_hooks import (
     Hook,
@@ -18,12 +19,6 @@ from labkit.parallel.ddp.comm_hooks import (
     compressed,
     fp16_compress_hook,
 )
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
 
 
 @pytest.mark.parametrize(
@@ -37,8 +32,8 @@ def pair() -> Iterator[World]:
     ],
     ids=lambda check: check.__name__,
 )
-def test_ddp(pair: World, check: Callable[[Any], None]) -> None:
-    pair.run(check, DDP)
+def test_ddp(world2: World, check: Callable[[Any], None]) -> None:
+    world2.run(check, DDP)
 
 
 @pytest.mark.parametrize(
@@ -46,38 +41,37 @@ def test_ddp(pair: World, check: Callable[[Any], None]) -> None:
     [(fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)],
     ids=["fp16", "bf16"],
 )
-def test_a_compressing_hook_halves_the_bytes(pair: World, hook: Hook, dtype: torch.dtype) -> None:
-    pair.run(ddp_checks.a_hook_halves_the_bytes, DDP, hook, dtype)
+def test_a_compressing_hook_halves_the_bytes(world2: World, hook: Hook, dtype: torch.dtype) -> None:
+    world2.run(ddp_checks.a_hook_halves_the_bytes, DDP, hook, dtype)
 
 
-def test_division_before_the_cast_keeps_fp16_from_overflow(pair: World) -> None:
-    def gradient() -> list[float]:
-        module = nn.Linear(2, 1, bias=False)
-        x = torch.tensor([[60_000.0, 1e-9]])  # twice the one is too large, the other too small
-        model = DDP(module, hook=fp16_compress_hook)
-        model(x).sum().backward()
-        return module.weight.grad[0].tolist()  # type: ignore[index]
-
-    assert pair.run(gradient) == [[60_000.0, 0.0]] * 2
+@on_each_rank("world2")
+def test_division_before_the_cast_keeps_fp16_from_overflow() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    x = torch.tensor([[60_000.0, 1e-9]])  # twice the one is too large, the other too small
+    model = DDP(module, hook=fp16_compress_hook)
+    model(x).sum().backward()
+    assert module.weight.grad[0].tolist() == [60_000.0, 0.0]
 
 
-def test_what_a_hook_makes_zero_is_not_taken_for_unused(pair: World) -> None:
+@on_each_rank("world2")
+def test_what_a_hook_makes_zero_is_not_taken_for_unused() -> None:
     """-1e-9 is -0.0 in fp16, which would say that nobody used it; only rank 0 does."""
+    module = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3)])
+    model = DDP(module, hook=fp16_compress_hook)
+    value = module[0](torch.ones(1, 1)).sum()
+    if Comm().rank == 0:
+        value = value + module[1](torch.full((1, 1), -1e-9)).sum()
+    value.backward()
+    del model
+    assert [None if p.grad is None else p.grad.item() for p in module.parameters()] == [
+        1.0,
+        0.0,
+        None,
+    ]
 
-    def gradients() -> list[Any]:
-        module = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3)])
-        model = DDP(module, hook=fp16_compress_hook)
-        value = module[0](torch.ones(1, 1)).sum()
-        if Comm().rank == 0:
-            value = value + module[1](torch.full((1, 1), -1e-9)).sum()
-        value.backward()
-        del model
-        return [None if p.grad is None else p.grad.item() for p in module.parameters()]
 
-    assert pair.run(gradients) == [[1.0, 0.0, None]] * 2
-
-
-def test_a_hook_is_a_plain_function(pair: World) -> None:
+def test_a_hook_is_a_plain_function(world2: World) -> None:
     """It need not be quick, nor say when it is done; complex numbers and small ones go, too."""
 
     def gradients() -> tuple[list[float], Any, str]:
@@ -100,52 +94,46 @@ def test_a_hook_is_a_plain_function(pair: World) -> None:
             compressed(torch.int8)
         return module.weight.grad[0].tolist(), waves.weight.grad.item(), str(caught.value)  # type: ignore[index,union-attr]
 
-    assert pair.run(gradients)[1] == (
+    assert world2.run(gradients)[1] == (
         [2.0, 2.0], 1 + 0j, "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
     )  # fmt: skip
 
 
-def test_accumulation_that_is_left_early_sends_again(pair: World) -> None:
-    def run() -> bool:
-        model = DDP(nn.Linear(1, 1))
-        for _ in model.accumulate([1, 2, 3]):
-            break
-        assert model._synchronise
+@on_each_rank("world2")
+def test_accumulation_that_is_left_early_sends_again() -> None:
+    model = DDP(nn.Linear(1, 1))
+    for _ in model.accumulate([1, 2, 3]):
+        break
+    assert model._synchronise
+    with model.no_sync():
         with model.no_sync():
-            with model.no_sync():
-                pass
-            assert not model._synchronise, "the inner block does not end the outer one"
-        return list(model.accumulate([])) == []
-
-    assert pair.run(run) == [True, True]
+            pass
+        assert not model._synchronise, "the inner block does not end the outer one"
+    assert list(model.accumulate([])) == []
 
 
-def test_torchs_keyword_for_unused_parameters_is_taken(pair: World) -> None:
-    def run() -> bool:
-        model = DDP(Branching(), find_unused_parameters=True)
-        model(torch.ones(1, 64), deep=False).sum().backward()
-        return model.module.never.weight.grad is None
-
-    assert pair.run(run) == [True, True]
+@on_each_rank("world2")
+def test_torchs_keyword_for_unused_parameters_is_taken() -> None:
+    model = DDP(Branching(), find_unused_parameters=True)
+    model(torch.ones(1, 64), deep=False).sum().backward()
+    assert model.module.never.weight.grad is None
 
 
-def test_an_error_in_the_first_backward_leaves_the_order_to_the_next(pair: World) -> None:
-    def run() -> bool:
-        def fail(_: torch.Tensor) -> None:
-            raise RuntimeError("on purpose")
+@on_each_rank("world2")
+def test_an_error_in_the_first_backward_leaves_the_order_to_the_next() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
 
-        module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-        model = DDP(module, static_graph=True)
-        hook = module[0].weight.register_hook(fail)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            model(torch.ones(1, 3)).sum().backward()
-        hook.remove()
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-        return model._came is None
-
-    assert pair.run(run) == [True, True]
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model = DDP(module, static_graph=True)
+    hook = module[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(torch.ones(1, 3)).sum().backward()
+    hook.remove()
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+    assert model._came is None
 
 
 # ---- bad input, of both strategies
@@ -157,7 +145,7 @@ both = pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
 @both
 @pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
 def test_ranks_with_different_models_are_told_before_anything_is_sent(
-    pair: World, strategy: type[nn.Module], kind: str
+    world2: World, strategy: type[nn.Module], kind: str
 ) -> None:
     def run() -> str:
         class Model(nn.Module):
@@ -176,12 +164,12 @@ def test_ranks_with_different_models_are_told_before_anything_is_sent(
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
         return str(caught.value)
 
-    one, other = pair.run(run)
+    one, other = world2.run(run)
     assert one == other and "parameter 0 is one.weight [2, 2] float32 on rank 0 and " in one
 
 
 @both
-def test_a_module_is_wrapped_once(pair: World, strategy: type[nn.Module]) -> None:
+def test_a_module_is_wrapped_once(world2: World, strategy: type[nn.Module]) -> None:
     def run() -> str:
         module = nn.Linear(2, 2)
         first = strategy(module)
@@ -194,12 +182,12 @@ def test_a_module_is_wrapped_once(pair: World, strategy: type[nn.Module]) -> Non
         strategy(module)
         return said
 
-    assert f"0.module.weight belongs to a {strategy.__name__} already" in pair.run(run)[0]
+    assert f"0.module.weight belongs to a {strategy.__name__} already" in world2.run(run)[0]
 
 
 @both
 def test_parameters_changed_after_wrapping_are_named(
-    pair: World, strategy: type[nn.Module]
+    world2: World, strategy: type[nn.Module]
 ) -> None:
     def run() -> str:
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -211,7 +199,7 @@ def test_parameters_changed_after_wrapping_are_named(
             model(torch.ones(1, 2))
         return str(caught.value)
 
-    assert "1.bias is another tensor after the module was wrapped" in pair.run(run)[0]
+    assert "1.bias is another tensor after the module was wrapped" in world2.run(run)[0]
 
 
 def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:

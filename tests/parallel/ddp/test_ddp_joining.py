@@ -1,6 +1,5 @@
 """Ranks whose data ends early: nobody hangs, and the weights are those of a single process."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,14 +7,9 @@ import torch
 from torch import nn
 
 import ddp_checks
+from each_rank import on_each_rank
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.parallel.ddp.comm_hooks import compressed
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3, timeout_s=20) as world:
-        yield world
 
 
 @pytest.mark.parametrize(
@@ -29,12 +23,12 @@ def trio() -> Iterator[World]:
     ],
 )
 def test_weights_equal_a_single_process_that_knows_who_is_there(
-    trio: World, steps: list[int], divide_by_active: bool, how: dict[str, Any]
+    world3: World, steps: list[int], divide_by_active: bool, how: dict[str, Any]
 ) -> None:
-    trio.run(ddp_checks.ranks_whose_data_ends_join, DDP, steps, divide_by_active, **how)
+    world3.run(ddp_checks.ranks_whose_data_ends_join, DDP, steps, divide_by_active, **how)
 
 
-def test_buffers_and_evaluations_and_accumulation_inside_join(trio: World) -> None:
+def test_buffers_and_evaluations_and_accumulation_inside_join(world3: World) -> None:
     """Rank 0 ends first: from then on, the buffers are those of the next active rank."""
 
     def run() -> list[list[float]]:
@@ -52,35 +46,33 @@ def test_buffers_and_evaluations_and_accumulation_inside_join(trio: World) -> No
         assert int(module[1].num_batches_tracked) == 3 * 4
         return [x.double().flatten().tolist() for x in module.state_dict().values()]
 
-    one, *others = trio.run(run)
+    one, *others = world3.run(run)
     assert all(other == one for other in others)
 
 
-def test_ranks_that_end_together_send_a_number_each_more(trio: World) -> None:
+def test_ranks_that_end_together_send_a_number_each_more(world3: World) -> None:
     def run() -> list[tuple[str, int]]:
         model = DDP(nn.Linear(2, 1, bias=False))
         with listen() as events, model.join():
             model(torch.ones(1, 2)).sum().backward()
         return [(event.op, event.payload_bytes) for event in events]
 
-    assert trio.run(run)[0] == [("all_reduce", 12), ("all_reduce", 8), ("all_reduce", 12)]
+    assert world3.run(run)[0] == [("all_reduce", 12), ("all_reduce", 8), ("all_reduce", 12)]
 
 
-def test_after_join_training_goes_on_and_an_error_inside_ends_it(trio: World) -> None:
-    def run() -> list[float]:
-        module = nn.Linear(2, 1, bias=False)
-        model = DDP(module)
-        with pytest.raises(KeyError), model.join():
-            raise KeyError("on purpose")
-        with model.join(divide_by_active=True):
-            pass
-        model(torch.full((1, 2), Comm().rank + 1.0)).sum().backward()
-        return module.weight.grad[0].tolist()  # type: ignore[index,no-any-return]
-
-    assert trio.run(run) == [[2.0, 2.0]] * 3
+@on_each_rank("world3")
+def test_after_join_training_goes_on_and_an_error_inside_ends_it() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    model = DDP(module)
+    with pytest.raises(KeyError), model.join():
+        raise KeyError("on purpose")
+    with model.join(divide_by_active=True):
+        pass
+    model(torch.full((1, 2), Comm().rank + 1.0)).sum().backward()
+    assert module.weight.grad[0].tolist() == [2.0, 2.0]
 
 
-def test_ranks_that_do_different_things_are_told(trio: World) -> None:
+def test_ranks_that_do_different_things_are_told(world3: World) -> None:
     def run() -> str:
         model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
         try:
@@ -94,17 +86,17 @@ def test_ranks_that_do_different_things_are_told(trio: World) -> None:
             return str(error)
         return ""
 
-    said = trio.run(run)
+    said = world3.run(run)
     assert len(set(said)) == 1
     assert "rank 0 is in backward, rank 1 is in forward, rank 2 is in backward" in said[0]
 
 
-def test_without_join_the_door_says_who_has_ended(trio: World) -> None:
+def test_without_join_the_door_says_who_has_ended(world3: World) -> None:
     def run() -> None:
         model = DDP(nn.Linear(2, 1))
         for _ in range([2, 4, 5][Comm().rank]):
             model(torch.ones(1, 2)).sum().backward()
 
     with pytest.raises(RankError) as caught:
-        trio.run(run)
+        world3.run(run)
     assert "rank 0 returned without calling what rank 1 waits for" in str(caught.value)

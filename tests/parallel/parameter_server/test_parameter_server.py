@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from data_parallel_contract import AGREE, LENGTH, MODELS, ROWS, STEPS
+from each_rank import on_each_rank
 from labkit import Comm, ParameterServer, RankError, Single, Text, World, dry_run, listen, loss
 from labkit.clusters import cluster
 from labkit.parallel.common.footprint import Footprint
@@ -101,12 +102,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 CASES = [
     pytest.param("awkward", name, marks=() if name == "AdamW" else pytest.mark.slow)
     for name in OPTIMIZERS
@@ -120,12 +115,12 @@ def test_it_equals_a_single_process_in_weights_bytes_and_memory(
     check_served(world, ParameterServer, case, optimizer)
 
 
-def test_ranks_that_share_memory_end_with_the_same_weights(pair: World) -> None:
-    check_served(pair, ParameterServer, "awkward", "AdamW")
+def test_ranks_that_share_memory_end_with_the_same_weights(world2: World) -> None:
+    check_served(world2, ParameterServer, "awkward", "AdamW")
 
 
-def test_the_formula_is_the_mean_of_what_the_ranks_hold(pair: World) -> None:
-    runs = pair.run(trained, ParameterServer, "gpt", "AdamW")
+def test_the_formula_is_the_mean_of_what_the_ranks_hold(world2: World) -> None:
+    runs = world2.run(trained, ParameterServer, "gpt", "AdamW")
     predicted = ParameterServer.predict(MODELS["gpt"]().double(), 2)
     for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
         assert sum(getattr(run.held, name) for run in runs) / 2 == getattr(predicted, name)
@@ -141,32 +136,31 @@ def linear(x: torch.Tensor, strategy: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("held_back", [0, 3])
-def test_several_backwards_before_a_step_add_as_in_one_process(pair: World, held_back: int) -> None:
+@on_each_rank("world2")
+def test_several_backwards_before_a_step_add_as_in_one_process(held_back: int) -> None:
     """With and without `no_sync`: shares are divided when they are made, and once."""
-
-    def accumulate() -> tuple[int, torch.Tensor, torch.Tensor]:
-        inputs = torch.randn(4, 2, 5, 3, dtype=torch.float64, generator=torch.Generator())
-        model, optimizer = linear(inputs)
-        alone, alone_optimizer = linear(inputs, strategy=False)
-        with listen() as events:
-            for k in range(4):
-                x = inputs[k, Comm().rank]
-                if k < held_back:
-                    with model.no_sync():
-                        model(x).square().mean().backward()
-                else:
+    inputs = torch.randn(4, 2, 5, 3, dtype=torch.float64, generator=torch.Generator())
+    model, optimizer = linear(inputs)
+    alone, alone_optimizer = linear(inputs, strategy=False)
+    with listen() as events:
+        for k in range(4):
+            x = inputs[k, Comm().rank]
+            if k < held_back:
+                with model.no_sync():
                     model(x).square().mean().backward()
-                alone(inputs[k].flatten(0, 1)).square().mean().backward()
-        optimizer.step()
-        alone_optimizer.step()
-        return len(events), model.module.weight.detach(), alone.weight.detach()
+            else:
+                model(x).square().mean().backward()
+            alone(inputs[k].flatten(0, 1)).square().mean().backward()
+    optimizer.step()
+    alone_optimizer.step()
+    events = len(events)
+    weight = model.module.weight.detach()
+    expected = alone.weight.detach()
+    assert events == 2 * (4 - held_back)  # weight and bias
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-14)
 
-    for events, weight, expected in pair.run(accumulate):
-        assert events == 2 * (4 - held_back)  # weight and bias
-        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-14)
 
-
-def test_clipping_on_the_server_clips_for_all(pair: World) -> None:
+def test_clipping_on_the_server_clips_for_all(world2: World) -> None:
     def clipped() -> tuple[torch.Tensor, float, torch.Tensor]:
         inputs = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator())
         model, optimizer = linear(inputs)
@@ -179,7 +173,7 @@ def test_clipping_on_the_server_clips_for_all(pair: World) -> None:
         alone_optimizer.step()
         return model.module.weight.detach(), norm, alone.weight.detach()
 
-    (mine, norm, right), (other, nothing, _) = pair.run(clipped)
+    (mine, norm, right), (other, nothing, _) = world2.run(clipped)
     torch.testing.assert_close(mine, right)
     assert torch.equal(mine, other) and norm > 0.01 and nothing == 0
 
@@ -197,7 +191,7 @@ class Branching(nn.Module):
 
 
 def test_what_one_rank_uses_is_averaged_and_what_nobody_uses_stays_without_gradient(
-    pair: World,
+    world2: World,
 ) -> None:
     def gradients() -> dict[str, torch.Tensor | None]:
         torch.manual_seed(0)
@@ -206,13 +200,15 @@ def test_what_one_rank_uses_is_averaged_and_what_nobody_uses_stays_without_gradi
         model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
         return {name: p.grad for name, p in model.module.named_parameters()}
 
-    server, worker = pair.run(gradients)
+    server, worker = world2.run(gradients)
     assert server["deep.bias"] is not None and server["deep.bias"].tolist() == [1.0] * 3  # 2 / 2
     assert server["nobody.weight"] is None
     assert not any(gradient is not None for gradient in worker.values())
 
 
-def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(pair: World) -> None:
+def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
+    world2: World,
+) -> None:
     def run() -> tuple[float, bool]:
         torch.manual_seed(Comm().rank)
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -233,14 +229,14 @@ def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(p
         same = torch.equal(module[0].weight.grad, plain[0].weight.grad)  # type: ignore[arg-type]
         return mean, same and not events
 
-    (mean, alone), (other, other_alone) = pair.run(run)
+    (mean, alone), (other, other_alone) = world2.run(run)
     assert mean == other and alone and other_alone
 
 
 # --- bad input ---
 
 
-def test_what_cannot_be_served_is_told_on_every_rank(pair: World) -> None:
+def test_what_cannot_be_served_is_told_on_every_rank(world2: World) -> None:
     def told(what: str) -> str:
         try:
             module: nn.Module = nn.Linear(3, 2 + (what == "shapes") * Comm().rank)
@@ -263,7 +259,7 @@ def test_what_cannot_be_served_is_told_on_every_rank(pair: World) -> None:
         "no optimizer": "no optimizer brings the weights back",
         "changed": "bias was frozen after the module was wrapped",
     }.items():
-        for message in pair.run(told, what):
+        for message in world2.run(told, what):
             assert says in message, what
 
 

@@ -1,6 +1,5 @@
 """A pipeline does what one process does, sends what it must, and keeps no more than it says."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeline_cases as cases
+from each_rank import on_each_rank
 from labkit import Comm, Link, World
 from labkit.parallel.pipeline.deferred_weights import deferring, run_later
 from labkit.parallel.pipeline.paced_stage import PacedStage
@@ -16,27 +16,14 @@ from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import layers_of, measure_costs, split
 from labkit.schedules import parse_schedule
 
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4, timeout_s=30) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[World]:
-    with World(3, timeout_s=30) as world:
-        yield world
-
-
 # ---- as one process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["naive", "gpipe", "1f1b"], ["interleaved", "zb-h1", "zb-h2"]])
-def test_every_schedule_is_as_one_process(four: World, names: list[str]) -> None:
+def test_every_schedule_is_as_one_process(world4: World, names: list[str]) -> None:
     """On 1 to 4 stages, with every admissible number of micro-batches from 1 to 9."""
-    compared = four.run(cases.equals_one_process, [1, 2, 3, 4], names)
+    compared = world4.run(cases.equals_one_process, [1, 2, 3, 4], names)
     wanted = [
         sum(len(cases.admissible(name, size)) for name in names for size in range(rank + 1, 5))
         if rank
@@ -46,31 +33,27 @@ def test_every_schedule_is_as_one_process(four: World, names: list[str]) -> None
     assert compared == wanted
 
 
-def test_a_schedule_of_each_kind_is_as_one_process(three: World) -> None:
-    def few() -> None:
-        for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4)):
-            cases.equals_one_process([3], [name], ms=[m])
-
-    three.run(few)
+@on_each_rank("world3")
+def test_a_schedule_of_each_kind_is_as_one_process() -> None:
+    for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4)):
+        cases.equals_one_process([3], [name], ms=[m])
 
 
-def test_a_tied_embedding_and_frozen_parameters(three: World) -> None:
-    def all_of_it() -> None:
-        for name in ("1f1b", "interleaved", "zb-h1"):
-            cases.a_gpt_with_a_tied_embedding(3, name, 6)
-        cases.a_gpt_with_a_tied_embedding(3, "zb-h1", 4, freeze=True)
-        cases.a_gpt_with_a_tied_embedding(2, "1f1b", 3, freeze=True)
-        cases.a_gpt_with_a_tied_embedding(1, "gpipe", 3)
-
-    three.run(all_of_it)
+@on_each_rank("world3")
+def test_a_tied_embedding_and_frozen_parameters() -> None:
+    for name in ("1f1b", "interleaved", "zb-h1"):
+        cases.a_gpt_with_a_tied_embedding(3, name, 6)
+    cases.a_gpt_with_a_tied_embedding(3, "zb-h1", 4, freeze=True)
+    cases.a_gpt_with_a_tied_embedding(2, "1f1b", 3, freeze=True)
+    cases.a_gpt_with_a_tied_embedding(1, "gpipe", 3)
 
 
-def test_owners_in_a_part_of_the_world_sum_without_a_group(four: World) -> None:
+def test_owners_in_a_part_of_the_world_sum_without_a_group(world4: World) -> None:
     """As in a mesh, whose line of 3 ranks cannot make a group of 2."""
-    four.run(cases.a_gpt_with_a_tied_embedding, 3)
+    world4.run(cases.a_gpt_with_a_tied_embedding, 3)
 
 
-def test_gradients_add_up_over_steps(three: World) -> None:
+def test_gradients_add_up_over_steps(world3: World) -> None:
     """Two steps without zero_grad: twice the gradient, of a tied parameter, too."""
 
     def ratio() -> list[float]:
@@ -84,10 +67,10 @@ def test_gradients_add_up_over_steps(three: World) -> None:
         pairs = zip(pipe.parameters(), once, strict=True)
         return [(p.grad - 2 * g).abs().max().item() for p, g in pairs]  # type: ignore[operator]
 
-    assert max(max(one) for one in three.run(ratio)) < 1e-14
+    assert max(max(one) for one in world3.run(ratio)) < 1e-14
 
 
-def test_without_gradients_a_step_evaluates(three: World) -> None:
+def test_without_gradients_a_step_evaluates(world3: World) -> None:
     """The loss, and nothing that goes back; the gradients stay as they were."""
 
     def run() -> tuple[Any, Any, bool]:
@@ -107,12 +90,12 @@ def test_without_gradients_a_step_evaluates(three: World) -> None:
         same &= state.keys() == whole.keys()
         return trained, loss, same and all(torch.equal(whole[k], x) for k, x in state.items())
 
-    first, _, (trained, loss, same) = three.run(run)
+    first, _, (trained, loss, same) = world3.run(run)
     assert trained == loss and same and first == (None, None, True)
 
 
 @pytest.mark.parametrize("own", ["gpipe of one's own", "halves and wholes", "chunks"])
-def test_a_schedule_of_ones_own(three: World, own: str) -> None:
+def test_a_schedule_of_ones_own(world3: World, own: str) -> None:
     text = {
         "gpipe of one's own": """
             F1 F0 B0 B1
@@ -127,85 +110,72 @@ def test_a_schedule_of_ones_own(three: World, own: str) -> None:
             F0 F1 F0.1 F1.1 I0.1 I1.1 B0 W0.1 B1 W1.1
             F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1""",
     }[own]
-    three.run(cases.own_schedule, parse_schedule(text))
+    world3.run(cases.own_schedule, parse_schedule(text))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_recompute_is_equal_to_the_bit(three: World, name: str) -> None:
-    three.run(cases.recompute_is_equal_to_the_bit, name)
+def test_recompute_is_equal_to_the_bit(world3: World, name: str) -> None:
+    world3.run(cases.recompute_is_equal_to_the_bit, name)
 
 
-def test_bf16_travels_as_bf16(three: World) -> None:
+@on_each_rank("world3")
+def test_bf16_travels_as_bf16() -> None:
     """Half the bytes, and the gradients of one process in bf16, as near as its rounding."""
+    from labkit import listen
 
-    def off() -> float:
-        from labkit import listen
-
-        comm = Comm()
-        x, y = (one.bfloat16() for one in cases.batch(rows=6))
-        whole = nn.Sequential(*cases.layers(3)).bfloat16()
-        F.mse_loss(whole(x), y).backward()
-        pipe = Pipeline([one.bfloat16() for one in cases.layers(3)], comm, "zb-h1", 3, F.mse_loss)
-        with listen() as events:
-            pipe.step(x, y)
-        sizes = {e.bus_bytes for e in events if e.op == "send" and e.tag != 103}
-        assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
-        wanted = dict(whole.named_parameters())
-        grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
-        return max(((a - b).norm() / b.norm()).item() for a, b in grads)  # type: ignore[operator,union-attr]
-
-    assert max(three.run(off)) < 0.03
+    comm = Comm()
+    x, y = (one.bfloat16() for one in cases.batch(rows=6))
+    whole = nn.Sequential(*cases.layers(3)).bfloat16()
+    F.mse_loss(whole(x), y).backward()
+    pipe = Pipeline([one.bfloat16() for one in cases.layers(3)], comm, "zb-h1", 3, F.mse_loss)
+    with listen() as events:
+        pipe.step(x, y)
+    sizes = {e.bus_bytes for e in events if e.op == "send" and e.tag != 103}
+    assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
+    wanted = dict(whole.named_parameters())
+    grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
+    assert (max(((a - b).norm() / b.norm()).item() for a, b in grads)) < 0.03
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
-def test_replicas_synchronise_once_in_a_step(four: World, name: str) -> None:
-    four.run(cases.replicas_synchronise_once, name)
+def test_replicas_synchronise_once_in_a_step(world4: World, name: str) -> None:
+    world4.run(cases.replicas_synchronise_once, name)
 
 
-def test_stages_may_be_cut_by_tensor_parallelism(four: World) -> None:
-    def several() -> None:
-        for name in ("1f1b", "interleaved", "zb-h1"):
-            cases.stages_cut_by_tensor_parallelism(name)
-
-    four.run(several)
+@on_each_rank("world4")
+def test_stages_may_be_cut_by_tensor_parallelism() -> None:
+    for name in ("1f1b", "interleaved", "zb-h1"):
+        cases.stages_cut_by_tensor_parallelism(name)
 
 
-def test_pipedream_is_as_one_process_with_stale_weights(three: World) -> None:
-    def several() -> None:
-        for m in (1, 3, 7):
-            cases.pipedream_equals_stale_weights(m)
-
-    three.run(several)
+@on_each_rank("world3")
+def test_pipedream_is_as_one_process_with_stale_weights() -> None:
+    for m in (1, 3, 7):
+        cases.pipedream_equals_stale_weights(m)
 
 
 # ---- bytes, memory, order
 
 
-def test_exactly_its_bytes(three: World) -> None:
-    def several() -> None:
-        for name in ("gpipe", "1f1b", "interleaved", "zb-h1"):
-            cases.sends_exactly_its_bytes(name)
-
-    three.run(several)
+@on_each_rank("world3")
+def test_exactly_its_bytes() -> None:
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1"):
+        cases.sends_exactly_its_bytes(name)
 
 
-def test_activations_are_freed_as_the_schedule_says(three: World) -> None:
-    def several() -> None:
-        for name, m in (("gpipe", 6), ("1f1b", 7), ("interleaved", 6), ("zb-h1", 5)):
-            cases.frees_activations(name, m)
-        for name, m in (("gpipe", 6), ("1f1b", 7), ("zb-h1", 7), ("zb-h2", 7)):
-            cases.frees_what_is_saved(name, m)
-        cases.outputs_go_when_they_are_sent()
-
-    three.run(several)
+@on_each_rank("world3")
+def test_activations_are_freed_as_the_schedule_says() -> None:
+    for name, m in (("gpipe", 6), ("1f1b", 7), ("interleaved", 6), ("zb-h1", 5)):
+        cases.frees_activations(name, m)
+    for name, m in (("gpipe", 6), ("1f1b", 7), ("zb-h1", 7), ("zb-h2", 7)):
+        cases.frees_what_is_saved(name, m)
+    cases.outputs_go_when_they_are_sent()
 
 
-def test_sends_overlap_compute_and_nobody_waits_to_send(three: World) -> None:
-    def both() -> None:
-        cases.sends_overlap_compute()
-        cases.does_not_wait_for_sends()
-
-    three.run(both)
+@on_each_rank("world3")
+def test_sends_overlap_compute_and_nobody_waits_to_send() -> None:
+    cases.sends_overlap_compute()
+    cases.does_not_wait_for_sends()
 
 
 @pytest.mark.slow
@@ -215,7 +185,7 @@ def test_other_transports_carry_it_too(how: dict[str, Any]) -> None:
         world.run(cases.equals_one_process, [3], ["1f1b", "interleaved", "zb-h1"], ms=[3])
 
 
-def test_looks_are_told_again_when_they_change(three: World) -> None:
+def test_looks_are_told_again_when_they_change(world3: World) -> None:
     """Another width of the rest, then another type: told once each; the rows alone change none."""
 
     def told() -> list[int]:
@@ -229,7 +199,7 @@ def test_looks_are_told_again_when_they_change(three: World) -> None:
             counts.append(sum(e.op == "send" and e.tag == 103 for e in events))
         return counts
 
-    assert three.run(told) == [[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]]
+    assert world3.run(told) == [[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]]
 
 
 # ---- stages

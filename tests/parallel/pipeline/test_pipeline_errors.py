@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import pipeline_cases as cases
+from each_rank import on_each_rank
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import split
 from labkit.parallel.pipeline.virtual_stage import StageError
 from labkit.schedules import Action, ScheduleError, schedule
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=15) as world:
-        yield world
 
 
 def stages(count: int = 2) -> list[nn.Module]:
@@ -129,7 +124,7 @@ def alone() -> Comm:
     return next(one for one in found if one is not None)
 
 
-def test_all_ranks_refuse_it(pair: World) -> None:
+def test_all_ranks_refuse_it(world2: World) -> None:
     """The same error on every rank, and no rank waits for one that has refused."""
 
     def refusals() -> dict[str, str]:
@@ -141,24 +136,23 @@ def test_all_ranks_refuse_it(pair: World) -> None:
                 told[name] = str(error)
         return told
 
-    first, second = pair.run(refusals)
+    first, second = world2.run(refusals)
     for name, (_, expected) in REFUSED.items():
         assert name in first and name in second, f"{name}: nobody refused it"
         assert expected in first[name] and expected in second[name], f"{name}: {first[name]}"
 
 
-def test_a_broken_schedule_is_refused_with_its_first_broken_rule(pair: World) -> None:
-    def told() -> tuple[str, str]:
-        lists = schedule("1f1b", 2, 2)
-        lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
-        lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
-        with pytest.raises(ScheduleError) as caught:
-            make(stages(), schedule=lists)
-        return caught.value.rule, str(caught.value)
-
-    for rule, text in pair.run(told):
-        assert rule == "backward after forward"
-        assert "stage 1 does B0 at position 0, before its F0 at position 1" in text
+@on_each_rank("world2")
+def test_a_broken_schedule_is_refused_with_its_first_broken_rule() -> None:
+    lists = schedule("1f1b", 2, 2)
+    lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
+    lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
+    with pytest.raises(ScheduleError) as caught:
+        make(stages(), schedule=lists)
+    rule = caught.value.rule
+    text = str(caught.value)
+    assert rule == "backward after forward"
+    assert "stage 1 does B0 at position 0, before its F0 at position 1" in text
 
 
 @pytest.mark.parametrize(
@@ -272,20 +266,20 @@ def a_parameter_frozen_meanwhile() -> None:
     ids=lambda one: getattr(one, "__name__", None),
 )
 def test_one_rank_says_it_and_no_rank_hangs(
-    pair: World, run: Callable[[], None], ranks: tuple[int, ...], expected: str
+    world2: World, run: Callable[[], None], ranks: tuple[int, ...], expected: str
 ) -> None:
     with pytest.raises(RankError) as caught:
-        pair.run(run)
+        world2.run(run)
     assert expected in str(caught.value) and caught.value.ranks == ranks
 
 
 @pytest.mark.slow
-def test_batches_that_differ_between_the_ranks_are_found(pair: World) -> None:
+def test_batches_that_differ_between_the_ranks_are_found(world2: World) -> None:
     def run() -> None:
         make(stages()).step(X[: 4 - Comm().rank], X[: 4 - Comm().rank])
 
     with pytest.raises(RankError) as caught:
-        pair.run(run)
+        world2.run(run)
     assert "the batch of a pipeline" in str(caught.value)
 
 

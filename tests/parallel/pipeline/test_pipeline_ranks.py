@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeline_cases as cases
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -31,12 +32,6 @@ from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import split
 
 SGD = torch.optim.SGD
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4, timeout_s=20) as world:
-        yield world
 
 
 def tokens() -> Tensor:
@@ -67,49 +62,42 @@ def clipped(how: str, tied: bool, norm_type: float) -> tuple[float, float, float
     return norm.item(), told.item(), max(apart).item()
 
 
-def test_gradients_are_clipped_by_the_norm_of_all_stages(four: World) -> None:
+@on_each_rank("world4")
+def test_gradients_are_clipped_by_the_norm_of_all_stages() -> None:
     """By the pipeline and by an optimizer, which knows one stage; a tied parameter counts once."""
-
-    def run() -> list[tuple[float, float, float]]:
-        kinds = [("pipeline", False, 2.0), ("pipeline", True, 2.0), ("optimizer", True, 2.0)]
-        return [clipped(*kind) for kind in [*kinds, ("optimizer", False, float("inf"))]]
-
-    for rank in four.run(run):
-        for norm, told, apart in rank:
-            assert norm > 0.05 and told == pytest.approx(norm, rel=1e-6) and apart < 1e-8
+    kinds = [("pipeline", False, 2.0), ("pipeline", True, 2.0), ("optimizer", True, 2.0)]
+    rank = [clipped(*kind) for kind in [*kinds, ("optimizer", False, float("inf"))]]
+    for norm, told, apart in rank:
+        assert norm > 0.05 and told == pytest.approx(norm, rel=1e-6) and apart < 1e-8
 
 
-def test_pieces_are_clipped_by_the_norm_of_all_stages(four: World) -> None:
-    def run() -> tuple[float, float]:
-        whole = cases.gpt(2, tied=False)
-        cases.tokens_loss(whole(tokens()), tokens()).backward()
-        mesh = Mesh(pp=2, dp=2)
-        x = tokens().split(4)[mesh.dp.rank]
-        pipe = Pipeline(split(cases.gpt(2, tied=False), 2), mesh.pp, "1f1b", 2, cases.tokens_loss)
-        zero = ZeroOptimizer(pipe.parameters(), SGD, comm=mesh.dp, lr=0.1)
-        pipe.step(x, x)
-        norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])  # type: ignore[misc]
-        return norm.item(), zero.clip_grad_norm_(0.05).item()
+@on_each_rank("world4")
+def test_pieces_are_clipped_by_the_norm_of_all_stages() -> None:
+    whole = cases.gpt(2, tied=False)
+    cases.tokens_loss(whole(tokens()), tokens()).backward()
+    mesh = Mesh(pp=2, dp=2)
+    x = tokens().split(4)[mesh.dp.rank]
+    pipe = Pipeline(split(cases.gpt(2, tied=False), 2), mesh.pp, "1f1b", 2, cases.tokens_loss)
+    zero = ZeroOptimizer(pipe.parameters(), SGD, comm=mesh.dp, lr=0.1)
+    pipe.step(x, x)
+    norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])  # type: ignore[misc]
+    norm = norm.item()
+    told = zero.clip_grad_norm_(0.05).item()
+    assert told == pytest.approx(norm, rel=1e-6)
 
-    for norm, told in four.run(run):
-        assert told == pytest.approx(norm, rel=1e-6)
 
-
-def test_without_its_pipeline_a_stage_is_clipped_alone(four: World) -> None:
+@on_each_rank("world4")
+def test_without_its_pipeline_a_stage_is_clipped_alone() -> None:
     """Its ranks do not wait for others any more."""
+    import gc
 
-    def run() -> bool:
-        import gc
-
-        stages = [nn.Linear(2, 2) for _ in range(4)]
-        pipe = Pipeline(stages, None, "1f1b", 4, F.mse_loss)
-        del pipe
-        gc.collect()
-        own = stages[Comm().rank]
-        own(torch.ones(1, 2)).sum().backward()
-        return Comm().rank > 0 or clip_grad_norm(own, 1.0).item() > 0
-
-    assert all(four.run(run))
+    stages = [nn.Linear(2, 2) for _ in range(4)]
+    pipe = Pipeline(stages, None, "1f1b", 4, F.mse_loss)
+    del pipe
+    gc.collect()
+    own = stages[Comm().rank]
+    own(torch.ones(1, 2)).sum().backward()
+    assert Comm().rank > 0 or clip_grad_norm(own, 1.0).item() > 0
 
 
 # ---- a tie and pieces
@@ -233,34 +221,29 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_it_is_refused(four: World, run: Callable[[], None], expected: str) -> None:
+def test_it_is_refused(world4: World, run: Callable[[], None], expected: str) -> None:
     with pytest.raises(RankError) as caught:
-        four.run(run)
+        world4.run(run)
     assert expected in str(caught.value)
 
 
 # ---- what is allowed
 
 
-def test_a_pipeline_may_change_its_type_between_steps(four: World) -> None:
+@on_each_rank("world4")
+def test_a_pipeline_may_change_its_type_between_steps() -> None:
     """On all ranks, also those without parameters; their modes, too."""
-
-    def run() -> bool:
-        pipe = pipe_of(
-            nn.Embedding(5, 4), nn.Tanh(), loss_fn=lambda out, y: out.float().pow(2).mean()
-        )
-        x = torch.zeros(8, 2, dtype=torch.long)
-        pipe.step(x, x)
-        pipe.bfloat16().step(x, x)
-        pipe.eval().step(x, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            pipe.train().step(x, x)
-        return all(p.dtype == torch.bfloat16 for p in pipe.parameters())
-
-    assert all(four.run(run))
+    pipe = pipe_of(nn.Embedding(5, 4), nn.Tanh(), loss_fn=lambda out, y: out.float().pow(2).mean())
+    x = torch.zeros(8, 2, dtype=torch.long)
+    pipe.step(x, x)
+    pipe.bfloat16().step(x, x)
+    pipe.eval().step(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.train().step(x, x)
+    assert all(p.dtype == torch.bfloat16 for p in pipe.parameters())
 
 
-def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient(four: World) -> None:
+def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient(world4: World) -> None:
     def run() -> tuple[Any, Any, int]:
         x = X.clone().requires_grad_()
         with warnings.catch_warnings(record=True) as said:
@@ -269,77 +252,71 @@ def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient(four: World) -
         wanted = pipe_of(*linear()).step(X, Y)
         return loss, wanted, len(said)
 
-    first, (loss, wanted, said), *_ = four.run(run)
+    first, (loss, wanted, said), *_ = world4.run(run)
     assert first == (None, None, 0) and said == 0
     assert loss.shape == () and loss == wanted
 
 
-def test_the_state_of_the_model_is_whole(four: World) -> None:
+@on_each_rank("world4")
+def test_the_state_of_the_model_is_whole() -> None:
     """Of all stages, and of parameters cut by tensor parallelism; by either name."""
-
-    def run() -> bool:
-        mesh = Mesh(pp=2, tp=2)
-        model = tensor_parallel(cases.gpt(2, tied=False), mesh.tp)
-        pipe = Pipeline(split(model, 2), mesh.pp, "1f1b", 2, cases.tokens_loss)
-        whole = cases.gpt(2, tied=False).state_dict()
-        for state in (full_state_dict(pipe), pipe.full_state_dict()):
-            assert state.keys() == whole.keys()
-            assert all(torch.equal(x, whole[name]) for name, x in state.items())
-        return True
-
-    assert all(four.run(run))
+    mesh = Mesh(pp=2, tp=2)
+    model = tensor_parallel(cases.gpt(2, tied=False), mesh.tp)
+    pipe = Pipeline(split(model, 2), mesh.pp, "1f1b", 2, cases.tokens_loss)
+    whole = cases.gpt(2, tied=False).state_dict()
+    for state in (full_state_dict(pipe), pipe.full_state_dict()):
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(x, whole[name]) for name, x in state.items())
+    assert True
 
 
-def test_the_state_of_stages_in_zero3_is_whole(four: World) -> None:
+@on_each_rank("world4")
+def test_the_state_of_stages_in_zero3_is_whole() -> None:
     """Its clipping is by the norm of all stages, too."""
 
-    def run() -> tuple[bool, float, float]:
-        def stages() -> list[nn.Module]:
-            torch.manual_seed(0)
-            return [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double() for _ in range(2)]
+    def stages() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double() for _ in range(2)]
 
-        mesh = Mesh(pp=2, dp=2)
-        whole, mine = nn.Sequential(*stages()), stages()
-        zero = mine[mesh.pp.rank] = ZeRO3(mine[mesh.pp.rank], comm=mesh.dp)
-        pipe = Pipeline(mine, mesh.pp, "1f1b", 2, F.mse_loss)
-        state, wanted = pipe.full_state_dict(), whole.state_dict()
-        same = state.keys() == wanted.keys()
-        same &= all(torch.equal(x, wanted[name]) for name, x in state.items())
-        x = torch.ones(4, 3).double()
-        pipe.step(x, 2 * x)
-        F.mse_loss(whole(x), 2 * x).backward()
-        norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])  # type: ignore[misc]
-        return same, norm.item(), zero.clip_grad_norm_(0.05).item()
-
-    for same, norm, told in four.run(run):
-        assert same and told == pytest.approx(norm, rel=1e-6)
+    mesh = Mesh(pp=2, dp=2)
+    whole, mine = nn.Sequential(*stages()), stages()
+    zero = mine[mesh.pp.rank] = ZeRO3(mine[mesh.pp.rank], comm=mesh.dp)
+    pipe = Pipeline(mine, mesh.pp, "1f1b", 2, F.mse_loss)
+    state, wanted = pipe.full_state_dict(), whole.state_dict()
+    same = state.keys() == wanted.keys()
+    same &= all(torch.equal(x, wanted[name]) for name, x in state.items())
+    x = torch.ones(4, 3).double()
+    pipe.step(x, 2 * x)
+    F.mse_loss(whole(x), 2 * x).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in whole.parameters()])  # type: ignore[misc]
+    norm = norm.item()
+    told = zero.clip_grad_norm_(0.05).item()
+    assert same and told == pytest.approx(norm, rel=1e-6)
 
 
-def test_tied_replicas_add_up_the_gradients_of_steps(four: World) -> None:
+@on_each_rank("world4")
+def test_tied_replicas_add_up_the_gradients_of_steps() -> None:
     """DDP's gradients are its buckets, which the next step fills: what was there before must not
     be lost, be it a gradient, or zeros that an earlier one has left."""
-
-    def run() -> list[float]:
-        whole = cases.gpt(2, tied=True)
-        wanted = dict(whole.named_parameters(remove_duplicate=False))
-        _, pipe, x = of_two(tied=True)
-        apart = []
-        for targets, zeros in [((1, 2), False), ((3,), False), ((4,), True), ((5, 6), True)]:
-            whole.zero_grad(set_to_none=not zeros)
-            pipe.zero_grad(set_to_none=not zeros)
-            for more in targets:
-                cases.tokens_loss(whole(tokens()), (tokens() + more) % 11).backward()
-                pipe.step(x, (x + more) % 11)
-            found = pipe.module.named_parameters()
-            apart.append(max((p.grad - wanted[name].grad).abs().max().item() for name, p in found))  # type: ignore[operator]
-        return apart
-
-    for apart in four.run(run):
-        assert max(apart) < 1e-9
+    whole = cases.gpt(2, tied=True)
+    wanted = dict(whole.named_parameters(remove_duplicate=False))
+    _, pipe, x = of_two(tied=True)
+    apart = []
+    for targets, zeros in [((1, 2), False), ((3,), False), ((4,), True), ((5, 6), True)]:
+        whole.zero_grad(set_to_none=not zeros)
+        pipe.zero_grad(set_to_none=not zeros)
+        for more in targets:
+            cases.tokens_loss(whole(tokens()), (tokens() + more) % 11).backward()
+            pipe.step(x, (x + more) % 11)
+        found = pipe.module.named_parameters()
+        apart.append(max((p.grad - wanted[name].grad).abs().max().item() for name, p in found))  # type: ignore[operator]
+    assert max(apart) < 1e-9
 
 
 @pytest.mark.parametrize("kind", [DDP, ZeRO3])
-def test_the_norm_is_the_same_to_the_bit_where_a_stage_adds_nothing(four: World, kind: Any) -> None:
+def test_the_norm_is_the_same_to_the_bit_where_a_stage_adds_nothing(
+    world4: World, kind: Any
+) -> None:
     """A last stage that has but the tied weight, or, in ZeRO3, nothing to train."""
 
     def run() -> float:
@@ -354,7 +331,7 @@ def test_the_norm_is_the_same_to_the_bit_where_a_stage_adds_nothing(four: World,
         pipe.step(torch.ones(4, 3).double(), torch.ones(4, 3).double())
         return clip_grad_norm(pipe, 0.01).item()
 
-    assert len(set(four.run(run))) == 1
+    assert len(set(world4.run(run))) == 1
 
 
 # ---- faults
@@ -364,10 +341,8 @@ def counts_all_copies() -> Any:
     return patch.object(Pipeline, "counts_here", lambda self, p: True)
 
 
-def test_faulty_clipping_is_found(four: World) -> None:
-    def run() -> bool:
-        with counts_all_copies():
-            norm, told, _ = clipped("optimizer", True, 2.0)
-        return abs(norm - told) > 1e-3 * norm
-
-    assert all(four.run(run))
+@on_each_rank("world4")
+def test_faulty_clipping_is_found() -> None:
+    with counts_all_copies():
+        norm, told, _ = clipped("optimizer", True, 2.0)
+    assert abs(norm - told) > 1e-3 * norm

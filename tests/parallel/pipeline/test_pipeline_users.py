@@ -4,7 +4,7 @@ have hooks, or run in autocast."""
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from itertools import product
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from each_rank import on_each_rank
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.recompute import recompute
 from labkit.parallel.pipeline import virtual_stage
@@ -25,12 +26,6 @@ from labkit.parallel.pipeline.stages import Layers, layers_of, measure_costs, sp
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=15) as world:
-        yield world
 
 
 def stages(count: int = 2, width: int = 4) -> list[nn.Module]:
@@ -148,10 +143,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_stage_cannot_do_is_told(pair: World, what: str) -> None:
+def test_what_a_stage_cannot_do_is_told(world2: World, what: str) -> None:
     job, told = REFUSED[what]
     with pytest.raises(RankError) as caught:
-        pair.run(job)
+        world2.run(job)
     assert told in str(caught.value)
 
 
@@ -172,30 +167,27 @@ class Again(nn.Module):
         return checkpoint(self.module, x, use_reentrant=False) * self.later
 
 
-def test_halves_with_recompute_and_hooks(pair: World) -> None:
+@on_each_rank("world2")
+def test_halves_with_recompute_and_hooks() -> None:
     """A stage that computes again inside its backward has halves all the same; hooks of parameters
     get gradients alone."""
-
-    def run() -> None:
-        x, y = batch()
-        for kind in ("labkit", "torch"):
-            for outside in (False, True):
-                whole = nn.Sequential(*(Again(one, kind) for one in stages()))
-                F.mse_loss(whole(x), y).backward()
-                given = [Again(one, kind) for one in stages()]
-                pipe = Pipeline(given, None, "zb-h1", 4, F.mse_loss, recompute=outside)
-                hooked: list[bool] = []
-                for p in pipe.parameters():
-                    p.register_hook(lambda g, to=hooked: to.append(g is not None))
-                pipe.step(x, y)
-                same_gradients(pipe, whole)
-                assert hooked and all(hooked)
-                assert [one.later for one in given] == [0.5, 0.5]
-
-    pair.run(run)
+    x, y = batch()
+    for kind in ("labkit", "torch"):
+        for outside in (False, True):
+            whole = nn.Sequential(*(Again(one, kind) for one in stages()))
+            F.mse_loss(whole(x), y).backward()
+            given = [Again(one, kind) for one in stages()]
+            pipe = Pipeline(given, None, "zb-h1", 4, F.mse_loss, recompute=outside)
+            hooked: list[bool] = []
+            for p in pipe.parameters():
+                p.register_hook(lambda g, to=hooked: to.append(g is not None))
+            pipe.step(x, y)
+            same_gradients(pipe, whole)
+            assert hooked and all(hooked)
+            assert [one.later for one in given] == [0.5, 0.5]
 
 
-def test_halves_put_off_what_is_computed_again(pair: World) -> None:
+def test_halves_put_off_what_is_computed_again(world2: World) -> None:
     """The first half leaves no gradient of a linear layer behind, recomputed or not."""
 
     def run() -> None:
@@ -212,7 +204,7 @@ def test_halves_put_off_what_is_computed_again(pair: World) -> None:
             pipe.step(x, y)
         assert seen == [2] * 4
 
-    pair.run(run)
+    world2.run(run)
 
 
 # ---- autocast, replicas, memory, updates
@@ -253,8 +245,8 @@ def backward_is_outside_of_autocast() -> None:
                 assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)  # type: ignore[operator]
 
 
-def test_backward_is_outside_of_autocast(pair: World) -> None:
-    pair.run(backward_is_outside_of_autocast)
+def test_backward_is_outside_of_autocast(world2: World) -> None:
+    world2.run(backward_is_outside_of_autocast)
 
 
 def a_stage_in_ddp_is_entered_once() -> None:
@@ -279,11 +271,11 @@ def a_stage_in_ddp_is_entered_once() -> None:
     assert counts[0] == counts[2] and counts[1] == counts[3], counts
 
 
-def test_a_stage_in_ddp_is_entered_once(pair: World) -> None:
-    pair.run(a_stage_in_ddp_is_entered_once)
+def test_a_stage_in_ddp_is_entered_once(world2: World) -> None:
+    world2.run(a_stage_in_ddp_is_entered_once)
 
 
-def test_a_pipeline_goes_when_nobody_has_it(pair: World) -> None:
+def test_a_pipeline_goes_when_nobody_has_it(world2: World) -> None:
     def run() -> bool:
         pipe = Pipeline(stages(), None, "1f1b", 4, F.mse_loss)
         pipe.step(*batch())
@@ -296,35 +288,32 @@ def test_a_pipeline_goes_when_nobody_has_it(pair: World) -> None:
         finally:
             gc.enable()
 
-    assert pair.run(run) == [True, True]
+    assert world2.run(run) == [True, True]
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_stage_among_updates(pair: World, frozen: int) -> None:
+@on_each_rank("world2")
+def test_a_frozen_stage_among_updates(frozen: int) -> None:
     """It updates nothing; the other trains as if alone, by each micro-batch's own mean."""
-
-    def run() -> None:
-        x, y = batch(6)
-        given = stages()
-        given[frozen].requires_grad_(False)
-        whole = nn.Sequential(*deepcopy(given))
-        optimizer = sgd([p for p in whole.parameters() if p.requires_grad])
-        text = "F0 B0 U0 F1 B1 U1 F2 B2 U2"
-        schedule = parse_schedule("\n".join([text] * 2))
-        pipe = Pipeline(given, None, schedule, None, F.mse_loss, optimizer=sgd)
-        assert pipe._optimizer is not None
-        with patch.object(pipe._optimizer, "step", wraps=pipe._optimizer.step) as steps:
-            pipe.step(x, y)
-        assert steps.call_count == 3  # whoever records a step finds each action
-        for one, wanted in zip(x.split(2), y.split(2), strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(whole(one), wanted).backward()
-            optimizer.step()
-        state = whole.state_dict()
-        for name, p in pipe.module.named_parameters():
-            torch.testing.assert_close(p, state[name], check_stride=False, msg=name)
-
-    pair.run(run)
+    x, y = batch(6)
+    given = stages()
+    given[frozen].requires_grad_(False)
+    whole = nn.Sequential(*deepcopy(given))
+    optimizer = sgd([p for p in whole.parameters() if p.requires_grad])
+    text = "F0 B0 U0 F1 B1 U1 F2 B2 U2"
+    schedule = parse_schedule("\n".join([text] * 2))
+    pipe = Pipeline(given, None, schedule, None, F.mse_loss, optimizer=sgd)
+    assert pipe._optimizer is not None
+    with patch.object(pipe._optimizer, "step", wraps=pipe._optimizer.step) as steps:
+        pipe.step(x, y)
+    assert steps.call_count == 3  # whoever records a step finds each action
+    for one, wanted in zip(x.split(2), y.split(2), strict=True):
+        optimizer.zero_grad()
+        F.mse_loss(whole(one), wanted).backward()
+        optimizer.step()
+    state = whole.state_dict()
+    for name, p in pipe.module.named_parameters():
+        torch.testing.assert_close(p, state[name], check_stride=False, msg=name)
 
 
 # ---- deliberate faults
@@ -348,10 +337,10 @@ def enters_ddp_again() -> Any:
         (enters_ddp_again, a_stage_in_ddp_is_entered_once),
     ],
 )
-def test_a_fault_is_found(pair: World, fault: Any, check: Any) -> None:
+def test_a_fault_is_found(world2: World, fault: Any, check: Any) -> None:
     def run() -> None:
         with fault():
             check()
 
     with pytest.raises(RankError):
-        pair.run(run)
+        world2.run(run)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from each_rank import on_each_rank
 from labkit import (
     DDP,
     GPT,
@@ -161,22 +162,19 @@ def test_odd_sizes_types_and_layouts_have_the_same_bits(six: World) -> None:
         six.run(run, axes)
 
 
-def test_one_rank_and_one_stage_are_the_same_code(six: World) -> None:
+@on_each_rank("six")
+def test_one_rank_and_one_stage_are_the_same_code() -> None:
     """pp x 1 has nobody to share with; of 1 x tp nothing travels, chunks or not."""
-
-    def run() -> None:
-        mesh = Mesh(pp=6, tp=1)
-        x = torch.ones(6, 2, 3).double()
-        assert_same_bits(lambda: layers(6), mesh, x, F.mse_loss, microbatches=3)
-        mesh = Mesh(pp=1, tp=6)
-        pipe = Pipeline(
-            layers(2), mesh.pp, "interleaved", 2, F.mse_loss, chunks=2, scatter_gather=mesh.tp
-        )
-        with listen() as events:
-            pipe.step(x, x)
-        assert not events
-
-    six.run(run)
+    mesh = Mesh(pp=6, tp=1)
+    x = torch.ones(6, 2, 3).double()
+    assert_same_bits(lambda: layers(6), mesh, x, F.mse_loss, microbatches=3)
+    mesh = Mesh(pp=1, tp=6)
+    pipe = Pipeline(
+        layers(2), mesh.pp, "interleaved", 2, F.mse_loss, chunks=2, scatter_gather=mesh.tp
+    )
+    with listen() as events:
+        pipe.step(x, x)
+    assert not events
 
 
 # ---- what travels, and when
@@ -226,34 +224,29 @@ def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World) -> None:
         six.run(sends_its_part, axes)
 
 
-def test_receives_are_posted_ahead_and_joined_when_taken(six: World) -> None:
+@on_each_rank("six")
+def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
     """By the order of events: the receive of micro-batch k + 1 stands before forward k runs, and
     its all-gather does not begin before forward k is done."""
+    mesh, m = Mesh(pp=3, tp=2), 5
+    log: list[tuple[str, int]] = []
 
-    def run() -> None:
-        mesh, m = Mesh(pp=3, tp=2), 5
-        log: list[tuple[str, int]] = []
-
-        stages = [nn.Linear(4, 4) for _ in range(3)]
-        for one in stages:
-            one.register_forward_pre_hook(lambda *_: log.append(("forward", 0)))
-        pipe = Pipeline(stages, mesh.pp, "gpipe", m, F.mse_loss, scatter_gather=mesh.tp)
-        x = torch.ones(m, 4)
+    stages = [nn.Linear(4, 4) for _ in range(3)]
+    for one in stages:
+        one.register_forward_pre_hook(lambda *_: log.append(("forward", 0)))
+    pipe = Pipeline(stages, mesh.pp, "gpipe", m, F.mse_loss, scatter_gather=mesh.tp)
+    x = torch.ones(m, 4)
+    pipe.step(x, x)
+    log.clear()
+    with door.listen_with(lambda event: log.append((event.op, event.tag))):
         pipe.step(x, x)
-        log.clear()
-        with door.listen_with(lambda event: log.append((event.op, event.tag))):
-            pipe.step(x, x)
-        if mesh.pp.rank == 0:
-            return
-        forwards = [i for i, (what, _) in enumerate(log) if what == "forward"]
-        posts = [i for i, one in enumerate(log) if one == ("recv", DATA["activation"])]
-        joins = [i for i, (what, _) in enumerate(log) if what == "all_gather"][:m]
-        assert len(posts) == len(forwards) == len(joins) == m
-        assert all(
-            posts[k + 1] < forwards[k] < joins[k + 1] < forwards[k + 1] for k in range(m - 1)
-        )
-
-    six.run(run)
+    if mesh.pp.rank == 0:
+        return
+    forwards = [i for i, (what, _) in enumerate(log) if what == "forward"]
+    posts = [i for i, one in enumerate(log) if one == ("recv", DATA["activation"])]
+    joins = [i for i, (what, _) in enumerate(log) if what == "all_gather"][:m]
+    assert len(posts) == len(forwards) == len(joins) == m
+    assert all(posts[k + 1] < forwards[k] < joins[k + 1] < forwards[k + 1] for k in range(m - 1))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tensor_contract as contract
+from each_rank import on_each_rank
 from labkit import GPT, Comm, World
 from labkit.models.attention import PlainAttention
 from labkit.models.dropout import Dropout
@@ -129,15 +130,13 @@ def test_dropout_of_replicas_alone_is_that_of_a_single_process(world2: World) ->
     check_runs(cut, alone[0])
 
 
-def test_nothing_is_dropped_in_evaluation(world2: World) -> None:
-    def run() -> bool:
-        model = tensor_parallel(contract.model_of(dropout=0.2), Comm(), sequence=True).eval()
-        state = torch.get_rng_state()
-        tokens = torch.zeros(2, 12, dtype=torch.long)
-        same = torch.equal(model(tokens), model(tokens))
-        return same and torch.equal(torch.get_rng_state(), state)
-
-    assert world2.run(run) == [True, True]
+@on_each_rank("world2")
+def test_nothing_is_dropped_in_evaluation() -> None:
+    model = tensor_parallel(contract.model_of(dropout=0.2), Comm(), sequence=True).eval()
+    state = torch.get_rng_state()
+    tokens = torch.zeros(2, 12, dtype=torch.long)
+    same = torch.equal(model(tokens), model(tokens))
+    assert same and torch.equal(torch.get_rng_state(), state)
 
 
 def test_own_numbers(world2: World) -> None:

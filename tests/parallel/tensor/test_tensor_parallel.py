@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tensor_contract as contract
+from each_rank import on_each_rank
 from labkit import (
     Comm,
     Link,
@@ -40,12 +41,6 @@ def world(request: Any) -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 # ---- the same model
 
 
@@ -67,7 +62,7 @@ def test_other_models(world: World, way: str, changes: dict[str, Any]) -> None:
     check_equal_to_single(world, WAYS[way], **changes)
 
 
-def test_the_formula_of_the_paper(pair: World) -> None:
+def test_the_formula_of_the_paper(world2: World) -> None:
     """8 (t-1)/t b s w elements a layer, and 10 (t-1)/t: what one layer more adds."""
 
     def of_a_layer(sequence: bool) -> float:
@@ -79,9 +74,9 @@ def test_the_formula_of_the_paper(pair: World) -> None:
             sent.append(sum(event.bus_bytes for event in events))
         return (sent[1] - sent[0]) / 8 / (3 * 8 * contract.WIDTH)
 
-    assert pair.run(of_a_layer, False) == [8 / 2] * 2
+    assert world2.run(of_a_layer, False) == [8 / 2] * 2
     small = 6 * contract.WIDTH * 2 / 2 / (3 * 8 * contract.WIDTH)  # gradients of norms, biases
-    assert pair.run(of_a_layer, True) == [10 / 2 + small] * 2
+    assert world2.run(of_a_layer, True) == [10 / 2 + small] * 2
 
 
 @pytest.mark.slow
@@ -139,81 +134,71 @@ def test_parameters_that_arrive_during_forward_are_waited_for(stage: int) -> Non
 
 
 @ways
-def test_logits_that_stay_where_they_are(pair: World, way: str) -> None:
+@on_each_rank("world2")
+def test_logits_that_stay_where_they_are(way: str) -> None:
     """Each rank has those of its part of the vocabulary, and the loss of all."""
-
-    def run() -> float:
-        comm = Comm()
-        found = []
-        batch = Text().batch(0, contract.ROWS, contract.LENGTH)
-        for gather in (True, False):
-            model = tensor_parallel(
-                model_of(vocab=257), comm, sequence=way == "sequence", gather_logits=gather
-            )
-            logits = model(batch.x)
-            assert logits.shape[-1] == (257 if gather else 129)
-            if gather:
-                loss(logits, batch).backward()
-            else:
-                vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
-            found.append([p.grad for p in model.parameters()])
-        return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))  # type: ignore[operator]
-
-    assert max(pair.run(run)) <= contract.AGREE
+    comm = Comm()
+    found = []
+    batch = Text().batch(0, contract.ROWS, contract.LENGTH)
+    for gather in (True, False):
+        model = tensor_parallel(
+            model_of(vocab=257), comm, sequence=way == "sequence", gather_logits=gather
+        )
+        logits = model(batch.x)
+        assert logits.shape[-1] == (257 if gather else 129)
+        if gather:
+            loss(logits, batch).backward()
+        else:
+            vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert (max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))) <= contract.AGREE
 
 
-def test_a_copy_is_a_model_of_its_own(pair: World) -> None:
-    def run() -> None:
-        model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
-        tokens = torch.arange(24).view(2, 12)
-        before, other = model(tokens), deepcopy(model)
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(0.5)
-        assert torch.equal(model(tokens), before)
-        after = other(tokens)
-        assert not torch.allclose(after, before)
-        after.sum().backward()
-        assert all(p.grad is None for p in model.parameters())
-        assert all(p.grad is not None and shard_of(p) == shard_of(q) for p, q in zip(
-            other.parameters(), model.parameters(), strict=True
-        ))  # fmt: skip
-
-    pair.run(run)
+@on_each_rank("world2")
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
+    tokens = torch.arange(24).view(2, 12)
+    before, other = model(tokens), deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.5)
+    assert torch.equal(model(tokens), before)
+    after = other(tokens)
+    assert not torch.allclose(after, before)
+    after.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None and shard_of(p) == shard_of(q) for p, q in zip(
+        other.parameters(), model.parameters(), strict=True
+    ))  # fmt: skip
 
 
-def test_what_a_rank_holds(pair: World) -> None:
+@on_each_rank("world2")
+def test_what_a_rank_holds() -> None:
     """1/t of what is cut, the rest whole; every part has its mark."""
-
-    def run() -> None:
-        comm, whole = Comm(), model_of()
-        model = tensor_parallel(model_of(), comm)
-        for name, p in model.named_parameters():
-            was, shard = whole.get_parameter(name), shard_of(p)
-            if name.endswith(("out.bias", "down.bias", "positions.weight")) or "norm" in name:
-                assert shard is None and torch.equal(p, was)
-                continue
-            assert shard is not None and p.numel() == was.numel() // 2 and p.is_contiguous()
-            assert p.untyped_storage().nbytes() == p.nbytes, "the whole is not kept alive"
-            assert (shard.start, shard.stop) == (comm.rank * len(p), (comm.rank + 1) * len(p)) or (
-                shard.dim == 1 and name.endswith(("out.weight", "down.weight"))
-            )
-            assert torch.equal(p, was.narrow(shard.dim, shard.start, shard.stop - shard.start))
-        assert model.head.weight is model.embed.tokens.weight  # type: ignore[union-attr]
-
-    pair.run(run)
+    comm, whole = Comm(), model_of()
+    model = tensor_parallel(model_of(), comm)
+    for name, p in model.named_parameters():
+        was, shard = whole.get_parameter(name), shard_of(p)
+        if name.endswith(("out.bias", "down.bias", "positions.weight")) or "norm" in name:
+            assert shard is None and torch.equal(p, was)
+            continue
+        assert shard is not None and p.numel() == was.numel() // 2 and p.is_contiguous()
+        assert p.untyped_storage().nbytes() == p.nbytes, "the whole is not kept alive"
+        assert (shard.start, shard.stop) == (comm.rank * len(p), (comm.rank + 1) * len(p)) or (
+            shard.dim == 1 and name.endswith(("out.weight", "down.weight"))
+        )
+        assert torch.equal(p, was.narrow(shard.dim, shard.start, shard.stop - shard.start))
+    assert model.head.weight is model.embed.tokens.weight  # type: ignore[union-attr]
 
 
-def test_a_model_starts_as_rank_0s(pair: World) -> None:
-    def run() -> bool:
-        model = model_of()
-        if Comm().rank == 1:
-            nn.init.zeros_(model.norm.bias)
-            nn.init.zeros_(model.blocks[0].mlp.up.weight)  # type: ignore[union-attr, arg-type]
-        tensor_parallel(model, Comm())
-        return bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())  # type: ignore[union-attr, operator]
-
-    assert pair.run(run) == [True, True]
+@on_each_rank("world2")
+def test_a_model_starts_as_rank_0s() -> None:
+    model = model_of()
+    if Comm().rank == 1:
+        nn.init.zeros_(model.norm.bias)
+        nn.init.zeros_(model.blocks[0].mlp.up.weight)  # type: ignore[union-attr, arg-type]
+    tensor_parallel(model, Comm())
+    assert bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())
 
 
 # ---- overlap
@@ -221,12 +206,12 @@ def test_a_model_starts_as_rank_0s(pair: World) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_input_gradient_travels_while_the_weights_is_computed(
-    pair: World, sequence: bool
+    world2: World, sequence: bool
 ) -> None:
-    contract.check_overlap(pair, sequence)
+    contract.check_overlap(world2, sequence)
 
 
-def test_one_input_is_gathered_and_its_gradient_sent_once(pair: World) -> None:
+def test_one_input_is_gathered_and_its_gradient_sent_once(world2: World) -> None:
     """q, k and v: not three times."""
 
     def run() -> list[str]:
@@ -239,79 +224,74 @@ def test_one_input_is_gathered_and_its_gradient_sent_once(pair: World) -> None:
 
     gather, scatter, reduce = "all_gather", "reduce_scatter", "all_reduce"
     forward, backward = [gather, scatter], [reduce, gather, gather, scatter]  # of the bias first
-    assert [sorted(ops) for ops in pair.run(run)] == [sorted(forward + backward)] * 2
+    assert [sorted(ops) for ops in world2.run(run)] == [sorted(forward + backward)] * 2
 
 
 # ---- the layers by themselves
 
 
-def test_layers_without_a_model(pair: World) -> None:
+@on_each_rank("world2")
+def test_layers_without_a_model() -> None:
     """Used twice, without bias, with a frozen weight, of two dims; by sizes as by `from_linear`."""
-
-    def run() -> None:
-        comm = Comm()
-        torch.manual_seed(0)
-        up, down = nn.Linear(6, 8).double(), nn.Linear(8, 6, bias=False).double()
-        up.weight.requires_grad_(False)
-        column = ColumnParallelLinear.from_linear(up, comm)
-        row = RowParallelLinear.from_linear(down, comm)
-        assert not column.weight.requires_grad and "(4, 6) of (8, 6)" in repr(column)
-        for shape in ((6,), (3, 6), (2, 3, 6)):
-            results = []
-            for first, last in ((up, down), (column, row)):
-                torch.manual_seed(1)
-                x = torch.randn(shape, dtype=torch.float64).requires_grad_()
-                once = last(torch.tanh(first(x)))
-                last(torch.tanh(first(once))).square().sum().backward()
-                results.append((once.detach(), x.grad))
-            for a, b in zip(*results, strict=True):
-                assert torch.allclose(a, b, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-        assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
-        mine = up.bias.grad.chunk(2)[comm.rank]
-        assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-        mine = down.weight.grad.chunk(2, 1)[comm.rank]
-        assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        made = ColumnParallelLinear(6, 8, comm)
-        assert torch.equal(made.weight.double(), column.weight)
-
-    pair.run(run)
+    comm = Comm()
+    torch.manual_seed(0)
+    up, down = nn.Linear(6, 8).double(), nn.Linear(8, 6, bias=False).double()
+    up.weight.requires_grad_(False)
+    column = ColumnParallelLinear.from_linear(up, comm)
+    row = RowParallelLinear.from_linear(down, comm)
+    assert not column.weight.requires_grad and "(4, 6) of (8, 6)" in repr(column)
+    for shape in ((6,), (3, 6), (2, 3, 6)):
+        results = []
+        for first, last in ((up, down), (column, row)):
+            torch.manual_seed(1)
+            x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+            once = last(torch.tanh(first(x)))
+            last(torch.tanh(first(once))).square().sum().backward()
+            results.append((once.detach(), x.grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
+    mine = up.bias.grad.chunk(2)[comm.rank]
+    assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    mine = down.weight.grad.chunk(2, 1)[comm.rank]
+    assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    made = ColumnParallelLinear(6, 8, comm)
+    assert torch.equal(made.weight.double(), column.weight)
 
 
 @ways
 @pytest.mark.parametrize("casting", ["labkit", "torch", "module"])
-def test_bfloat16(pair: World, way: str, casting: str) -> None:
+@on_each_rank("world2")
+def test_bfloat16(way: str, casting: str) -> None:
     """Autocast or a model in bf16: what layers send has 2 bytes, gradients have the type of their
     parameters, and the loss is near that of fp64."""
-
-    def run() -> tuple[float, float, set[str]]:
-        tokens = torch.arange(24).view(2, 12)
-        expected = float(model_of()(tokens).logsumexp(-1).mean())
-        model: Any = WAYS[way](model_of().float(), Comm())
-        x = torch.ones(2, 12 // (1 + (way == "sequence")), contract.WIDTH, requires_grad=True)
-        if casting == "module":
-            model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
-        cast = {
-            "labkit": lambda: autocast(torch.bfloat16),
-            "torch": lambda: torch.autocast("cpu", torch.bfloat16),
-            "module": torch.enable_grad,
-        }[casting]
+    tokens = torch.arange(24).view(2, 12)
+    expected = float(model_of()(tokens).logsumexp(-1).mean())
+    model: Any = WAYS[way](model_of().float(), Comm())
+    x = torch.ones(2, 12 // (1 + (way == "sequence")), contract.WIDTH, requires_grad=True)
+    if casting == "module":
+        model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+    cast = {
+        "labkit": lambda: autocast(torch.bfloat16),
+        "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+        "module": torch.enable_grad,
+    }[casting]
+    with cast():
+        value = model(tokens).float().logsumexp(-1).mean()
+    value.backward()
+    for p in model.parameters():
+        assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
+    with listen() as events:
         with cast():
-            value = model(tokens).float().logsumexp(-1).mean()
-        value.backward()
-        for p in model.parameters():
-            assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
-        with listen() as events:
-            with cast():
-                y = model.blocks[0](x)
-            y.sum().backward()
-        layers = [event for event in events if len(event.shape) == 3]
-        assert len(layers) == (10 if way == "sequence" else 4)
-        return expected, float(value), {event.dtype for event in layers}
-
-    for expected, found, dtypes in pair.run(run):
-        assert abs(found - expected) < 0.05 * abs(expected)
-        assert dtypes == {"bfloat16"}
+            y = model.blocks[0](x)
+        y.sum().backward()
+    layers = [event for event in events if len(event.shape) == 3]
+    assert len(layers) == (10 if way == "sequence" else 4)
+    found = float(value)
+    dtypes = {event.dtype for event in layers}
+    assert abs(found - expected) < 0.05 * abs(expected)
+    assert dtypes == {"bfloat16"}
 
 
 # ---- bad input
@@ -332,30 +312,30 @@ def test_heads_that_do_not_divide() -> None:
             trio.run(lambda: ColumnParallelLinear(4, 10, Comm()))
 
 
-def test_a_layer_edited_twice(pair: World) -> None:
+def test_a_layer_edited_twice(world2: World) -> None:
     def run() -> None:
         model = tensor_parallel(model_of(), Comm())
         tensor_parallel(model, Comm())
 
     with pytest.raises(RankError, match="blocks.0.attn.q is cut over 2 ranks already"):
-        pair.run(run)
+        world2.run(run)
 
 
-def test_a_model_in_which_nothing_is_found(pair: World) -> None:
+def test_a_model_in_which_nothing_is_found(world2: World) -> None:
     with pytest.raises(RankError, match="Sequential has nothing that tensor_parallel knows to cut"):
-        pair.run(lambda: tensor_parallel(nn.Sequential(nn.Linear(2, 2)), Comm()))
+        world2.run(lambda: tensor_parallel(nn.Sequential(nn.Linear(2, 2)), Comm()))
 
 
-def test_a_sequence_that_does_not_divide(pair: World) -> None:
+def test_a_sequence_that_does_not_divide(world2: World) -> None:
     def run() -> None:
         model = tensor_parallel(model_of(), Comm(), sequence=True)
         model(torch.zeros(2, 11, dtype=torch.long))
 
     with pytest.raises(RankError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):
-        pair.run(run)
+        world2.run(run)
 
 
-def test_an_input_that_differs_is_found(pair: World) -> None:
+def test_an_input_that_differs_is_found(world2: World) -> None:
     def run(by_name: bool) -> None:
         model = tensor_parallel(model_of(), Comm())
         tokens = torch.full((2, 12), Comm().rank)
@@ -363,17 +343,17 @@ def test_an_input_that_differs_is_found(pair: World) -> None:
 
     for by_name in (True, False):
         with pytest.raises(RankError, match="the input differs between the ranks(.|\n)*same batch"):
-            pair.run(run, by_name)
+            world2.run(run, by_name)
 
 
-def test_a_random_state_that_differs_is_found(pair: World) -> None:
+def test_a_random_state_that_differs_is_found(world2: World) -> None:
     def run() -> None:
         model = tensor_parallel(model_of(dropout=0.1), Comm())
         torch.manual_seed(Comm().rank)
         model(torch.zeros(2, 12, dtype=torch.long))
 
     with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
-        pair.run(run)
+        world2.run(run)
 
 
 def test_without_checks_nothing_is_compared() -> None:

@@ -2,7 +2,6 @@
 parallelism cannot get right is refused, the rest is as in one process."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from each_rank import on_each_rank
 from labkit import (
     GPT,
     Comm,
@@ -26,12 +26,6 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.footprint import footprint
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[World]:
-    with World(3) as world:
-        yield world
 
 
 class Mlp(nn.Module):
@@ -133,23 +127,20 @@ def test_what_would_not_stay_tied_is_refused(world2: World) -> None:
         world2.run(run)
 
 
-def test_a_look_at_one_projection_changes_nothing(world2: World) -> None:
+@on_each_rank("world2")
+def test_a_look_at_one_projection_changes_nothing() -> None:
     """q, k and v are computed together, when the first is asked for."""
-
-    def run() -> tuple[bool, bool]:
-        torch.manual_seed(0)
-        attention: Any = tensor_parallel(GPT.preset("tiny").double(), Comm()).blocks[0].attn
-        x = torch.randn(2, 16, 12, dtype=torch.float64)
-        with torch.no_grad():
-            attention.k(x)
-        attention(x).square().sum().backward()
-        has_gradient = attention.q.weight.grad is not None
+    torch.manual_seed(0)
+    attention: Any = tensor_parallel(GPT.preset("tiny").double(), Comm()).blocks[0].attn
+    x = torch.randn(2, 16, 12, dtype=torch.float64)
+    with torch.no_grad():
         attention.k(x)
-        with torch.no_grad():
-            attention.q.weight.mul_(2)
-        return has_gradient, torch.equal(attention(x), attention(x.clone()))
-
-    assert world2.run(run) == [(True, True)] * 2
+    attention(x).square().sum().backward()
+    has_gradient = attention.q.weight.grad is not None
+    attention.k(x)
+    with torch.no_grad():
+        attention.q.weight.mul_(2)
+    assert (has_gradient, torch.equal(attention(x), attention(x.clone()))) == (True, True)
 
 
 class WithTargets(GPT):
@@ -201,7 +192,7 @@ def gated_gpt() -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, trio: World, size: int) -> None:
+def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, world3: World, size: int) -> None:
     """Weights as of one process; up and gate get one x: a layer still sends four all-reduces."""
 
     def run(sequence: bool) -> tuple[float, int, tuple[int, ...]]:
@@ -223,7 +214,7 @@ def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, trio: World, size
         summed = [e for e in events if e.op == "all_reduce" and e.payload_bytes == x_bytes]
         return off, len(summed), tuple(model.blocks[0].mlp.gate.weight.shape)
 
-    world = world2 if size == 2 else trio
+    world = world2 if size == 2 else world3
     for off, summed, gate in world.run(run, False):
         assert off < 1e-10 and gate == (36 // size, 24)
         assert summed == 2 * 4 + 2, "four a layer, and of the embedding and the head's input"
@@ -231,14 +222,12 @@ def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, trio: World, size
         assert off < 1e-10
 
 
-def test_the_predicted_bytes_of_a_gated_model_are_what_is_held(world2: World) -> None:
-    def run() -> tuple[int, int]:
-        plain, comm = gated_gpt(), Comm()
-        predicted = footprint(plain, comm.size, 24).parameter_bytes
-        return predicted, sum(p.nbytes for p in tensor_parallel(plain, comm).parameters())
-
-    for predicted, held in world2.run(run):
-        assert predicted == held
+@on_each_rank("world2")
+def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
+    plain, comm = gated_gpt(), Comm()
+    predicted = footprint(plain, comm.size, 24).parameter_bytes
+    held = sum(p.nbytes for p in tensor_parallel(plain, comm).parameters())
+    assert predicted == held
 
 
 def test_a_gate_that_is_no_gate_is_refused_by_name(world2: World) -> None:

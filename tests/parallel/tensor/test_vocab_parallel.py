@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vocab_checks
+from each_rank import on_each_rank
 from labkit import Comm, World, dry_run, listen, recompute
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import vocab as vocab_parallel
@@ -76,83 +77,70 @@ def test_huge_logits_do_not_overflow(world: World) -> None:
     world.run(vocab_checks.loss_is_torchs, vocab_parallel, 10, 1e4)
 
 
-def test_a_rank_whose_logits_are_far_below_the_others_adds_nothing(world4: World) -> None:
-    def off() -> float:
-        comm = Comm()
-        whole = torch.zeros(1, 8) + torch.tensor([1e30, 1e30, 0, 0, -1e30, -1e30, -math.inf, 0])
-        y = torch.tensor([1])
-        found = vocab_parallel_cross_entropy(own_logits(whole, comm), y, comm)
-        return abs(float(found - F.cross_entropy(whole, y)))
-
-    assert max(world4.run(off)) < 1e-6
+@on_each_rank("world4")
+def test_a_rank_whose_logits_are_far_below_the_others_adds_nothing() -> None:
+    comm = Comm()
+    whole = torch.zeros(1, 8) + torch.tensor([1e30, 1e30, 0, 0, -1e30, -1e30, -math.inf, 0])
+    y = torch.tensor([1])
+    found = vocab_parallel_cross_entropy(own_logits(whole, comm), y, comm)
+    assert (abs(float(found - F.cross_entropy(whole, y)))) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_byte_logits_are_computed_in_float32(world4: World, dtype: torch.dtype) -> None:
-    def run() -> None:
-        comm = Comm()
-        torch.manual_seed(2)
-        whole = (torch.randn(40, 1000) * 3).to(dtype)
-        y = torch.randint(0, 1000, (40,))
-        there = whole.clone().requires_grad_()
-        here = own_logits(whole, comm).clone().requires_grad_()
-        expected = F.cross_entropy(there.float(), y)
-        with listen() as events:
-            loss = vocab_parallel_cross_entropy(here, y, comm)
-        assert loss.dtype == torch.float32 and {e.dtype for e in events} == {"float32"}
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        expected.backward()
-        loss.backward()
-        assert here.grad is not None and there.grad is not None and here.grad.dtype == dtype
-        own = there.grad.chunk(4, -1)[comm.rank]
-        torch.testing.assert_close(here.grad, own, rtol=0.01, atol=1e-7)
-
-    world4.run(run)
+@on_each_rank("world4")
+def test_two_byte_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
+    comm = Comm()
+    torch.manual_seed(2)
+    whole = (torch.randn(40, 1000) * 3).to(dtype)
+    y = torch.randint(0, 1000, (40,))
+    there = whole.clone().requires_grad_()
+    here = own_logits(whole, comm).clone().requires_grad_()
+    expected = F.cross_entropy(there.float(), y)
+    with listen() as events:
+        loss = vocab_parallel_cross_entropy(here, y, comm)
+    assert loss.dtype == torch.float32 and {e.dtype for e in events} == {"float32"}
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    expected.backward()
+    loss.backward()
+    assert here.grad is not None and there.grad is not None and here.grad.dtype == dtype
+    own = there.grad.chunk(4, -1)[comm.rank]
+    torch.testing.assert_close(here.grad, own, rtol=0.01, atol=1e-7)
 
 
-def test_the_embedding_of_two_byte_rows_is_exact(world4: World) -> None:
+@on_each_rank("world4")
+def test_the_embedding_of_two_byte_rows_is_exact() -> None:
     """One rank has the row and the others zeros: their sum rounds nothing."""
-
-    def run() -> bool:
-        torch.manual_seed(0)
-        table = nn.Embedding(10, 3, dtype=torch.bfloat16)
-        tokens = torch.arange(10).unsqueeze(0)
-        return torch.equal(
-            VocabParallelEmbedding.from_embedding(table, Comm())(tokens), table(tokens)
-        )
-
-    assert world4.run(run) == [True] * 4
+    torch.manual_seed(0)
+    table = nn.Embedding(10, 3, dtype=torch.bfloat16)
+    tokens = torch.arange(10).unsqueeze(0)
+    assert torch.equal(VocabParallelEmbedding.from_embedding(table, Comm())(tokens), table(tokens))
 
 
-def test_one_row_that_is_not_a_number_stays_with_its_token(world2: World) -> None:
-    def run() -> bool:
-        table = nn.Embedding(4, 2)
-        with torch.no_grad():
-            table.weight[2] = math.nan  # row 0 of rank 1, where it looks up others' tokens
-        x = VocabParallelEmbedding.from_embedding(table, Comm())(torch.tensor([[0, 1, 3]]))
-        return bool(x.isfinite().all())
-
-    assert world2.run(run) == [True, True]
+@on_each_rank("world2")
+def test_one_row_that_is_not_a_number_stays_with_its_token() -> None:
+    table = nn.Embedding(4, 2)
+    with torch.no_grad():
+        table.weight[2] = math.nan  # row 0 of rank 1, where it looks up others' tokens
+    x = VocabParallelEmbedding.from_embedding(table, Comm())(torch.tensor([[0, 1, 3]]))
+    assert bool(x.isfinite().all())
 
 
-def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen(world2: World) -> None:
-    def run() -> None:
-        table = nn.Embedding(5, 2, padding_idx=-2)  # row 3, on rank 1
-        tokens = torch.tensor([[0, 3, 4, 3]])
-        with torch.no_grad():
-            table.weight[3] = 7.0
-        cut = VocabParallelEmbedding.from_embedding(table, Comm())
-        table(tokens).sum().backward()
-        x = cut(tokens)
-        assert torch.equal(x, table(tokens))
-        x.sum().backward()
-        assert table.weight.grad is not None and cut.weight.grad is not None
-        assert torch.equal(cut.weight.grad, vocab_checks.own_rows(table.weight.grad, Comm()))
-        frozen = nn.Embedding(5, 2).requires_grad_(False)
-        cut = VocabParallelEmbedding.from_embedding(frozen, Comm())
-        assert not cut.weight.requires_grad and not cut(tokens).requires_grad
-
-    world2.run(run)
+@on_each_rank("world2")
+def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen() -> None:
+    table = nn.Embedding(5, 2, padding_idx=-2)  # row 3, on rank 1
+    tokens = torch.tensor([[0, 3, 4, 3]])
+    with torch.no_grad():
+        table.weight[3] = 7.0
+    cut = VocabParallelEmbedding.from_embedding(table, Comm())
+    table(tokens).sum().backward()
+    x = cut(tokens)
+    assert torch.equal(x, table(tokens))
+    x.sum().backward()
+    assert table.weight.grad is not None and cut.weight.grad is not None
+    assert torch.equal(cut.weight.grad, vocab_checks.own_rows(table.weight.grad, Comm()))
+    frozen = nn.Embedding(5, 2).requires_grad_(False)
+    cut = VocabParallelEmbedding.from_embedding(frozen, Comm())
+    assert not cut.weight.requires_grad and not cut(tokens).requires_grad
 
 
 def test_a_module_used_twice_under_recompute(world2: World) -> None:
@@ -179,52 +167,45 @@ def test_a_module_used_twice_under_recompute(world2: World) -> None:
     world2.run(run)
 
 
-def test_nothing_counts(world2: World) -> None:
+@on_each_rank("world2")
+def test_nothing_counts() -> None:
     """As in torch: the mean of no targets is no number, their sum is 0; no tokens, no error."""
-
-    def run() -> tuple[bool, float]:
-        comm = Comm()
-        logits, y = torch.randn(3, 2), torch.full((3,), -100)
-        mean = vocab_parallel_cross_entropy(logits, y, comm)
-        none = vocab_parallel_cross_entropy(logits[:0], y[:0], comm, reduction="sum")
-        total = vocab_parallel_cross_entropy(logits, y, comm, reduction="sum")
-        return bool(mean.isnan()), float(none + total)
-
-    assert world2.run(run) == [(True, 0.0)] * 2
+    comm = Comm()
+    logits, y = torch.randn(3, 2), torch.full((3,), -100)
+    mean = vocab_parallel_cross_entropy(logits, y, comm)
+    none = vocab_parallel_cross_entropy(logits[:0], y[:0], comm, reduction="sum")
+    total = vocab_parallel_cross_entropy(logits, y, comm, reduction="sum")
+    assert (bool(mean.isnan()), float(none + total)) == (True, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_targets_of_any_integers(world2: World, dtype: torch.dtype) -> None:
-    def off() -> float:
-        comm = Comm()
-        torch.manual_seed(0)
-        whole, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(0, 10, (6,))
-        found = vocab_parallel_cross_entropy(own_logits(whole, comm), y.to(dtype), comm)
-        return abs(float(found - F.cross_entropy(whole, y)))
-
-    assert max(world2.run(off)) < 1e-12
+@on_each_rank("world2")
+def test_targets_of_any_integers(dtype: torch.dtype) -> None:
+    comm = Comm()
+    torch.manual_seed(0)
+    whole, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(0, 10, (6,))
+    found = vocab_parallel_cross_entropy(own_logits(whole, comm), y.to(dtype), comm)
+    assert (abs(float(found - F.cross_entropy(whole, y)))) < 1e-12
 
 
-def test_under_autocast_the_loss_is_still_in_float32(world2: World) -> None:
-    def run() -> None:
-        comm = Comm()
-        torch.manual_seed(0)
-        plain = Tiny(10)
-        head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
-        x, y = torch.randn(2, 6, 3), torch.randint(0, 10, (2, 6))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits, expected = head(x), plain.head(x)
-            loss = vocab_parallel_cross_entropy(logits, y, comm)
-        assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
-        right = F.cross_entropy(expected.float().flatten(0, 1), y.flatten())
-        torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
-        loss.backward()
-        right.backward()
-        assert head.weight.grad is not None and plain.head.weight.grad is not None
-        own = vocab_checks.own_rows(plain.head.weight.grad, comm)
-        torch.testing.assert_close(head.weight.grad, own, rtol=0.02, atol=1e-3)
-
-    world2.run(run)
+@on_each_rank("world2")
+def test_under_autocast_the_loss_is_still_in_float32() -> None:
+    comm = Comm()
+    torch.manual_seed(0)
+    plain = Tiny(10)
+    head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
+    x, y = torch.randn(2, 6, 3), torch.randint(0, 10, (2, 6))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, expected = head(x), plain.head(x)
+        loss = vocab_parallel_cross_entropy(logits, y, comm)
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    right = F.cross_entropy(expected.float().flatten(0, 1), y.flatten())
+    torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
+    loss.backward()
+    right.backward()
+    assert head.weight.grad is not None and plain.head.weight.grad is not None
+    own = vocab_checks.own_rows(plain.head.weight.grad, comm)
+    torch.testing.assert_close(head.weight.grad, own, rtol=0.02, atol=1e-3)
 
 
 def test_it_runs_on_paper() -> None:

@@ -22,6 +22,7 @@ from data_parallel_contract import (
     Strategy,
     check_equal_to_single,
 )
+from each_rank import on_each_rank
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
 from labkit.parallel.common.footprint import Footprint
@@ -55,12 +56,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 SIZES = [pytest.param(n, marks=slow) if n != 3 else n for n in (1, 2, 3, 4)]
 NAMES = [one if one == "adamw" else pytest.param(one, marks=slow) for one in OPTIMIZERS]
 
@@ -75,7 +70,7 @@ def test_weights_equal_single_process_training(
     check_equal_to_single(world, zero(stage), case, optimizer)
 
 
-def test_parameters_that_arrive_in_the_next_forward_are_the_same(pair: World) -> None:
+def test_parameters_that_arrive_in_the_next_forward_are_the_same(world2: World) -> None:
     def run(case: str, overlapped: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, text = MODELS[case]().double(), Text()
@@ -91,7 +86,9 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(pair: World) ->
         return list(model.state_dict().values())  # waits
 
     for case in CASES:
-        for mine, other in zip(pair.run(run, case, True), pair.run(run, case, False), strict=True):
+        for mine, other in zip(
+            world2.run(run, case, True), world2.run(run, case, False), strict=True
+        ):
             assert all(torch.equal(x, y) for x, y in zip(mine, other, strict=True))
 
 
@@ -130,7 +127,7 @@ def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
             assert moved > 0 and off == 0 and same
 
 
-def test_accumulation_is_the_sum_of_means(pair: World) -> None:
+def test_accumulation_is_the_sum_of_means(world2: World) -> None:
     """Three backwards before a step, held back (`no_sync`) or not, with a second step after."""
 
     def run(stage: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
@@ -154,14 +151,14 @@ def test_accumulation_is_the_sum_of_means(pair: World) -> None:
 
     for stage in (1, 2):
         for quiet in (False, True):
-            for ours, oracle, sent in pair.run(run, stage, quiet):
+            for ours, oracle, sent in world2.run(run, stage, quiet):
                 for name, x in ours.items():
                     torch.testing.assert_close(x, oracle[name], rtol=0, atol=1e-10)
                 assert (sent[:2] == [0, 0]) == quiet and sent[2] > 1
 
 
 @stages
-def test_a_parameter_is_stepped_on_if_any_rank_used_it(pair: World, stage: int) -> None:
+def test_a_parameter_is_stepped_on_if_any_rank_used_it(world2: World, stage: int) -> None:
     """With weight decay, a step on one that nobody used would be seen."""
 
     def run() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -177,7 +174,7 @@ def test_a_parameter_is_stepped_on_if_any_rank_used_it(pair: World, stage: int) 
         optimizer.step()
         return before, module.state_dict()
 
-    (before, mine), (_, other) = pair.run(run)
+    (before, mine), (_, other) = world2.run(run)
     for name, x in mine.items():
         assert torch.equal(x, other[name])
         assert torch.equal(x, before[name]) == name.startswith("nobody")
@@ -185,37 +182,35 @@ def test_a_parameter_is_stepped_on_if_any_rank_used_it(pair: World, stage: int) 
     torch.testing.assert_close(mine["both.bias"], expected)
 
 
-def test_two_models_may_use_the_same_names(pair: World) -> None:
-    def run() -> list[float]:
-        models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
-        groups = [{"params": model.named_parameters()} for model in models]
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=1.0)
-        before = [model.weight.detach().clone() for model in models]
-        x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
-        sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        pairs = zip(before, models, strict=True)
-        return [float((was - model.weight).detach().mean()) for was, model in pairs]
-
-    assert pair.run(run) == [pytest.approx([2.0, 2.0])] * 2
+@on_each_rank("world2")
+def test_two_models_may_use_the_same_names() -> None:
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    groups = [{"params": model.named_parameters()} for model in models]
+    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=1.0)
+    before = [model.weight.detach().clone() for model in models]
+    x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
+    sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    pairs = zip(before, models, strict=True)
+    assert [float((was - model.weight).detach().mean()) for was, model in pairs] == pytest.approx(
+        [2.0, 2.0]
+    )
 
 
 @stages
-def test_what_is_not_this_ranks_is_not_kept(pair: World, stage: int) -> None:
-    def run() -> tuple[list[bool], int, int]:
-        module = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
-        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, bucket_mb=0.003)
-        module(torch.ones(2, 30)).sum().backward()
-        mine = sum(x.numel() for x in optimizer.gradient_pieces()[0])
-        flats = [b.gradients.flat for b in optimizer._buckets]
-        whole = sum(flat.numel() for flat in flats if flat is not None)
-        optimizer.step()
-        grads = [p.grad for p in module.parameters() if p.grad is not None]
-        return [x.untyped_storage().nbytes() == 0 for x in grads], mine, whole
-
-    for without, mine, whole in pair.run(run):
-        assert without == [stage == 2] * 4
-        assert (mine, whole) == (930, 1860 if stage == 1 else 0)
+@on_each_rank("world2")
+def test_what_is_not_this_ranks_is_not_kept(stage: int) -> None:
+    module = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, bucket_mb=0.003)
+    module(torch.ones(2, 30)).sum().backward()
+    mine = sum(x.numel() for x in optimizer.gradient_pieces()[0])
+    flats = [b.gradients.flat for b in optimizer._buckets]
+    whole = sum(flat.numel() for flat in flats if flat is not None)
+    optimizer.step()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    without = [x.untyped_storage().nbytes() == 0 for x in grads]
+    assert without == [stage == 2] * 4
+    assert (mine, whole) == (930, 1860 if stage == 1 else 0)
 
 
 def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_does() -> None:
@@ -299,7 +294,7 @@ NO_STATE_OF_ITS_OWN = ("SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "
                        "RAdam", "Rprop", "ASGD")  # fmt: skip
 
 
-def test_each_elementwise_optimizer_works_as_in_one_process(pair: World) -> None:
+def test_each_elementwise_optimizer_works_as_in_one_process(world2: World) -> None:
     def run(optimizer_cls: Any, stage: int) -> float:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -316,22 +311,22 @@ def test_each_elementwise_optimizer_works_as_in_one_process(pair: World) -> None
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
     for optimizer_cls in [getattr(torch.optim, name) for name in NO_STATE_OF_ITS_OWN] + [Signs]:
-        assert max(pair.run(run, optimizer_cls, 2)) < 1e-10, optimizer_cls
+        assert max(world2.run(run, optimizer_cls, 2)) < 1e-10, optimizer_cls
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(pair: World) -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(world2: World) -> None:
     def refused(optimizer_cls: Any) -> str:
         model = nn.Linear(3, 3)
         with pytest.raises(ValueError) as caught:
             ZeroOptimizer([model.weight], optimizer_cls)
         return str(caught.value)
 
-    for message in pair.run(refused, CountsInItsGroup):
+    for message in world2.run(refused, CountsInItsGroup):
         assert message.startswith("CountsInItsGroup cannot be sharded: its step changes the option")
 
     whole = [getattr(torch.optim, n, None) for n in ("Adafactor", "LBFGS", "SparseAdam", "Muon")]
     for optimizer_cls in [*filter(None, whole), ByNorm]:
-        for message in pair.run(refused, optimizer_cls):
+        for message in world2.run(refused, optimizer_cls):
             assert message.startswith(f"{optimizer_cls.__name__} cannot be sharded: ")
             assert "under DDP" in message
 
@@ -340,97 +335,88 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(pair: World) -
 
 
 @stages
-def test_schedulers_groups_clipping_and_closures_work_as_in_one_process(
-    pair: World, stage: int
-) -> None:
-    def run() -> tuple[float, list[float], list[str]]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-        oracle = copy.deepcopy(module)
+@on_each_rank("world2")
+def test_schedulers_groups_clipping_and_closures_work_as_in_one_process(stage: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    oracle = copy.deepcopy(module)
 
-        def groups(of: nn.Sequential) -> list[dict[str, Any]]:
-            decayed, others = list(of[0].named_parameters()), list(of[2].named_parameters("2"))
-            return [{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": 0.3}]
+    def groups(of: nn.Sequential) -> list[dict[str, Any]]:
+        decayed, others = list(of[0].named_parameters()), list(of[2].named_parameters("2"))
+        return [{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": 0.3}]
 
-        ours = ZeroOptimizer(groups(module), torch.optim.AdamW, stage, bucket_mb=1e-4, lr=0.1)
-        torchs = torch.optim.AdamW(groups(oracle), lr=0.1)
-        schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (ours, torchs)]
-        x = torch.randn(2, 4, 3, dtype=torch.float64)
-        norms = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(4):
-                ours.zero_grad(), torchs.zero_grad()
-                module(x[Comm().rank]).square().sum().backward()
-                (oracle(x.flatten(0, 1)).square().sum() / 2).backward()
-                mine = ours.clip_grad_norm_(0.1)
-                norms.append(float(mine / nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)))
-                ours.step(), torchs.step()
-                for one in schedules:
-                    one.step()
-        assert [g["lr"] for g in ours.inner.param_groups] == [
-            g["lr"] * 2 for g in torchs.param_groups
-        ]
+    ours = ZeroOptimizer(groups(module), torch.optim.AdamW, stage, bucket_mb=1e-4, lr=0.1)
+    torchs = torch.optim.AdamW(groups(oracle), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (ours, torchs)]
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    norms = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            ours.zero_grad(), torchs.zero_grad()
+            module(x[Comm().rank]).square().sum().backward()
+            (oracle(x.flatten(0, 1)).square().sum() / 2).backward()
+            mine = ours.clip_grad_norm_(0.1)
+            norms.append(float(mine / nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)))
+            ours.step(), torchs.step()
+            for one in schedules:
+                one.step()
+    assert [g["lr"] for g in ours.inner.param_groups] == [g["lr"] * 2 for g in torchs.param_groups]
 
-        def closure() -> torch.Tensor:
-            ours.zero_grad()
-            value = module(x[Comm().rank]).sum()
-            value.backward()
-            return value
+    def closure() -> torch.Tensor:
+        ours.zero_grad()
+        value = module(x[Comm().rank]).sum()
+        value.backward()
+        return value
 
-        assert ours.step(closure).requires_grad
-        torchs.zero_grad()
-        (oracle(x.flatten(0, 1)).sum() / 2).backward()
-        torchs.step()
-        pairs = zip(module.parameters(), oracle.parameters(), strict=True)
-        off = max(float((a - b).detach().abs().max()) for a, b in pairs)
-        return off, norms, [str(one.message) for one in caught]
-
-    for off, norms, warned in pair.run(run):
-        assert off < 1e-10 and warned == []
-        assert norms == pytest.approx([1.0] * 4, rel=1e-10)
+    assert ours.step(closure).requires_grad
+    torchs.zero_grad()
+    (oracle(x.flatten(0, 1)).sum() / 2).backward()
+    torchs.step()
+    pairs = zip(module.parameters(), oracle.parameters(), strict=True)
+    off = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    warned = [str(one.message) for one in caught]
+    assert off < 1e-10 and warned == []
+    assert norms == pytest.approx([1.0] * 4, rel=1e-10)
 
 
 @stages
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_state_of_a_rank_is_loaded_into_another_run(
-    pair: World, stage: int, dtype: str
-) -> None:
-    def run() -> tuple[bool, str]:
-        def start(seed: int) -> tuple[nn.Module, ZeroOptimizer]:
-            torch.manual_seed(seed)
-            module = nn.Linear(5, 5).to(getattr(torch, dtype))
-            return module, ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, lr=0.1)
+@on_each_rank("world2")
+def test_the_state_of_a_rank_is_loaded_into_another_run(stage: int, dtype: str) -> None:
+    def start(seed: int) -> tuple[nn.Module, ZeroOptimizer]:
+        torch.manual_seed(seed)
+        module = nn.Linear(5, 5).to(getattr(torch, dtype))
+        return module, ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, lr=0.1)
 
-        def train(module: nn.Module, optimizer: ZeroOptimizer) -> None:
-            for _ in range(3):
-                optimizer.zero_grad()
-                x = torch.ones(2, 5, dtype=getattr(torch, dtype)) * (Comm().rank + 1)
-                module(x).square().sum().backward()
-                optimizer.step()
+    def train(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.ones(2, 5, dtype=getattr(torch, dtype)) * (Comm().rank + 1)
+            module(x).square().sum().backward()
+            optimizer.step()
 
-        module, optimizer = start(0)
-        train(module, optimizer)
-        saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-        train(module, optimizer)
-        other, resumed = start(1)
-        other.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        train(other, resumed)
-        with pytest.raises(ValueError) as caught:
-            resumed.load_state_dict({**saved[1], "whose": [0, 7]})
-        same = zip(module.parameters(), other.parameters(), strict=True)
-        return all(torch.equal(a, b) for a, b in same), str(caught.value)
-
-    for same, message in pair.run(run):
-        assert same and "checkpoint" in message
+    module, optimizer = start(0)
+    train(module, optimizer)
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    train(module, optimizer)
+    other, resumed = start(1)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed)
+    with pytest.raises(ValueError) as caught:
+        resumed.load_state_dict({**saved[1], "whose": [0, 7]})
+    same = zip(module.parameters(), other.parameters(), strict=True)
+    same = all(torch.equal(a, b) for a, b in same)
+    message = str(caught.value)
+    assert same and "checkpoint" in message
 
 
 # --- bad input ---
 
 
 @stages
-def test_loss_scaling_is_refused_on_every_rank(pair: World, stage: int) -> None:
+def test_loss_scaling_is_refused_on_every_rank(world2: World, stage: int) -> None:
     """Also where only one rank's gradients are inf, and where `unscale_` is called first."""
 
     def run(unscaled: bool) -> tuple[str, bool]:
@@ -448,7 +434,7 @@ def test_loss_scaling_is_refused_on_every_rank(pair: World, stage: int) -> None:
         return str(caught.value), torch.equal(before - 0.1, model.weight)
 
     for unscaled in (False, True):
-        for message, stepped in pair.run(run, unscaled):
+        for message, stepped in world2.run(run, unscaled):
             assert (
                 "GradScaler is not supported" in message
                 and "labkit.GradScaler" in message
@@ -457,32 +443,29 @@ def test_loss_scaling_is_refused_on_every_rank(pair: World, stage: int) -> None:
 
 
 @stages
-def test_gradients_of_no_sync_alone_are_no_averages(pair: World, stage: int) -> None:
-    def run() -> list[str]:
-        model = nn.Linear(2, 2)
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
-        told = []
+@on_each_rank("world2")
+def test_gradients_of_no_sync_alone_are_no_averages(stage: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
+    told = []
+    with optimizer.no_sync():
         with optimizer.no_sync():
-            with optimizer.no_sync():
-                pass
-            model(torch.ones(1, 2)).sum().backward()
-        for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-            with pytest.raises(ValueError) as caught:
-                use()
-            told.append(str(caught.value))
+            pass
         model(torch.ones(1, 2)).sum().backward()
-        optimizer.clip_grad_norm_(1.0)
-        with optimizer.no_sync():
-            model(torch.ones(1, 2)).sum().backward()
-        optimizer.zero_grad()
-        optimizer.step()
-        return told
+    for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError) as caught:
+            use()
+        told.append(str(caught.value))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    with optimizer.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert len(told) == 2 and all("`no_sync`" in message for message in told)
 
-    for told in pair.run(run):
-        assert len(told) == 2 and all("`no_sync`" in message for message in told)
 
-
-def test_bad_arguments_are_refused_on_every_rank(pair: World) -> None:
+def test_bad_arguments_are_refused_on_every_rank(world2: World) -> None:
     def told(make: Any) -> str:
         with pytest.raises((ValueError, TypeError)) as caught:
             make()
@@ -528,11 +511,11 @@ def test_bad_arguments_are_refused_on_every_rank(pair: World) -> None:
         (twice, "weight belongs to a ZeroOptimizer already"),
         (sparse, "sparse=False"),
     ]:
-        for found in pair.run(told, make):
+        for found in world2.run(told, make):
             assert message in found
 
 
-def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
+def test_an_error_in_backward_does_not_spoil_the_next_step(world2: World) -> None:
     def run(stage: int) -> list[torch.Tensor]:
         def fail(_: torch.Tensor) -> None:
             raise RuntimeError("on purpose")
@@ -552,44 +535,40 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(pair: World) -> None:
             optimizer.step()
         return [p.detach().clone() for p in module.parameters()]
 
-    first, second = pair.run(run, 1), pair.run(run, 2)
+    first, second = world2.run(run, 1), world2.run(run, 2)
     assert all(torch.equal(a, b) for one in (first[1], *second) for a, b in zip(first[0], one))
 
 
 @stages
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_each_rank("world2")
 def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
-    pair: World, stage: int, dtype: str
+    stage: int, dtype: str
 ) -> None:
-    def run() -> str:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
-        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, stage, lr=0.1)
-        value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
-        value.backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError) as caught:
-            value.backward()
-        return str(caught.value)
-
-    for message in pair.run(run):
-        assert "modified by an inplace operation" in message
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
+    optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, stage, lr=0.1)
+    value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
+    value.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        value.backward()
+    message = str(caught.value)
+    assert "modified by an inplace operation" in message
 
 
 @stages
-def test_a_model_is_freed_when_nobody_has_it_any_more(pair: World, stage: int) -> None:
-    def play() -> bool:
-        module = nn.Linear(3, 2)
-        optimizer = ZeroOptimizer(
-            module.parameters(), torch.optim.Adam, stage, gather_in=module, lr=0.1
-        )
-        module(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        alive = weakref.ref(module), weakref.ref(optimizer)
-        del module, optimizer
-        gc.collect()
-        return any(one() is not None for one in alive)
-
-    assert pair.run(play) == [False, False]
+@on_each_rank("world2")
+def test_a_model_is_freed_when_nobody_has_it_any_more(stage: int) -> None:
+    module = nn.Linear(3, 2)
+    optimizer = ZeroOptimizer(
+        module.parameters(), torch.optim.Adam, stage, gather_in=module, lr=0.1
+    )
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    alive = weakref.ref(module), weakref.ref(optimizer)
+    del module, optimizer
+    gc.collect()
+    assert all(one() is None for one in alive)
 
 
 # --- memory, as the recorder sees it ---

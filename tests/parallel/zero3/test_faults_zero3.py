@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import labkit
+from each_rank import on_each_rank
 from labkit import Comm, RankError, World, ZeRO3, full_state_dict
 
 Forward = Callable[..., torch.Tensor]
@@ -109,15 +110,13 @@ def test_ranks_that_route_to_different_experts_are_told_which(
         (pair if checks else unchecked).run(route, [[0], [1]], how)
 
 
-def test_without_checks_every_rank_raises_in_the_step_itself(unchecked: World) -> None:
-    def run() -> str:
-        with pytest.raises(labkit.CollectiveMismatch) as caught:
-            route([[0, 2], [1, 2]], "training")
-        route([[0], [0]], "training")  # the group is of use afterwards
-        return str(caught.value)
-
-    for message in unchecked.run(run):
-        assert "(unit of experts.0.weight) | all_gather(unit of experts.1.weight)" in message
+@on_each_rank("unchecked")
+def test_without_checks_every_rank_raises_in_the_step_itself() -> None:
+    with pytest.raises(labkit.CollectiveMismatch) as caught:
+        route([[0, 2], [1, 2]], "training")
+    route([[0], [0]], "training")  # the group is of use afterwards
+    message = str(caught.value)
+    assert "(unit of experts.0.weight) | all_gather(unit of experts.1.weight)" in message
 
 
 @pytest.mark.parametrize("checks", [True, False], ids=["checked", "unchecked"])
@@ -133,25 +132,22 @@ def test_a_rank_that_uses_fewer_units_is_told_which(pair: World) -> None:
         pair.run(route, [[0, 2], [0]], "training")
 
 
-def test_the_same_route_on_all_ranks_may_change_from_step_to_step(unchecked: World) -> None:
-    def run() -> None:
-        for number in (0, 1, 1, 2, 0):
-            route([[number], [number]], "training")
-
-    unchecked.run(run)
+@on_each_rank("unchecked")
+def test_the_same_route_on_all_ranks_may_change_from_step_to_step() -> None:
+    for number in (0, 1, 1, 2, 0):
+        route([[number], [number]], "training")
 
 
-def test_comparing_costs_no_bytes_where_ranks_compare_anyway(pair: World) -> None:
-    def run() -> tuple[int, int]:
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        predicted = ZeRO3.predict(module, Comm().size).bus_bytes
-        model = ZeRO3(module)
-        with labkit.listen() as events:
-            model(torch.ones(1, 4)).sum().backward()
-        return sum(event.bus_bytes for event in events), int(predicted)
-
-    for sent, predicted in pair.run(run):
-        assert sent == predicted
+@on_each_rank("pair")
+def test_comparing_costs_no_bytes_where_ranks_compare_anyway() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    predicted = ZeRO3.predict(module, Comm().size).bus_bytes
+    model = ZeRO3(module)
+    with labkit.listen() as events:
+        model(torch.ones(1, 4)).sum().backward()
+    sent = sum(event.bus_bytes for event in events)
+    predicted = int(predicted)
+    assert sent == predicted
 
 
 # --- inputs ---
@@ -186,29 +182,23 @@ class Alike(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as it is", "compute_dtype"])
-def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(
-    world: World, dtype: torch.dtype | None
-) -> None:
-    def run() -> float:
-        return off(Attention, rows(2, 3, 4), compute_dtype=dtype)
-
-    assert max(world.run(run)) < 1e-12
+@on_each_rank("world")
+def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(dtype: torch.dtype | None) -> None:
+    assert (off(Attention, rows(2, 3, 4), compute_dtype=dtype)) < 1e-12
 
 
-def test_inputs_that_are_converted_stay_one_tensor(pair: World) -> None:
-    def run() -> bool:
-        seen = []
+@on_each_rank("pair")
+def test_inputs_that_are_converted_stay_one_tensor() -> None:
+    seen = []
 
-        class Looks(nn.Linear):
-            def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                seen.append(x is y and x.dtype == torch.bfloat16)
-                return super().forward(x)
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            seen.append(x is y and x.dtype == torch.bfloat16)
+            return super().forward(x)
 
-        x = torch.ones(1, 4)
-        ZeRO3(Looks(4, 4), compute_dtype=torch.bfloat16)(x, x)
-        return seen == [True]
-
-    assert pair.run(run) == [True, True]
+    x = torch.ones(1, 4)
+    ZeRO3(Looks(4, 4), compute_dtype=torch.bfloat16)(x, x)
+    assert seen == [True]
 
 
 class WritesAside(nn.Module):
@@ -272,18 +262,16 @@ class TiedHead(nn.Module):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("how", ["plain", "frozen", "twice", "recomputed", "a view taken early"])
-def test_a_head_may_use_the_weight_of_the_embedding(world: World, how: str, prefetch: int) -> None:
-    def run() -> tuple[float, bool]:
-        tokens = [(torch.tensor([[rank, 3, 5]]),) for rank in range(3)]
-        worst = off(lambda: TiedHead(how), tokens, prefetch=prefetch)
-        model = ZeRO3(TiedHead(how))
-        with torch.no_grad():
-            model(*tokens[0])
-        shards = all(p.ndim == 1 for p in model.module.parameters())
-        return worst, shards and model.gathered_bytes == 0
-
-    for worst, is_freed in world.run(run):
-        assert worst < 1e-12 and is_freed
+@on_each_rank("world")
+def test_a_head_may_use_the_weight_of_the_embedding(how: str, prefetch: int) -> None:
+    tokens = [(torch.tensor([[rank, 3, 5]]),) for rank in range(3)]
+    worst = off(lambda: TiedHead(how), tokens, prefetch=prefetch)
+    model = ZeRO3(TiedHead(how))
+    with torch.no_grad():
+        model(*tokens[0])
+    shards = all(p.ndim == 1 for p in model.module.parameters())
+    is_freed = shards and model.gathered_bytes == 0
+    assert worst < 1e-12 and is_freed
 
 
 class GivesAView(nn.Module):
@@ -312,38 +300,34 @@ def test_a_unit_may_put_out_a_view_of_its_parameter(world: World) -> None:
 # --- optimizers and backward ---
 
 
-def test_an_optimizer_from_before_the_wrap_is_refused_at_its_first_step(world: World) -> None:
-    def run() -> tuple[str, bool, bool]:
-        x, module, other = torch.ones(1, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        early = torch.optim.AdamW([*module.parameters(), *other.parameters()], lr=0.1)
-        module(x).sum().backward()
-        early.step()  # it is right until the wrap
-        model = ZeRO3(module)
-        before = model.full_state_dict()["weight"]
-        early.zero_grad()
-        model(x).sum().backward()
-        said = refusal(early.step)
-        unchanged = torch.equal(before, model.full_state_dict()["weight"])
-        torch.optim.AdamW([*model.parameters(), *other.parameters()], lr=0.1).step()
-        return said, unchanged, torch.equal(before, model.full_state_dict()["weight"])
-
-    for said, unchanged, never in world.run(run):
-        assert "from before ZeRO3(module)" in said and unchanged and not never
+@on_each_rank("world")
+def test_an_optimizer_from_before_the_wrap_is_refused_at_its_first_step() -> None:
+    x, module, other = torch.ones(1, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    early = torch.optim.AdamW([*module.parameters(), *other.parameters()], lr=0.1)
+    module(x).sum().backward()
+    early.step()  # it is right until the wrap
+    model = ZeRO3(module)
+    before = model.full_state_dict()["weight"]
+    early.zero_grad()
+    model(x).sum().backward()
+    said = refusal(early.step)
+    unchanged = torch.equal(before, model.full_state_dict()["weight"])
+    torch.optim.AdamW([*model.parameters(), *other.parameters()], lr=0.1).step()
+    never = torch.equal(before, model.full_state_dict()["weight"])
+    assert "from before ZeRO3(module)" in said and unchanged and not never
 
 
-def test_a_model_that_nobody_has_is_freed(pair: World) -> None:
-    def run() -> list[bool]:
-        module = TiedHead()
-        model, tokens = ZeRO3(module), torch.tensor([[1, 2]])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(tokens).sum().backward()
-        optimizer.step()
-        gone = [ref(model), ref(model.units[0].flats[0].share)]
-        del model, module, optimizer
-        gc.collect()
-        return [one() is None for one in gone]
-
-    assert pair.run(run) == [[True, True]] * 2
+@on_each_rank("pair")
+def test_a_model_that_nobody_has_is_freed() -> None:
+    module = TiedHead()
+    model, tokens = ZeRO3(module), torch.tensor([[1, 2]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens).sum().backward()
+    optimizer.step()
+    gone = [ref(model), ref(model.units[0].flats[0].share)]
+    del model, module, optimizer
+    gc.collect()
+    assert [one() is None for one in gone] == [True, True]
 
 
 class Renormed(nn.Linear):
@@ -355,85 +339,76 @@ class Renormed(nn.Linear):
         return super().forward(x)
 
 
-def test_a_forward_that_writes_to_a_parameter_is_refused(world: World) -> None:
-    def run() -> list[str]:
-        frozen = Renormed(3, 3).requires_grad_(False)
-        words, x = torch.tensor([0, 1]), torch.ones(2, 3)
-        every = [
-            (nn.Sequential(nn.Embedding(2, 3, max_norm=0.1), nn.Linear(3, 1)), words, 0),
-            (nn.Sequential(nn.Linear(3, 3), Renormed(3, 1)), x, 0),
-            (nn.Sequential(nn.Linear(3, 3), frozen), x, 0),
-            (Renormed(3, 1), x, 10),
-        ]
-        return [
-            refusal(lambda: ZeRO3(module, persist_below=below)(given))  # noqa: B023
-            for module, given, below in every
-        ]
-
-    for said in world.run(run):
-        names = [sentence.split("wrote to ")[1].split(",")[0] for sentence in said]
-        assert names == ["0.weight", "1.weight", "1.weight", "weight"]
+@on_each_rank("world")
+def test_a_forward_that_writes_to_a_parameter_is_refused() -> None:
+    frozen = Renormed(3, 3).requires_grad_(False)
+    words, x = torch.tensor([0, 1]), torch.ones(2, 3)
+    every = [
+        (nn.Sequential(nn.Embedding(2, 3, max_norm=0.1), nn.Linear(3, 1)), words, 0),
+        (nn.Sequential(nn.Linear(3, 3), Renormed(3, 1)), x, 0),
+        (nn.Sequential(nn.Linear(3, 3), frozen), x, 0),
+        (Renormed(3, 1), x, 10),
+    ]
+    said = [
+        refusal(lambda: ZeRO3(module, persist_below=below)(given))  # noqa: B023
+        for module, given, below in every
+    ]
+    names = [sentence.split("wrote to ")[1].split(",")[0] for sentence in said]
+    assert names == ["0.weight", "1.weight", "1.weight", "weight"]
 
 
-def test_a_step_after_backward_with_inputs_is_refused(world: World) -> None:
-    def run() -> tuple[str, list[float]]:
-        model = ZeRO3(nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()  # nothing was asked for
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-        optimizer.step()
-        model(torch.ones(1, 4)).sum().backward(inputs=list(model.parameters()))
-        said = refusal(optimizer.step)
+@on_each_rank("world")
+def test_a_step_after_backward_with_inputs_is_refused() -> None:
+    model = ZeRO3(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # nothing was asked for
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    optimizer.step()
+    model(torch.ones(1, 4)).sum().backward(inputs=list(model.parameters()))
+    said = refusal(optimizer.step)
 
-        def closure() -> float:
-            optimizer.zero_grad()
-            value = model(torch.ones(1, 4)).sum()
-            value.backward()
-            return float(value)
+    def closure() -> float:
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 4)).sum()
+        value.backward()
+        return float(value)
 
-        return said, [optimizer.step(closure) for _ in range(2)]
-
-    for said, losses in world.run(run):
-        assert "without inputs=" in said and losses[1] < losses[0]
+    losses = [optimizer.step(closure) for _ in range(2)]
+    assert "without inputs=" in said and losses[1] < losses[0]
 
 
-def test_a_hook_on_a_parameter_is_called_with_its_gradient(world: World) -> None:
-    def run() -> tuple[list[Any], float, float]:
-        torch.manual_seed(0)
-        module = nn.Linear(4, 3)
-        seen: list[Any] = []
-        handle = module.weight.register_hook(lambda g: seen.append(list(g.shape)) or g * 2)
-        model = ZeRO3(module)
-        norms = []
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(1, 4)).sum().backward()
-            norms.append(float(model.clip_grad_norm_(1e9)))
-            handle.remove()
-        return seen, *norms  # type: ignore[return-value]
-
-    for seen, doubled, plain in world.run(run):
-        assert seen == [[3, 4]]
-        assert doubled == pytest.approx((12 * 4 + 3) ** 0.5)
-        assert plain == pytest.approx((12 + 3) ** 0.5)
+@on_each_rank("world")
+def test_a_hook_on_a_parameter_is_called_with_its_gradient() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3)
+    seen: list[Any] = []
+    handle = module.weight.register_hook(lambda g: seen.append(list(g.shape)) or g * 2)
+    model = ZeRO3(module)
+    norms = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        norms.append(float(model.clip_grad_norm_(1e9)))
+        handle.remove()
+    seen, doubled, plain = seen, *norms
+    assert seen == [[3, 4]]
+    assert doubled == pytest.approx((12 * 4 + 3) ** 0.5)
+    assert plain == pytest.approx((12 + 3) ** 0.5)
 
 
-def test_hooks_that_would_never_be_called_are_refused(world: World) -> None:
-    def run() -> list[str]:
-        module, model = nn.Linear(4, 4), ZeRO3(nn.Linear(4, 4))
-        module.weight.register_post_accumulate_grad_hook(lambda p: None)
-        shard = next(model.parameters())
-        said = [refusal(lambda: ZeRO3(module))]
-        said += [refusal(lambda: shard.register_hook(lambda g: g))]
-        said += [refusal(lambda: shard.register_post_accumulate_grad_hook(lambda p: None))]
-        plain = nn.Linear(4, 4)
-        labkit.DDP(plain)(torch.ones(1, 4)).sum().backward()
-        ZeRO3(plain)  # what a strategy that is gone has left does not count
-        return said
-
-    for said in world.run(run):
-        assert all("would never be called" in one for one in said)
+@on_each_rank("world")
+def test_hooks_that_would_never_be_called_are_refused() -> None:
+    module, model = nn.Linear(4, 4), ZeRO3(nn.Linear(4, 4))
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    shard = next(model.parameters())
+    said = [refusal(lambda: ZeRO3(module))]
+    said += [refusal(lambda: shard.register_hook(lambda g: g))]
+    said += [refusal(lambda: shard.register_post_accumulate_grad_hook(lambda p: None))]
+    plain = nn.Linear(4, 4)
+    labkit.DDP(plain)(torch.ones(1, 4)).sum().backward()
+    ZeRO3(plain)  # what a strategy that is gone has left does not count
+    assert all("would never be called" in one for one in said)
 
 
 # --- the norm of gradients ---
@@ -449,53 +424,49 @@ def gradients(**options: Any) -> tuple[ZeRO3, nn.Module]:
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
+@on_each_rank("pair")
 def test_torchs_clipping_by_norm_is_refused_before_it_changes_anything(
-    pair: World, foreach: bool | None
+    foreach: bool | None,
 ) -> None:
-    def run() -> list[str]:
+    model, _ = gradients()
+    parameters, norm_of = list(model.parameters()), nn.utils.get_total_norm
+    before = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+    clip = nn.utils.clip_grad_norm_
+    said = [
+        refusal(lambda: clip(model.parameters(), 0.1, foreach=foreach)),
+        refusal(lambda: clip(parameters, 0.1, float("inf"), True, foreach)),
+        refusal(lambda: norm_of([p.grad for p in parameters], foreach=foreach)),  # type: ignore[misc]
+        refusal(lambda: parameters[0].grad.norm()),  # type: ignore[union-attr]
+    ]
+    assert all(torch.equal(p.grad, x) for p, x in zip(parameters, before))  # type: ignore[arg-type]
+    assert all("labkit.clip_grad_norm(model, max_norm)" in one for one in said)
+
+
+@on_each_rank("world")
+def test_one_rank_clips_as_torch_does() -> None:
+    model, reference = gradients()
+    ours = labkit.clip_grad_norm(model, 0.1)
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    if Comm().size == 1:
         model, _ = gradients()
-        parameters, norm_of = list(model.parameters()), nn.utils.get_total_norm
-        before = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
-        clip = nn.utils.clip_grad_norm_
-        said = [
-            refusal(lambda: clip(model.parameters(), 0.1, foreach=foreach)),
-            refusal(lambda: clip(parameters, 0.1, float("inf"), True, foreach)),
-            refusal(lambda: norm_of([p.grad for p in parameters], foreach=foreach)),  # type: ignore[misc]
-            refusal(lambda: parameters[0].grad.norm()),  # type: ignore[union-attr]
-        ]
-        assert all(torch.equal(p.grad, x) for p, x in zip(parameters, before))  # type: ignore[arg-type]
-        return said
-
-    for said in pair.run(run):
-        assert all("labkit.clip_grad_norm(model, max_norm)" in one for one in said)
-
-
-def test_one_rank_clips_as_torch_does(world: World) -> None:
-    def run() -> tuple[float, float]:
-        model, reference = gradients()
-        ours = labkit.clip_grad_norm(model, 0.1)
-        theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        if Comm().size == 1:
-            model, _ = gradients()
-            ours = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        return float(ours), float(theirs)
-
-    for ours, theirs in world.run(run):
-        assert ours == pytest.approx(theirs)
+        ours = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    ours = float(ours)
+    theirs = float(theirs)
+    assert ours == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_clipping_by_value_is_that_of_the_whole_model(world: World, foreach: bool | None) -> None:
-    def run() -> float:
-        model, reference = gradients()
-        for one in (model, reference):
-            nn.utils.clip_grad_value_(one.parameters(), 1.5, foreach=foreach)
-        whole = dict(reference.named_parameters())
-        return max(
+@on_each_rank("world")
+def test_clipping_by_value_is_that_of_the_whole_model(foreach: bool | None) -> None:
+    model, reference = gradients()
+    for one in (model, reference):
+        nn.utils.clip_grad_value_(one.parameters(), 1.5, foreach=foreach)
+    whole = dict(reference.named_parameters())
+    assert (
+        max(
             float((p.tensor.grad - _part(whole[p.name].grad, p)).abs().max()) for p in model.owned()
         )
-
-    assert max(world.run(run)) < 1e-6
+    ) < 1e-6
 
 
 def _part(x: Any, piece: Any) -> torch.Tensor:
@@ -503,113 +474,102 @@ def _part(x: Any, piece: Any) -> torch.Tensor:
     return part.view(piece.tensor.shape)
 
 
-def test_a_shards_gradient_is_a_plain_tensor_for_all_else(pair: World) -> None:
-    def run() -> list[torch.Tensor]:
-        model, _ = gradients()
-        grads = [p.grad for p in model.parameters()]
-        for made in (copy.deepcopy(grads[0]), grads[0] * 2, grads[0].clone(), grads[0].detach()):
-            assert type(made) is torch.Tensor and made.norm() >= 0
-        kept = io.BytesIO()
-        torch.save(grads, kept)
-        kept.seek(0)
-        assert all(type(x) is torch.Tensor for x in torch.load(kept))
-        model, _ = gradients(persist_below=1000)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # whole on every rank: torch's is right
-        return grads  # type: ignore[return-value]
-
-    for grads in pair.run(run):
-        assert all(type(x) is torch.Tensor for x in grads)
+@on_each_rank("pair")
+def test_a_shards_gradient_is_a_plain_tensor_for_all_else() -> None:
+    model, _ = gradients()
+    grads = [p.grad for p in model.parameters()]
+    for made in (copy.deepcopy(grads[0]), grads[0] * 2, grads[0].clone(), grads[0].detach()):
+        assert type(made) is torch.Tensor and made.norm() >= 0
+    kept = io.BytesIO()
+    torch.save(grads, kept)
+    kept.seek(0)
+    assert all(type(x) is torch.Tensor for x in torch.load(kept))
+    model, _ = gradients(persist_below=1000)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # whole on every rank: torch's is right
+    assert all(type(x) is torch.Tensor for x in grads)
 
 
-def test_a_loss_scaler_and_labkits_clipping_work_together(world: World) -> None:
-    def run() -> float:
-        torch.manual_seed(0)
-        module = nn.Linear(4, 4)
-        reference, model = copy.deepcopy(module), ZeRO3(module)
-        scaler = labkit.GradScaler(init_scale=1024.0, comm=model.comm)
-        ours = torch.optim.AdamW(model.parameters(), lr=0.1)
-        theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
-        for _ in range(2):
-            ours.zero_grad()
-            theirs.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
-            scaler.unscale_(ours)
-            labkit.clip_grad_norm(model, 0.5)
-            scaler.step(ours)
-            scaler.update()
-            reference(torch.ones(2, 4)).square().sum().backward()
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-            theirs.step()
-        found = model.full_state_dict()
-        return max(float((found[n] - x).abs().max()) for n, x in reference.state_dict().items())
-
-    assert max(world.run(run)) < 1e-5
+@on_each_rank("world")
+def test_a_loss_scaler_and_labkits_clipping_work_together() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    reference, model = copy.deepcopy(module), ZeRO3(module)
+    scaler = labkit.GradScaler(init_scale=1024.0, comm=model.comm)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+        scaler.unscale_(ours)
+        labkit.clip_grad_norm(model, 0.5)
+        scaler.step(ours)
+        scaler.update()
+        reference(torch.ones(2, 4)).square().sum().backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        theirs.step()
+    found = model.full_state_dict()
+    assert (
+        max(float((found[n] - x).abs().max()) for n, x in reference.state_dict().items())
+    ) < 1e-5
 
 
 # --- copies and compilers ---
 
 
-def test_copies_and_pickles_are_refused_and_end_no_rank(world: World) -> None:
+@on_each_rank("world")
+def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
     """`copy.deepcopy` read parameters that were freed: SIGSEGV."""
-
-    def run() -> list[str]:
-        model = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        said = [
-            refusal(lambda: copy.deepcopy(model)),
-            refusal(lambda: copy.copy(model)),
-            refusal(lambda: copy.deepcopy(model.module)),
-            refusal(lambda: copy.deepcopy([model.module[0]])),  # type: ignore[index]
-            refusal(lambda: torch.optim.swa_utils.AveragedModel(model)),
-            refusal(lambda: torch.save(model, io.BytesIO())),
-            refusal(lambda: torch.save(model.module, io.BytesIO())),
-        ]
-        second = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        second.load_full_state_dict(model.full_state_dict())  # what the sentence says
-        x = torch.randn(3, 4)
-        assert torch.equal(model.eval()(x), second.eval()(x))
-        return said
-
-    for said in world.run(run):
-        assert all("cannot be copied or pickled; save its full_state_dict()" in one for one in said)
+    model = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    said = [
+        refusal(lambda: copy.deepcopy(model)),
+        refusal(lambda: copy.copy(model)),
+        refusal(lambda: copy.deepcopy(model.module)),
+        refusal(lambda: copy.deepcopy([model.module[0]])),  # type: ignore[index]
+        refusal(lambda: torch.optim.swa_utils.AveragedModel(model)),
+        refusal(lambda: torch.save(model, io.BytesIO())),
+        refusal(lambda: torch.save(model.module, io.BytesIO())),
+    ]
+    second = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    second.load_full_state_dict(model.full_state_dict())  # what the sentence says
+    x = torch.randn(3, 4)
+    assert torch.equal(model.eval()(x), second.eval()(x))
+    assert all("cannot be copied or pickled; save its full_state_dict()" in one for one in said)
 
 
 @pytest.mark.parametrize("how", ["function", "method"])
-def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is(world: World, how: str) -> None:
-    def run() -> tuple[float, list[str]]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        reference, model = copy.deepcopy(module), ZeRO3(module)
-        compiled: Any = torch.compile(model) if how == "function" else model
-        if how == "method":
-            model.compile()
-        x = torch.randn(2, 4, dtype=torch.float64)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            y = compiled(x)
-            y.sum().backward()
-        expected = reference(x)
-        expected.sum().backward()
-        whole = dict(reference.named_parameters())
-        worst = float((y - expected).abs().max())
-        for p in model.owned():
-            assert p.tensor.grad is not None
-            worst = max(worst, float((p.tensor.grad - _part(whole[p.name].grad, p)).abs().max()))
-        return worst, [str(one.message) for one in seen]
-
-    for worst, seen in world.run(run):
-        assert worst < 1e-12 and seen == []
+@on_each_rank("world")
+def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is(how: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    reference, model = copy.deepcopy(module), ZeRO3(module)
+    compiled: Any = torch.compile(model) if how == "function" else model
+    if how == "method":
+        model.compile()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        y = compiled(x)
+        y.sum().backward()
+    expected = reference(x)
+    expected.sum().backward()
+    whole = dict(reference.named_parameters())
+    worst = float((y - expected).abs().max())
+    for p in model.owned():
+        assert p.tensor.grad is not None
+        worst = max(worst, float((p.tensor.grad - _part(whole[p.name].grad, p)).abs().max()))
+    seen = [str(one.message) for one in seen]
+    assert worst < 1e-12 and seen == []
 
 
-def test_a_compiled_module_is_refused(world: World) -> None:
-    def run() -> list[str]:
-        method = nn.Sequential(nn.Linear(4, 4))
-        method[0].compile()
-        some = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4)))
-        every = (torch.compile(nn.Linear(4, 4)), method, some)
-        return [refusal(lambda one=one: ZeRO3(one)) for one in every]
-
-    for said in world.run(run):
-        assert all("wrap the plain module" in one for one in said)
+@on_each_rank("world")
+def test_a_compiled_module_is_refused() -> None:
+    method = nn.Sequential(nn.Linear(4, 4))
+    method[0].compile()
+    some = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4)))
+    every = (torch.compile(nn.Linear(4, 4)), method, some)
+    said = [refusal(lambda one=one: ZeRO3(one)) for one in every]
+    assert all("wrap the plain module" in one for one in said)
 
 
 def test_the_whole_state_is_whole_around_a_compiled_model_too(world: World) -> None:

@@ -1,7 +1,7 @@
 """A model that is built in pieces is the model that one process builds, and no rank has held it."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from each_rank import on_each_rank
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
 from labkit.parallel.zero3.sharded_init import sharded_init
 from labkit.parallel.zero3.sharded_parameter import Construction, Elements, ShardedParameter
@@ -116,14 +117,16 @@ def test_what_rank_0_draws_counts(world2: World, name: str) -> None:
     world2.run(check_built_as_by_one, name, other_seeds=True)
 
 
-def test_tied_weights_stay_one(world2: World) -> None:
-    def tied() -> list[bool]:
-        with sharded_init():
-            model, awkward = GPT.preset("tiny"), Awkward()
-        again = [model.head.weight is model.embed.tokens.weight, awkward.again is awkward.w]
-        return [*again, model.to(torch.bfloat16).head.weight is model.embed.tokens.weight]
-
-    assert world2.run(tied) == [[True, True, True]] * 2
+@on_each_rank("world2")
+def test_tied_weights_stay_one() -> None:
+    with sharded_init():
+        model, awkward = GPT.preset("tiny"), Awkward()
+    again = [model.head.weight is model.embed.tokens.weight, awkward.again is awkward.w]
+    assert [*again, model.to(torch.bfloat16).head.weight is model.embed.tokens.weight] == [
+        True,
+        True,
+        True,
+    ]
 
 
 # ---- what is held
@@ -220,40 +223,36 @@ def test_a_sharded_parameter_that_computes_says_what_to_do(world2: World) -> Non
     assert "rank 1 has 2 of 5 elements" in shown
 
 
-def test_it_is_copied_and_converted_share_by_share(world2: World) -> None:
-    def play() -> None:
-        with sharded_init():
-            model = Awkward()
-        with listen() as events:
-            copied, narrow = copy.deepcopy(model), copy.deepcopy(model).to(torch.float64)
-        assert not events
-        assert copied.head.weight is copied.table.weight is not model.table.weight
-        for p, q, r in zip(model.parameters(), copied.parameters(), narrow.parameters()):
-            assert torch.equal(p.whole(), q.whole()) and p.requires_grad == q.requires_grad  # type: ignore[attr-defined]
-            expected = p.whole().double() if p.is_floating_point() else p.whole()  # type: ignore[attr-defined]
-            assert r.dtype == expected.dtype and torch.equal(r.whole(), expected)  # type: ignore[attr-defined]
-            assert r.requires_grad == p.requires_grad and isinstance(r, nn.Parameter)
-
-    world2.run(play)
+@on_each_rank("world2")
+def test_it_is_copied_and_converted_share_by_share() -> None:
+    with sharded_init():
+        model = Awkward()
+    with listen() as events:
+        copied, narrow = copy.deepcopy(model), copy.deepcopy(model).to(torch.float64)
+    assert not events
+    assert copied.head.weight is copied.table.weight is not model.table.weight
+    for p, q, r in zip(model.parameters(), copied.parameters(), narrow.parameters()):
+        assert torch.equal(p.whole(), q.whole()) and p.requires_grad == q.requires_grad  # type: ignore[attr-defined]
+        expected = p.whole().double() if p.is_floating_point() else p.whole()  # type: ignore[attr-defined]
+        assert r.dtype == expected.dtype and torch.equal(r.whole(), expected)  # type: ignore[attr-defined]
+        assert r.requires_grad == p.requires_grad and isinstance(r, nn.Parameter)
 
 
-def test_outside_and_after_an_error_modules_are_as_always(world2: World) -> None:
-    def play() -> list[type]:
-        register = nn.Module.register_parameter
-        before = nn.Linear(2, 2)
-        with pytest.raises(ZeroDivisionError), sharded_init():
-            nn.Linear(2, 2)
-            1 / 0  # noqa: B018
-        with sharded_init():
-            lazy = nn.LazyLinear(3)
-            with torch.device("meta"):
-                on_meta = nn.Linear(2, 2)
-        assert nn.Module.register_parameter is register
-        modules = (before, nn.Linear(2, 2), on_meta)
-        assert type(lazy.weight) is nn.UninitializedParameter
-        return [type(module.weight) for module in modules]
-
-    assert world2.run(play) == [[nn.Parameter] * 3] * 2
+@on_each_rank("world2")
+def test_outside_and_after_an_error_modules_are_as_always() -> None:
+    register = nn.Module.register_parameter
+    before = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError), sharded_init():
+        nn.Linear(2, 2)
+        1 / 0  # noqa: B018
+    with sharded_init():
+        lazy = nn.LazyLinear(3)
+        with torch.device("meta"):
+            on_meta = nn.Linear(2, 2)
+    assert nn.Module.register_parameter is register
+    modules = (before, nn.Linear(2, 2), on_meta)
+    assert type(lazy.weight) is nn.UninitializedParameter
+    assert [type(module.weight) for module in modules] == [nn.Parameter] * 3
 
 
 def test_some_of_the_ranks_build_a_model(world2: World) -> None:
@@ -368,16 +367,9 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[..., None]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    """Over sockets that find a hang soon."""
-    with World(2, timeout_s=20) as world:
-        yield world
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_it_red(pair: World, fault: str) -> None:
+def test_a_fault_turns_it_red(world2: World, fault: str) -> None:
     owner, name, wrong, check = FAULTS[fault]
 
     def faulty() -> None:
@@ -385,4 +377,4 @@ def test_a_fault_turns_it_red(pair: World, fault: str) -> None:
             check(*(() if check is check_one_at_a_time else ("awkward", True)))
 
     with pytest.raises(RankError, match="AssertionError"):
-        pair.run(faulty)
+        world2.run(faulty)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from data_parallel_contract import LENGTH, MODELS, ROWS, STEPS
+from each_rank import on_each_rank
 from labkit import GPT, Comm, RankError, Text, World, ZeRO3, listen, loss
 from labkit.parallel.common.held import held
 from zero3_contract import OPTIMIZERS, check_zero3
@@ -24,12 +25,6 @@ HOW = [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with World(request.param, timeout_s=20) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=20) as world:
         yield world
 
 
@@ -59,9 +54,9 @@ def test_weights_equal_single_process_training(world: World, case: str, optimize
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("wrap", [no_prefetch, far_ahead, one_unit, small_ones_whole])
 def test_every_setting_trains_the_same(
-    pair: World, wrap: Callable[[nn.Module], ZeRO3], case: str
+    world2: World, wrap: Callable[[nn.Module], ZeRO3], case: str
 ) -> None:
-    check_zero3(pair, wrap, case, "adamw", formula=False)
+    check_zero3(world2, wrap, case, "adamw", formula=False)
 
 
 class Deep(nn.Module):
@@ -103,25 +98,24 @@ class Inner(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["around", "inside", "segment", "not"])
-def test_activations_may_be_computed_again(pair: World, how: str) -> None:
-    def run() -> tuple[float, int, int]:
-        torch.manual_seed(0)
-        module = Deep(how).double()
-        reference, predicted = copy.deepcopy(module), ZeRO3.predict(module, 2)
-        model = ZeRO3(module)
-        x = torch.randn(2, 5, 4, dtype=torch.float64)
-        for _ in range(3):
-            model.zero_grad()
-            reference.zero_grad()
-            with listen() as events:
-                model(x[Comm().rank]).square().mean().backward()
-            reference(x.flatten(0, 1)).square().mean().backward()
-        sent = sum(event.bus_bytes for event in events)
-        return off(model, reference), sent, int(predicted.bus_bytes)
-
-    for worst, sent, predicted in pair.run(run):
-        assert worst < 1e-12
-        assert sent == predicted, "a unit is gathered once in forward and once in backward"
+@on_each_rank("world2")
+def test_activations_may_be_computed_again(how: str) -> None:
+    torch.manual_seed(0)
+    module = Deep(how).double()
+    reference, predicted = copy.deepcopy(module), ZeRO3.predict(module, 2)
+    model = ZeRO3(module)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    for _ in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        with listen() as events:
+            model(x[Comm().rank]).square().mean().backward()
+        reference(x.flatten(0, 1)).square().mean().backward()
+    sent = sum(event.bus_bytes for event in events)
+    worst = off(model, reference)
+    predicted = int(predicted.bus_bytes)
+    assert worst < 1e-12
+    assert sent == predicted, "a unit is gathered once in forward and once in backward"
 
 
 def off(model: ZeRO3, reference: nn.Module) -> float:
@@ -139,28 +133,26 @@ def off(model: ZeRO3, reference: nn.Module) -> float:
     return worst
 
 
-def test_passes_in_any_order_add_up_as_in_one_process(pair: World) -> None:
-    def run() -> float:
-        torch.manual_seed(0)
-        module = MODELS["awkward"]().double()
-        reference, model = copy.deepcopy(module), None
-        model = ZeRO3(module)
-        text = Text()
-        mine = [text.batch(i, 4, 8).slice(Comm().rank, 2) for i in range(4)]
-        every = [text.batch(i, 4, 8) for i in range(4)]
-        for wrapped, batches in ((model, mine), (reference, every)):
-            sum(loss(wrapped(one.x), one) for one in batches[:2]).backward()  # type: ignore[union-attr]
-            with torch.no_grad():
-                wrapped(batches[2].x)
-            wrapped.eval()
-            wrapped(batches[2].x)  # a graph that has no backward
-            wrapped.train()
-            loss(wrapped(batches[2].x), batches[2]).backward()
-            wrapped.zero_grad(set_to_none=False)
-            loss(wrapped(batches[3].x), batches[3]).backward()
-        return off(model, reference)
-
-    assert max(pair.run(run)) < 1e-12
+@on_each_rank("world2")
+def test_passes_in_any_order_add_up_as_in_one_process() -> None:
+    torch.manual_seed(0)
+    module = MODELS["awkward"]().double()
+    reference, model = copy.deepcopy(module), None
+    model = ZeRO3(module)
+    text = Text()
+    mine = [text.batch(i, 4, 8).slice(Comm().rank, 2) for i in range(4)]
+    every = [text.batch(i, 4, 8) for i in range(4)]
+    for wrapped, batches in ((model, mine), (reference, every)):
+        sum(loss(wrapped(one.x), one) for one in batches[:2]).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            wrapped(batches[2].x)
+        wrapped.eval()
+        wrapped(batches[2].x)  # a graph that has no backward
+        wrapped.train()
+        loss(wrapped(batches[2].x), batches[2]).backward()
+        wrapped.zero_grad(set_to_none=False)
+        loss(wrapped(batches[3].x), batches[3]).backward()
+    assert (off(model, reference)) < 1e-12
 
 
 class Branching(nn.Module):
@@ -176,25 +168,23 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("persist_below", [0, 100])
+@on_each_rank("world2")
 def test_unused_parameters_are_averaged_where_used_and_left_alone_where_not(
-    pair: World, persist_below: int
+    persist_below: int,
 ) -> None:
-    def gradients() -> dict[str, list[float] | None]:
-        torch.manual_seed(0)
-        model = ZeRO3(Branching(), units=Branching, persist_below=persist_below)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(2, 3, dtype=torch.float64), deep=Comm().rank == 0).sum().backward()
-        return {n: None if p.grad is None else p.grad.tolist() for n, p in model.named_parameters()}
-
-    for found in pair.run(gradients):
-        for name, gradient in found.items():
-            assert (gradient is None) == name.startswith("nobody"), name
-        if "some.bias" in found:
-            assert found["some.bias"] == [1.0] * 3  # 2 / 2 ranks
+    torch.manual_seed(0)
+    model = ZeRO3(Branching(), units=Branching, persist_below=persist_below)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 3, dtype=torch.float64), deep=Comm().rank == 0).sum().backward()
+    found = {n: None if p.grad is None else p.grad.tolist() for n, p in model.named_parameters()}
+    for name, gradient in found.items():
+        assert (gradient is None) == name.startswith("nobody"), name
+    if "some.bias" in found:
+        assert found["some.bias"] == [1.0] * 3  # 2 / 2 ranks
 
 
-def test_a_frozen_part_is_sharded_and_its_gradient_does_not_travel(pair: World) -> None:
+def test_a_frozen_part_is_sharded_and_its_gradient_does_not_travel(world2: World) -> None:
     def run() -> tuple[list[str], int, int]:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
         module[1].requires_grad_(False)
@@ -204,13 +194,13 @@ def test_a_frozen_part_is_sharded_and_its_gradient_does_not_travel(pair: World) 
         assert all(p.grad is None for n, p in model.named_parameters() if n.startswith("1."))
         return [e.op for e in events], sum(p.numel() for p in model.parameters()), (20 + 20 + 10)
 
-    found = pair.run(run)
+    found = world2.run(run)
     for ops, _, _ in found:
         assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (6, 2)
     assert sum(numbers for _, numbers, _ in found) == found[0][2]
 
 
-def test_what_is_gathered_is_freed_and_never_more_than_two_units(pair: World) -> None:
+def test_what_is_gathered_is_freed_and_never_more_than_two_units(world2: World) -> None:
     def run(prefetch: int) -> tuple[int, int, list[int], bool]:
         module = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)])
         model = ZeRO3(module, prefetch=prefetch)
@@ -221,23 +211,22 @@ def test_what_is_gathered_is_freed_and_never_more_than_two_units(pair: World) ->
         return model.gathered_bytes, model.peak_gathered_bytes, shapes, whole
 
     for prefetch, units in ((0, 1), (1, 2), (2, 3)):
-        for now, peak, shapes, whole in pair.run(run, prefetch):
+        for now, peak, shapes, whole in world2.run(run, prefetch):
             assert (now, peak) == (0, units * 64 * 4)
             assert shapes == [32] * 6 and not whole
 
 
-def test_what_is_kept_whole_does_not_count_as_gathered(pair: World) -> None:
-    def run() -> tuple[int, list[str]]:
-        model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), persist_below=1000)
-        with listen() as events:
-            model(torch.ones(1, 8)).sum().backward()
-        return model.peak_gathered_bytes, [event.op for event in events]
+@on_each_rank("world2")
+def test_what_is_kept_whole_does_not_count_as_gathered() -> None:
+    model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), persist_below=1000)
+    with listen() as events:
+        model(torch.ones(1, 8)).sum().backward()
+    peak_bytes = model.peak_gathered_bytes
+    ops = [event.op for event in events]
+    assert peak_bytes == 0 and set(ops) == {"all_reduce"}
 
-    for peak_bytes, ops in pair.run(run):
-        assert peak_bytes == 0 and set(ops) == {"all_reduce"}
 
-
-def test_gathers_leave_ahead_and_gradients_while_backward_runs(pair: World) -> None:
+def test_gathers_leave_ahead_and_gradients_while_backward_runs(world2: World) -> None:
     """In the order of events: the gather of the next unit is asked for before this one computes."""
 
     def run(prefetch: int) -> tuple[list[str], list[str]]:
@@ -265,16 +254,16 @@ def test_gathers_leave_ahead_and_gradients_while_backward_runs(pair: World) -> N
         return forward, backward
 
     gather, compute, made, reduce = "all_gather", "compute", "made", "reduce_scatter"
-    for forward, backward in pair.run(run, 0):
+    for forward, backward in world2.run(run, 0):
         assert forward == [gather, compute] * 3
         assert backward[:-2] == [gather, reduce, gather, made, reduce, gather, made]
         assert sorted(backward[-2:]) == [made, reduce]  # of the first layer, in any order
-    for forward, backward in pair.run(run, 1):
+    for forward, backward in world2.run(run, 1):
         assert forward == [gather, gather, compute, gather, compute, compute]
         assert backward[:-2] == [gather, gather, reduce, gather, made, reduce, made]
 
 
-def test_compute_in_16_bits_with_masters_in_32(pair: World) -> None:
+def test_compute_in_16_bits_with_masters_in_32(world2: World) -> None:
     def run(dtype: torch.dtype) -> tuple[Any, ...]:
         torch.manual_seed(0)
         module = GPT.preset("tiny")
@@ -296,9 +285,9 @@ def test_compute_in_16_bits_with_masters_in_32(pair: World) -> None:
         sent = sum(event.bus_bytes for event in events)
         return losses, held(model, optimizer, sent), predicted, seen
 
-    plain = pair.run(run, torch.float32)
+    plain = world2.run(run, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
-        found = pair.run(run, dtype)
+        found = world2.run(run, dtype)
         for (losses, has, should, seen), (expected, *_) in zip(found, plain):
             assert losses == pytest.approx(expected, rel=0.02)
             assert seen == {dtype} and has.bus_bytes == should.bus_bytes
@@ -306,49 +295,45 @@ def test_compute_in_16_bits_with_masters_in_32(pair: World) -> None:
         assert should.bus_bytes == plain[0][2].bus_bytes / 2
 
 
-def test_whole_state_comes_out_and_goes_in(pair: World) -> None:
-    def run() -> bool:
-        torch.manual_seed(Comm().rank)
-        start = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        start[2].weight = nn.Parameter(start[0].weight.detach().t().contiguous())
-        model = ZeRO3(copy.deepcopy(start))
-        state = model.full_state_dict()
-        if Comm().rank == 0:
-            assert all(torch.equal(state[name], x) for name, x in start.state_dict().items())
-        assert model.full_state_dict(rank0_only=True).keys() == (
-            state.keys() if Comm().rank == 0 else set()
-        )
-        other = {name: torch.randn_like(x) if x.is_floating_point() else x + 1
-                 for name, x in state.items()}  # fmt: skip
-        model.load_full_state_dict(other if Comm().rank == 0 else None)
-        if Comm().rank == 0:
-            assert all(torch.equal(x, other[n]) for n, x in model.full_state_dict().items())
-        else:
-            model.full_state_dict()
-        model.load_full_state_dict(state)
-        return all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
-
-    assert pair.run(run) == [True, True]
+@on_each_rank("world2")
+def test_whole_state_comes_out_and_goes_in() -> None:
+    torch.manual_seed(Comm().rank)
+    start = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    start[2].weight = nn.Parameter(start[0].weight.detach().t().contiguous())
+    model = ZeRO3(copy.deepcopy(start))
+    state = model.full_state_dict()
+    if Comm().rank == 0:
+        assert all(torch.equal(state[name], x) for name, x in start.state_dict().items())
+    assert model.full_state_dict(rank0_only=True).keys() == (
+        state.keys() if Comm().rank == 0 else set()
+    )
+    other = {name: torch.randn_like(x) if x.is_floating_point() else x + 1
+             for name, x in state.items()}  # fmt: skip
+    model.load_full_state_dict(other if Comm().rank == 0 else None)
+    if Comm().rank == 0:
+        assert all(torch.equal(x, other[n]) for n, x in model.full_state_dict().items())
+    else:
+        model.full_state_dict()
+    model.load_full_state_dict(state)
+    assert all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
 
 
-def test_a_state_that_does_not_fit_is_refused_on_every_rank(pair: World) -> None:
-    def run() -> list[str]:
-        model = ZeRO3(nn.Linear(3, 2))
-        good = model.full_state_dict()
-        said = []
-        for bad in ({"weight": good["weight"]}, {**good, "more": good["bias"]},
-                    {**good, "bias": good["weight"]}):  # fmt: skip
-            with pytest.raises(ValueError) as caught:
-                model.load_full_state_dict(bad if Comm().rank == 0 else None)
-            said.append(str(caught.value))
-        return said
-
-    for missing, unknown, shape in pair.run(run):
-        assert "bias is missing" in missing and "no more" in unknown
-        assert "bias is [2, 3] in the state and [2] in the model" in shape
+@on_each_rank("world2")
+def test_a_state_that_does_not_fit_is_refused_on_every_rank() -> None:
+    model = ZeRO3(nn.Linear(3, 2))
+    good = model.full_state_dict()
+    said = []
+    for bad in ({"weight": good["weight"]}, {**good, "more": good["bias"]},
+                {**good, "bias": good["weight"]}):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            model.load_full_state_dict(bad if Comm().rank == 0 else None)
+        said.append(str(caught.value))
+    missing, unknown, shape = said
+    assert "bias is missing" in missing and "no more" in unknown
+    assert "bias is [2, 3] in the state and [2] in the model" in shape
 
 
-def test_clipping_is_that_of_the_whole_gradient(pair: World) -> None:
+def test_clipping_is_that_of_the_whole_gradient(world2: World) -> None:
     def run(persist_below: int, norm_type: float) -> tuple[float, float, float]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
@@ -362,11 +347,11 @@ def test_clipping_is_that_of_the_whole_gradient(pair: World) -> None:
 
     for persist_below in (0, 6):
         for norm_type in (2.0, float("inf")):
-            for found, expected, worst in pair.run(run, persist_below, norm_type):
+            for found, expected, worst in world2.run(run, persist_below, norm_type):
                 assert found == pytest.approx(expected, rel=1e-12) and worst < 1e-12
 
 
-def test_misuse_is_told_by_name_on_every_rank(pair: World) -> None:
+def test_misuse_is_told_by_name_on_every_rank(world2: World) -> None:
     def said(what: Callable[[], object]) -> str:
         with pytest.raises(ValueError) as caught:
             what()
@@ -394,7 +379,7 @@ def test_misuse_is_told_by_name_on_every_rank(pair: World) -> None:
     expected = ("0.up.weight belongs to a ZeRO3 already", "parameter 0 is weight", "no trainable",
                 "0.up.weight is sharded", "weight was frozen", "weight is on the meta device",
                 "prefetch=-1", "wrap it")  # fmt: skip
-    for messages in pair.run(run):
+    for messages in world2.run(run):
         for message, words in zip(messages, expected, strict=True):
             assert words in message
 
@@ -404,7 +389,7 @@ class NeedsArguments(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
 
-def test_optimizers_that_do_not_fit_shards_are_refused(pair: World) -> None:
+def test_optimizers_that_do_not_fit_shards_are_refused(world2: World) -> None:
     def step(optimizer: Any, model: ZeRO3, scaler: torch.amp.GradScaler | None = None) -> None:
         value = model(torch.ones(1, 4)).sum()
         if scaler is None:
@@ -428,40 +413,38 @@ def test_optimizers_that_do_not_fit_shards_are_refused(pair: World) -> None:
         with pytest.raises(ValueError, match="this rank's shards only.*use labkit.GradScaler"):
             step(optimizer, model, scaler)
 
-    pair.run(run)
+    world2.run(run)
 
 
-def test_errors_leave_a_model_that_trains_on(pair: World) -> None:
-    def run() -> float:
-        torch.manual_seed(0)
-        module = Deep("not").double()
-        reference = copy.deepcopy(module)
-        model = ZeRO3(module)
-        x = torch.randn(2, 5, 4, dtype=torch.float64)
-        model(x[Comm().rank]).square().mean().backward()
+@on_each_rank("world2")
+def test_errors_leave_a_model_that_trains_on() -> None:
+    torch.manual_seed(0)
+    module = Deep("not").double()
+    reference = copy.deepcopy(module)
+    model = ZeRO3(module)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    model(x[Comm().rank]).square().mean().backward()
 
-        def fail(*_: Any) -> None:
-            raise RuntimeError("on purpose")
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
 
-        with pytest.raises(ValueError, match="create_graph=True asks for a graph of backward"):
-            model(x[Comm().rank]).square().mean().backward(create_graph=True)
-        for where in ("forward", "backward"):
-            hook = module.blocks[1].down.register_forward_pre_hook(
-                fail if where == "forward" else lambda _, args: args[0].register_hook(fail) and None
-            )
-            with pytest.raises(RuntimeError, match="on purpose"):
-                model(x[Comm().rank]).square().mean().backward()
-            hook.remove()
-            for change in (1.0, 0.0):
-                state = {n: x + change for n, x in reference.state_dict().items()}
-                model.load_full_state_dict(state)
-                assert all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
-        model.zero_grad()
-        model(x[Comm().rank]).square().mean().backward()
-        reference(x.flatten(0, 1)).square().mean().backward()
-        return off(model, reference)
-
-    assert max(pair.run(run)) < 1e-12
+    with pytest.raises(ValueError, match="create_graph=True asks for a graph of backward"):
+        model(x[Comm().rank]).square().mean().backward(create_graph=True)
+    for where in ("forward", "backward"):
+        hook = module.blocks[1].down.register_forward_pre_hook(
+            fail if where == "forward" else lambda _, args: args[0].register_hook(fail) and None
+        )
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(x[Comm().rank]).square().mean().backward()
+        hook.remove()
+        for change in (1.0, 0.0):
+            state = {n: x + change for n, x in reference.state_dict().items()}
+            model.load_full_state_dict(state)
+            assert all(torch.equal(x, state[n]) for n, x in model.full_state_dict().items())
+    model.zero_grad()
+    model(x[Comm().rank]).square().mean().backward()
+    reference(x.flatten(0, 1)).square().mean().backward()
+    assert (off(model, reference)) < 1e-12
 
 
 class Outputs(nn.Module):
@@ -473,7 +456,7 @@ class Outputs(nn.Module):
         return {"all": (self.a(x), [self.b(x)]), "none": None}
 
 
-def test_outputs_of_any_nesting_recurrent_layers_and_attention(pair: World) -> None:
+def test_outputs_of_any_nesting_recurrent_layers_and_attention(world2: World) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -498,7 +481,7 @@ def test_outputs_of_any_nesting_recurrent_layers_and_attention(pair: World) -> N
         reference(torch.cat(list(x), dim=1)).square().mean().backward()
         return off(model, reference)
 
-    assert max(pair.run(run)) < 1e-12
+    assert max(world2.run(run)) < 1e-12
 
 
 class KeepsALossAside(nn.Module):
@@ -532,9 +515,9 @@ def _losses_aside(sharded: bool, which: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("which", ["all", "aside"])
-def test_a_loss_that_a_layer_keeps_aside_finds_the_weights(pair: World, which: str) -> None:
+def test_a_loss_that_a_layer_keeps_aside_finds_the_weights(world2: World, which: str) -> None:
     expected = _losses_aside(False, which)
-    for found in pair.run(_losses_aside, True, which):
+    for found in world2.run(_losses_aside, True, which):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, msg=name)
@@ -625,7 +608,7 @@ class Chain(nn.Module):
     "block", [Adapter, FrozenNorm, FrozenScale, OneUnused, AllTrained, AllFrozen]
 )
 def test_a_unit_is_freed_when_backward_is_through_with_it(
-    pair: World, block: Callable[[], nn.Module], again: bool
+    world2: World, block: Callable[[], nn.Module], again: bool
 ) -> None:
     """And not before, when the gradients are there but a frozen weight is still needed; nor only at
     the end, where some parameter gets no gradient."""
@@ -652,7 +635,7 @@ def test_a_unit_is_freed_when_backward_is_through_with_it(
         sent = sum(event.bus_bytes for event in events)
         return worst, peaks, unit_bytes, sent, predicted.bus_bytes
 
-    for worst, peaks, unit_bytes, sent, predicted in pair.run(run):
+    for worst, peaks, unit_bytes, sent, predicted in world2.run(run):
         assert worst < 1e-12
         assert max(peaks) <= 2 * unit_bytes, [peak / unit_bytes for peak in peaks]
         assert sent == predicted

@@ -1,0 +1,222 @@
+"""One harness for all deliberate faults: a test that cannot fail proves nothing.
+
+A file of mutations is a table of `Mutation(fault, check, *args)` and one line that turns it into a
+test:
+
+    test_faulty_rings = noticed(FAULTS, on_ranks, size=3)
+
+Each fault must make its check fail. A fault is whatever the check is run against: a faulty class
+or function that the check takes (`given`), or a change to the library (`Replacement`, `Edit`, any
+function that returns a context manager) under which the check runs: on each rank (`on_ranks`), in
+this process while the change is in force on the ranks (`around`), or without ranks (`here`).
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from labkit import RankError, World
+
+Change = Callable[[], AbstractContextManager[Any]]
+
+
+# ---- faults
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`owner.name` is `make(real)` while this is in force."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    label: str
+
+    def __str__(self) -> str:
+        return self.label
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        new = self.make(getattr(self.owner, self.name))
+        if isinstance(inspect.getattr_static(self.owner, self.name), staticmethod):
+            new = staticmethod(new)
+        return patch.object(self.owner, self.name, new)
+
+
+def replaces(
+    owner: Any, name: str, kind: type[Replacement] = Replacement
+) -> Callable[[Callable[..., Any]], Replacement]:
+    """Decorates the fault that stands in for `owner.name`; its first argument is the real one."""
+
+    def decorate(fault: Callable[..., Any]) -> Replacement:
+        def make(real: Any) -> Any:
+            return lambda *args, **kwargs: fault(real, *args, **kwargs)
+
+        return kind(owner, name, make, fault.__name__)
+
+    return decorate
+
+
+def instead(label: str, owner: Any, name: str, new: Any) -> Replacement:
+    """`owner.name` is `new`, which needs nothing of the real one."""
+    return Replacement(owner, name, lambda real: new, label)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A module runs again with `old` replaced by `new` in its source, in its own namespace; every
+    module that imported one of its names gets the new one."""
+
+    label: str
+    module: str
+    old: str
+    new: str
+    names: dict[str, Any] = field(default_factory=dict)  # that `new` needs beside the module's own
+
+    def __str__(self) -> str:
+        return self.label
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        module = importlib.import_module(self.module)
+        source = inspect.getsource(module)
+        count = source.count(self.old)
+        assert count == 1, f"{self.old!r} is {count} times in {self.module}"
+        vars(module).update(self.names)
+        before = dict(vars(module))
+        code = compile(source.replace(self.old, self.new), module.__file__ or "", "exec")
+        try:
+            exec(code, vars(module))
+            after = dict(vars(module))
+            _swap(before, after)
+            yield
+        finally:
+            _swap(dict(vars(module)), before)
+            vars(module).update(before)
+
+
+def _swap(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Give `new`'s values to all modules of labkit and of its contracts that imported `old`'s."""
+    for module in list(sys.modules.values()):
+        if not module.__name__.startswith(("labkit.parallel.", "context_checks", "vocab_checks")):
+            continue
+        for name, value in list(vars(module).items()):
+            if not name.startswith("__") and name in old and value is old[name]:
+                setattr(module, name, new[name])
+
+
+# ---- how a check meets a fault
+
+
+def given(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
+    """`check(world, fault, ...)`: the fault is a faulty strategy, say."""
+    check(world, fault, *args)
+
+
+def given_on_ranks(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
+    """`check(fault, ...)` on each rank."""
+    world.run(check, fault, *args)
+
+
+def on_ranks(world: World, change: Change, check: Callable[..., Any], *args: Any) -> list[Any]:
+    """`check(...)` on each rank, under the change."""
+
+    def run() -> Any:
+        with change():
+            return check(*args)
+
+    return world.run(run)
+
+
+def around(world: World, change: Change, check: Callable[..., Any], *args: Any) -> None:
+    """`check(world, ...)` in this process, with the change in force on the ranks."""
+    world.run(_enter, change)
+    try:
+        check(world, *args)
+    finally:
+        world.run(_leave)
+
+
+def here(world: None, change: Change, check: Callable[..., Any], *args: Any) -> None:
+    """`check(...)` in this process, under the change."""
+    with change():
+        check(*args)
+
+
+_in_force = ExitStack()  # on a rank
+
+
+def _enter(change: Change) -> None:
+    _in_force.enter_context(change())
+
+
+def _leave() -> None:
+    _in_force.close()  # nothing to do on ranks that were started anew
+
+
+# ---- the tests
+
+
+class Mutation:
+    """`check(..., *args, **kwargs)` fails under `fault`, with a message that matches `match`."""
+
+    def __init__(
+        self, fault: Any, check: Callable[..., Any], *args: Any, match: str = "", **kwargs: Any
+    ):
+        self.fault, self.args, self.match = fault, args, match
+        self.check = partial(check, **kwargs) if kwargs else check
+        names = [getattr(x, "__name__", x) for x in (fault, check, *args)]
+        self.label = "-".join(str(x) for x in names)
+
+    def __str__(self) -> str:
+        return self.label
+
+
+Meets = Callable[..., Any]
+NOTICED = (AssertionError, RankError)  # a RankError also where ranks wait for each other
+
+
+def noticed(
+    mutations: Iterable[Mutation],
+    meets: Meets,
+    errors: type[BaseException] | tuple[type[BaseException], ...] = NOTICED,
+    match: str = "",
+    size: int = 0,
+    **world: Any,
+) -> Callable[..., None]:
+    """A test of each mutation, on a world of `size` ranks (none: 0) that they share."""
+
+    @pytest.mark.parametrize("mutation", mutations, ids=str)
+    def test(worlds: Callable[..., Any], mutation: Mutation) -> None:
+        ranks = worlds(size, **world) if size else None
+        try:
+            with pytest.raises(errors, match=mutation.match or match or None):
+                meets(ranks, mutation.fault, mutation.check, *mutation.args)
+        except pytest.fail.Exception as error:
+            raise AssertionError(f"{mutation}: no check noticed the fault") from error
+
+    return test
+
+
+def unnoticed(
+    mutations: Iterable[Mutation], meets: Meets, real: Any, size: int = 0, **world: Any
+) -> Callable[..., None]:
+    """The control: every check of `mutations` passes on `real`, or under a change of nothing."""
+
+    def test(worlds: Callable[..., Any]) -> None:
+        ranks = worlds(size, **world) if size else None
+        checks: list[tuple[Any, ...]] = []
+        for mutation in mutations:
+            check = (mutation.check, *mutation.args)
+            if check not in checks:
+                checks.append(check)
+                meets(ranks, real, *check)
+
+    return test

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
+from labkit.cli.terminal import console, print_table
 from labkit.foreign import check_output, check_picture, markup
 
 bench = typer.Typer(
@@ -18,7 +16,6 @@ bench = typer.Typer(
     "labkit bench collectives --ops all_reduce --ranks 4",
     invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
-console = Console()
 
 Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
 TransportName = Annotated[
@@ -32,39 +29,15 @@ Plot = Annotated[Path | None, typer.Option(help="Draw it, as PNG.", callback=che
 def _shown(name: str, measured: Callable[[], Any]) -> None:
     with console.status(f"measuring {name} ..."):
         table = measured()
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    """As wide as its columns ask for, whatever the terminal has: a number is never cut."""
-    endless = console.options.update(max_width=1000)
-    wanted = Measurement.get(console, endless, table).maximum
-    Console(width=max(wanted, console.width)).print(table)
+    print_table(table)
 
 
 @bench.callback()
 def _bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        for one in bench.registered_commands:
-            assert one.callback is not None
-            if one.callback is not calibrate:  # it measures nothing, and takes minutes
-                one.callback()
-
-
-@bench.command()
-def world() -> None:
-    """How long until the ranks of a World are ready."""
-    from labkit.bench import world as module
-
-    _shown("world", lambda: module.table(module.bench_world()))
-
-
-@bench.command()
-def door() -> None:
-    """What labkit's door adds to a call."""
-    from labkit.bench import door as module
-
-    _shown("door", lambda: module.table(module.bench_door()))
+        for command in bench.registered_commands:
+            assert command.callback is not None
+            command.callback()
 
 
 @bench.command("data-parallel")
@@ -101,7 +74,7 @@ def tensor_parallel(
 
     with console.status("measuring tensor-parallel ..."):
         found = module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport)
-    _print(module.table(found))
+    print_table(module.table(found))
     if save is not None:
         console.print(f"All that was measured: {markup(module.save(found, save))}", soft_wrap=True)
 
@@ -129,7 +102,7 @@ def pipeline(
         found = module.bench_pipeline(
             _words(only or ""), _numbers(ranks), _words(models), microbatches, turns, transport
         )
-    _print(module.table(found))
+    print_table(module.table(found))
     if save is not None:
         console.print(f"All that was measured: {markup(module.save(found, save))}", soft_wrap=True)
 
@@ -154,63 +127,17 @@ def precision(
     module.check_names(names)
     with console.status("measuring precision ..."):
         found = module.bench_precision(names, turns=turns)
-    _print(table(found))
+    print_table(table(found))
     if save is not None:
         console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
 
 
 @bench.command()
-def recording(turns: Turns = 20) -> None:
-    """What recording adds to a step."""
-    from labkit.bench import recording as module
-
-    _shown("recording", lambda: module.table(module.bench_recording(turns=turns)))
-
-
-@bench.command()
-def plot() -> None:
-    """How long a slider waits for its picture."""
-    from labkit.bench import plot as module
-
-    _shown("plot", lambda: module.table(module.bench_plot()))
-
-
-@bench.command(
-    epilog="Examples:  labkit bench replay  ·  labkit bench replay --depth 96  ·  "
-    "labkit bench replay --only scale"
-)
-def replay(
-    turns: Turns = 10,
-    depth: Annotated[
-        int,
-        typer.Option(
-            help="Layers of the model of 175B that is recorded; 96 are all.", min=1, max=96
-        ),
-    ] = 96,
-    only: Annotated[str | None, typer.Option(help="prediction or scale; both if absent.")] = None,
-) -> None:
-    """Steps over a modelled wire, predicted and measured; a dry run of 175B on 1,024 ranks."""
-    from labkit.bench import dry_run as at_scale
+def replay(turns: Turns = 10) -> None:
+    """Steps of DDP over a modelled wire, predicted by a replay and measured."""
     from labkit.bench import replay as module
 
-    if only not in (None, "prediction", "scale"):
-        raise typer.BadParameter(f"--only {only}: choose prediction or scale")
-    if only != "scale":
-        _shown("replay", lambda: module.table(module.bench_replay(turns=turns)))
-    if only != "prediction":
-        _shown("dry run", lambda: at_scale.table(at_scale.bench_dry_run(depth)))
-
-
-@bench.command(epilog="Example:  labkit bench scale --no-others")
-def scale(
-    others: Annotated[
-        bool, typer.Option(help="The ten models of 1.7B to 1008B of Megatron-LM's table, too.")
-    ] = True,
-) -> None:
-    """A step of GPT-3 on 1,024 A100, recorded without data, and replayed."""
-    from labkit.bench import scale as module
-
-    _shown("scale", lambda: module.table(module.bench_scale(others)))
+    _shown("replay", lambda: module.table(module.bench_replay(turns=turns)))
 
 
 @bench.command(
@@ -282,7 +209,7 @@ def collectives(
         transport or ("gloo" if fit else None),
     )  # fmt: skip
     for shown in report.tables(found):
-        _print(shown)
+        print_table(shown)
     if save:
         console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
     if plot:
@@ -292,7 +219,7 @@ def collectives(
         console.print(f"The picture: {markup(plot)}", soft_wrap=True)
     if fit:
         fitted = fits.fit_sweep(found)
-        _print(report.fit_table(fitted))
+        print_table(report.fit_table(fitted))
         if doubts := report.doubts(fitted):
             console.print(f"[yellow]poor fit:[/] {markup(doubts)}")
         path = choices.write_table(found, table or choices.user_table())
@@ -326,7 +253,7 @@ def transfers(
 
     with console.status("measuring transfers ..."):
         found = module.bench_transfers(mb, gbps, turns, to)
-    _print(module.table(found))
+    print_table(module.table(found))
     if save:
         console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
     if plot:
@@ -334,27 +261,6 @@ def transfers(
 
         draw(found.measured, found.rates).savefig(plot)
         console.print(f"The picture: {markup(plot)}", soft_wrap=True)
-
-
-@bench.command(
-    epilog="Examples:  labkit bench calibrate --stored  ·  "
-    "labkit bench calibrate --save calibration.json --plot calibration.png"
-)
-def calibrate(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Of the published tables; if absent, labkit's copies.")
-    ] = None,
-    save: Save = None,
-    plot: Plot = None,
-    stored: Annotated[
-        bool, typer.Option("--stored", help="Show what labkit brings along; fit nothing.")
-    ] = False,
-) -> None:
-    """Fit the A100's constants to published step times, and tell every error. Minutes."""
-    from labkit.bench import calibrate as module
-
-    for said in module.run(folder, save, plot, stored):
-        console.print(said, soft_wrap=True)
 
 
 def _words(text: str) -> list[str]:

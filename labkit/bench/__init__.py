@@ -1,4 +1,7 @@
-"""Measurements of labkit against its peers, side by side in one run."""
+"""Measurements of labkit beside its peers, in one run; `labkit bench` is their command line.
+
+harness.py has what the benches of a step share: turns, ratios, table, file.
+"""
 
 from labkit.lazy import lazy
 
@@ -9,12 +12,11 @@ __all__, __getattr__, __dir__ = lazy(
         "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_pipeline": "labkit.bench.pipeline",
         "bench_precision": "labkit.bench.precision",
+        "bench_replay": "labkit.bench.replay",
         "bench_tensor_parallel": "labkit.bench.tensor_parallel",
         "bench_transfers": "labkit.bench.transfers",
-        "fit": "labkit.bench.fits",
-        "read_sweep": "labkit.bench.sweep",
+        "read": "labkit.bench.harness",
         "read_transfers": "labkit.bench.transfers",
         "show_stored": "labkit.bench.stored",
-        "stored_transfers": "labkit.bench.transfers",
     },
 )

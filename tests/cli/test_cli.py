@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from labkit import DDP, GPT, World, bench, compare, dry_run, read_run, recipes, write_run
-from labkit.bench import data_parallel, machine
+from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
+from labkit.bench import machine
 from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
@@ -308,25 +308,6 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0
     assert f"labkit {command}" in done.output
-
-
-@pytest.mark.slow
-def test_the_bench_of_data_parallelism_times_every_strategy_in_the_same_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(data_parallel, "STEPS", 1)
-    (steps,) = bench.bench_data_parallel(ranks=(2,), models=("tiny",), turns=3)
-    assert list(steps.seconds) and {len(of) for of in steps.seconds.values()} == {3}
-    assert set(steps.seconds) == set(data_parallel.STRATEGIES)
-    assert min(min(of) for of in steps.seconds.values()) > 0
-    for contest in data_parallel.CONTESTS:
-        low, middle, high = steps.ratio(contest)
-        assert low <= middle <= high
-    assert data_parallel.table([steps]).row_count == len(data_parallel.CONTESTS) == 4
-    twice = data_parallel.Steps(2, "tiny", {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]})
-    assert twice.ratio(data_parallel.CONTESTS[0])[1] == 2, "the median of ratios, turn by turn"
-    done = CliRunner().invoke(app, ["bench", "data-parallel", "--only", "zero-9"])
-    assert done.exit_code == 2 and "ddp, zero-1, zero-2, zero-3" in done.output
 
 
 def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ LAYERS: dict[int, set[str]] = {
         "cli",
         "predict",
         "recipes",
+        "sweeps",
         "training",
         "view",
     },
@@ -61,6 +62,8 @@ SIBLINGS: dict[str, set[str]] = {
     "runtime": {"trace.recording"},
     "checkpoints": {"runtime"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},
+    "plot": LAYERS[5] - {"plot", "cli", "bench"},  # it draws data, and measures nothing
+    "sweeps": {"lazy"},  # data and its fit
 }
 
 NO_TORCH = LAYERS[1]  # run where torch is not installed, and import in no time
@@ -282,6 +285,8 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
         ("trace__recording__spans", "from labkit.runtime.world import World", "side by side"),
         ("schedules", "from labkit.events import Event", "side by side"),
         ("doctor", "from labkit.cli import main", "side by side"),
+        ("plot__bandwidths", "from labkit.bench.harness import read", "side by side"),
+        ("sweeps__sweep", "from labkit.bench import harness", "side by side"),
         # torch in layer 1
         ("schedules", "import torch", "does without torch"),
         ("clusters", "def f():\n    from torch import nn", "does without torch"),

@@ -1,8 +1,8 @@
-"""Each collective as the bench calls it, through the door or past it, and what must come out.
+"""Each collective as the bench calls it, through the communicator or past it, and its right result.
 
-What must come out is worked out without any communication: every rank knows what the others give,
-since it is drawn from their number, and adds it up itself in whole numbers. What is given is 0, 1
-or 2, so that sums are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
+The right result is computed without communication: every rank knows what the others send, since
+that is drawn from their rank, and reduces it in whole numbers. Inputs are 0, 1 or 2, so that sums
+are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from labkit.bench.sweep import PARTED
 from labkit.runtime.transports.native import Native
 from labkit.runtime.transports.transport import Call
+from labkit.sweeps.sweep import PARTED
 
 UNTOUCHED = 77
-IN_PLACE = ("all_reduce", "reduce", "broadcast")  # of what has been given
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -26,123 +26,122 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Buffers:
-    """What a rank gives and what it gets: `count` elements, or as many for each rank where the
-    operation is about parts."""
+    """A rank's input and output: `count` elements, or as many for each rank where the operation is
+    about parts."""
 
     def __init__(
         self, op: str, rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device
     ):
         self.op, self.rank, self.ranks, self.count = op, rank, ranks, count
         self.numel = count * ranks if op in PARTED else count
-        self.given = torch.empty(self.numel, dtype=dtype, device=device)
-        self.got = torch.empty_like(self.given)
-        self.given_parts = list(self.given.split(count))
-        self.got_parts = list(self.got.split(count))
+        self.input = torch.empty(self.numel, dtype=dtype, device=device)
+        self.output = torch.empty_like(self.input)
+        self.input_parts = list(self.input.split(count))
+        self.output_parts = list(self.output.split(count))
 
     def zero(self) -> None:
-        """For timing: sums of zeros stay what they are, however often an operation is repeated."""
-        self.given.zero_()
-        self.got.zero_()
+        """For timing: sums of zeros stay zero, however often an operation is repeated."""
+        self.input.zero_()
+        self.output.zero_()
 
     def fill(self) -> None:
-        """For checking: what this rank gives, and nothing of what it is to get."""
-        self.given.copy_(given_by(self.rank, self.numel))
+        """For checking: this rank's input, and an output without any result."""
+        self.input.copy_(input_of(self.rank, self.numel))
         if self.op in IN_PLACE:
-            self.got.copy_(self.given)
+            self.output.copy_(self.input)
         else:
-            self.got.fill_(UNTOUCHED)
+            self.output.fill_(UNTOUCHED)
 
     def wrong(self, expected: torch.Tensor) -> int:
-        """How many elements are not what was expected. A sum would take 8 bytes for each."""
-        return int((self.got.cpu() != expected.to(self.got.dtype)).count_nonzero())
+        """How many elements of the output differ. (A sum would take 8 bytes for each.)"""
+        return int((self.output.cpu() != expected.to(self.output.dtype)).count_nonzero())
 
 
-def given_by(rank: int, numel: int) -> torch.Tensor:
-    """What `rank` gives, as whole numbers from 0 to 2."""
+def input_of(rank: int, numel: int) -> torch.Tensor:
+    """What `rank` sends: whole numbers from 0 to 2."""
     drawn = torch.Generator().manual_seed(rank)
     return torch.randint(0, 3, (numel,), generator=drawn, dtype=torch.int32)
 
 
 def expected(buffers: Buffers, redop: str) -> torch.Tensor:
-    """What `buffers.got` must be when the operation is done, as whole numbers."""
+    """What `buffers.output` must be after the operation, as whole numbers."""
     op, rank, ranks, count = buffers.op, buffers.rank, buffers.ranks, buffers.count
 
-    def given(by: int) -> torch.Tensor:
-        return given_by(by, buffers.numel)
+    def sent(by: int) -> torch.Tensor:
+        return input_of(by, buffers.numel)
 
     def part(whole: torch.Tensor, number: int) -> torch.Tensor:
         return whole[number * count : (number + 1) * count]
 
     def reduced() -> torch.Tensor:
-        return reduce(REDUCTIONS[redop], map(given, range(ranks)))
+        return reduce(REDUCTIONS[redop], map(sent, range(ranks)))
 
     def only_part(whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of it, and the rest untouched."""
+        """This rank's part, and the rest untouched."""
         result = torch.full_like(whole, UNTOUCHED)
         part(result, rank).copy_(part(whole, rank))
         return result
 
     def joined(numbers: Iterable[int]) -> torch.Tensor:
-        """From each rank the part of that number, and never two ranks' whole at a time."""
-        return torch.cat([part(given(by), one).clone() for by, one in enumerate(numbers)])
+        """The part of that number from each rank; one whole input at a time is in memory."""
+        return torch.cat([part(sent(by), number).clone() for by, number in enumerate(numbers)])
 
     def gathered() -> torch.Tensor:
         return joined(range(ranks))
 
     outcomes: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": reduced,
-        "reduce": lambda: reduced() if rank == 0 else given(rank),
-        "broadcast": lambda: given(0),
+        "reduce": lambda: reduced() if rank == 0 else sent(rank),
+        "broadcast": lambda: sent(0),
         "reduce_scatter": lambda: only_part(reduced()),
         "all_gather": gathered,
-        "gather": lambda: gathered() if rank == 0 else torch.full_like(given(0), UNTOUCHED),
-        "scatter": lambda: only_part(given(0)),
+        "gather": lambda: gathered() if rank == 0 else torch.full_like(sent(0), UNTOUCHED),
+        "scatter": lambda: only_part(sent(0)),
         "all_to_all": lambda: joined([rank] * ranks),
-        "ring_exchange": lambda: given((rank - 1) % ranks),
+        "ring_exchange": lambda: sent((rank - 1) % ranks),
         "there_and_back": lambda: (
-            given(rank ^ 1) if rank ^ 1 < ranks else torch.full_like(given(0), UNTOUCHED)
+            sent(rank ^ 1) if rank ^ 1 < ranks else torch.full_like(sent(0), UNTOUCHED)
         ),
     }
     return outcomes[op]()
 
 
-def call(door: Any, buffers: Buffers, redop: str, algorithm: str) -> None:
-    """Do the operation once, blocking; `door` is a `Comm` or an `Own`."""
+def call(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> None:
+    """Do the operation once, blocking; `comm` is a `Comm` or `NativeCalls`."""
     b, at_root = buffers, buffers.rank == 0
-    mine = {"algorithm": algorithm}
+    named = {"algorithm": algorithm}
     match buffers.op:
         case "all_reduce":
-            door.all_reduce(b.got, redop, **mine)
+            comm.all_reduce(b.output, redop, **named)
         case "reduce":
-            door.reduce(b.got, 0, redop, **mine)
+            comm.reduce(b.output, 0, redop, **named)
         case "broadcast":
-            door.broadcast(b.got, 0, **mine)
+            comm.broadcast(b.output, 0, **named)
         case "reduce_scatter":
-            door.reduce_scatter(b.got_parts[b.rank], b.given_parts, redop, **mine)
+            comm.reduce_scatter(b.output_parts[b.rank], b.input_parts, redop, **named)
         case "all_gather":
-            door.all_gather(b.got_parts, b.given_parts[b.rank], **mine)
+            comm.all_gather(b.output_parts, b.input_parts[b.rank], **named)
         case "gather":
-            door.gather(b.given_parts[b.rank], b.got_parts if at_root else None, 0, **mine)
+            comm.gather(b.input_parts[b.rank], b.output_parts if at_root else None, 0, **named)
         case "scatter":
-            door.scatter(b.got_parts[b.rank], b.given_parts if at_root else None, 0, **mine)
+            comm.scatter(b.output_parts[b.rank], b.input_parts if at_root else None, 0, **named)
         case "all_to_all":
-            door.all_to_all(b.got_parts, b.given_parts, **mine)
+            comm.all_to_all(b.output_parts, b.input_parts, **named)
         case "ring_exchange":
-            door.ring_exchange(b.got, b.given, **mine)
+            comm.ring_exchange(b.output, b.input, **named)
         case "there_and_back" if b.rank % 2:
-            door.recv(b.got, b.rank - 1)
-            door.send(b.given, b.rank - 1)
+            comm.recv(b.output, b.rank - 1)
+            comm.send(b.input, b.rank - 1)
         case "there_and_back":
             if b.rank + 1 < b.ranks:
-                door.send(b.given, b.rank + 1)
-                door.recv(b.got, b.rank + 1)
+                comm.send(b.input, b.rank + 1)
+                comm.recv(b.output, b.rank + 1)
         case other:
             raise AssertionError(f"the bench has no {other}")
 
 
-class Own:
-    """The backend's own operations, past the door, under the names of `Comm`. The arguments are
-    those of `Native`, but that it wants the root before the reduction, too."""
+class NativeCalls:
+    """The backend's own operations, past the communicator, under the names of `Comm`."""
 
     def __init__(self, group: Any):
         self._group, self._native = group, Native(group)

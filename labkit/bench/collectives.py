@@ -1,26 +1,32 @@
 """The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
 
-Within one size, all algorithms and the backend's own take turns of a few calls each, so that a
-machine that slows down slows all of them. As in nccl-tests, the time of a call is that of a whole
-turn, from a barrier to the end of the last call on the slowest rank, over the number of calls. A
-single call says little: where ranks may run ahead, one call lasts long and the next is already
-there. Of all turns the median is reported, which other programs move least.
+Within one size, all algorithms and the backend's own take turns of a few calls each. As in
+nccl-tests, the time of a call is that of a whole turn, from a barrier to the end of the last call
+on the slowest rank, over the number of calls. A single call says little: where ranks may run ahead,
+one call lasts long and the next has already arrived. The median of the turns is reported.
 """
 
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 from statistics import median
 from typing import Any
 
 import torch
 
-from labkit.bench.calls import REDUCTIONS, Buffers, Own, call, expected
-from labkit.bench.sweep import (
+from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call, expected
+from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
+from labkit.comm import listen
+from labkit.comm.chooser import table_note
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.runtime.attach import attach
+from labkit.runtime.memory import available_bytes
+from labkit.runtime.pick import pick
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
+from labkit.sweeps.sweep import (
     BUS_FACTORS,
     DEFAULT,
     REDUCING,
@@ -29,26 +35,18 @@ from labkit.bench.sweep import (
     count_of,
     sizes_between,
 )
-from labkit.comm import listen
-from labkit.comm.chooser import table_note
-from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
-from labkit.runtime.attach import Rank, attach
-from labkit.runtime.memory import available_bytes
-from labkit.runtime.pick import pick
-from labkit.runtime.progress import progress
-from labkit.runtime.world import World
 
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
-TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls is about so long, or so many
-BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: given and got, and 3 int32 for each element
+TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls lasts about so long, or has so many
+BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: input and output, and 3 int32 for each element
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks are asked to time."""
+    """What the ranks time."""
 
     op: str
     count: int
@@ -61,16 +59,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Timed:
-    """What one rank found for one algorithm: of each turn, its seconds over its calls."""
+    """What one rank measured of one algorithm: seconds of a call, in each turn."""
 
     chosen: str
     seconds: list[float]
     wrong: int | None
 
 
-def _turns(case: Case) -> dict[str, Timed]:
-    """On each rank: all algorithms of `case`, as "" the backend's own, and as COPY what this rank
-    takes to copy as many bytes in its memory while the others do."""
+def _on_rank(case: Case) -> dict[str, Timed]:
+    """All algorithms of `case`; as "" the backend's own; and as COPY the time in which this rank
+    copies as many bytes in its memory while the others do the same."""
     me = attach()
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
@@ -78,47 +76,32 @@ def _turns(case: Case) -> dict[str, Timed]:
         name: partial(call, comm, buffers, case.redop, "" if name == DEFAULT else name)
         for name in case.algorithms
     }
-    calls[""] = partial(call, Own(comm.group), buffers, case.redop, "")
+    calls[""] = partial(call, NativeCalls(comm.group), buffers, case.redop, "")
     right = expected(buffers, case.redop) if case.check else None
-    found: dict[str, Timed] = {}
-    for name, once in calls.items():
+    chosen: dict[str, str] = {}
+    wrong: dict[str, int | None] = {}
+    for name, collective in calls.items():
         buffers.fill()
         with listen() as events:
-            once()
-        found[name] = Timed(
-            events[-1].algorithm if events else me.backend, [],
-            None if right is None else buffers.wrong(right),
-        )  # fmt: skip
+            collective()
+        chosen[name] = events[-1].algorithm if events else me.backend
+        wrong[name] = None if right is None else buffers.wrong(right)
     del right
     buffers.zero()
-    calls[COPY], found[COPY] = lambda: buffers.got.copy_(buffers.given), Timed("", [], None)
-    repeats = {name: _agreed_repeats(me, once) for name, once in calls.items()}
-    for turn in range(case.turns):
-        # On all ranks the same order, and in every turn another: what a call leaves behind (memory
-        # in caches, threads that are still awake) is the next one's luck.
-        for name in Random(turn).sample(list(calls), len(calls)):
-            found[name].seconds.append(_seconds(me, calls[name], repeats[name]))
-    return found
+    calls[COPY] = lambda: buffers.output.copy_(buffers.input)
+    sync = sync_of(me.device)
+    turn_of = {}
+    for name, collective in calls.items():
+        blocking = partial(_then, collective, sync)
+        repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
+        turn_of[name] = partial(seconds_of, blocking, repeats, comm.barrier)
+    seconds = take_turns(turn_of, case.turns)
+    return {name: Timed(chosen.get(name, ""), seconds[name], wrong.get(name)) for name in calls}
 
 
-def _seconds(me: Rank, once: Callable[[], object], repeats: int) -> float:
-    """Of so many calls in a row, from a barrier to the end of the last, over their number. On the
-    slowest rank that is all the work: none is left to a rank that is still behind."""
-    me.comm.barrier()
-    began_s = time.perf_counter()
-    for _ in range(repeats):
-        once()
-        if me.device.type == "cuda":
-            torch.cuda.synchronize()
-    return (time.perf_counter() - began_s) / repeats
-
-
-def _agreed_repeats(me: Rank, once: Callable[[], object]) -> int:
-    """How many calls make a turn: rank 0 decides for all."""
-    once_s = _seconds(me, once, 3)
-    repeats = torch.tensor([max(1, min(MOST_CALLS, int(TURN_S / once_s)))], device=me.device)
-    me.comm.broadcast(repeats)
-    return int(repeats)
+def _then(collective: Callable[[], object], sync: Callable[[], object]) -> None:
+    collective()
+    sync()
 
 
 def bench_collectives(
@@ -137,20 +120,20 @@ def bench_collectives(
     Args:
         sizes_bytes: of the whole operation; 4 KiB to 64 MiB by fours when None.
         algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", what runs
-            when none is named; None: all that can serve. The backend's own is always there.
+            when none is named; None: all that support the call. The backend's own is always timed.
         redop: "sum", "min", "max" or "product".
         turns: how often each is timed, in turns with the others.
-        check: count wrong elements, against what each rank has worked out by itself.
-        transport: of the worlds, "shm" or "gloo"; as a `World` has it when None. On GPUs of
-            their own ranks have NCCL, whatever is asked.
+        check: count wrong elements, against what each rank computes without communication.
+        transport: of the worlds, "shm" or "gloo"; a `World`'s choice when None. With a GPU for
+            each rank it is always NCCL.
 
-    Raises ValueError for what does not exist or does not fit.
+    Raises ValueError for names that do not exist and sizes that do not fit.
     """
     sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     points: list[Point] = []
-    backend = carrier = ""
+    backend = used = ""
     for n in dict.fromkeys(ranks):
         todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
         counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
@@ -159,30 +142,30 @@ def bench_collectives(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
             check=False, timeout_s=120,
         ) as world:  # fmt: skip
-            backend, carrier = world.backend, world.transport
+            backend, used = world.backend, world.transport
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
-                names = _serving(op, n, algorithms) if backend != "nccl" else [DEFAULT]
+                names = _supported(op, n, algorithms) if backend != "nccl" else [DEFAULT]
                 op_redop = redop if op in REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
-                points += _points(case, n, nbytes, backend, world.run(_turns, case))
-    return Sweep(points, _about(backend, carrier, turns))
+                points += _points(case, n, nbytes, backend, world.run(_on_rank, case))
+    return Sweep(points, _about(backend, used, turns))
 
 
 def _points(
-    case: Case, n: int, nbytes: int, backend: str, found: list[dict[str, Timed]]
+    case: Case, n: int, nbytes: int, backend: str, of_ranks: list[dict[str, Timed]]
 ) -> list[Point]:
-    """The lines of the table, from what each rank found."""
-    seconds = {name: _typical([rank[name].seconds for rank in found]) for name in found[0]}
+    """The lines of the table, from what each rank measured."""
+    seconds = {name: _typical([timed[name].seconds for timed in of_ranks]) for name in of_ranks[0]}
     points = []
     copy_s = seconds.pop(COPY)
     for name, time_s in seconds.items():
-        wrongs = [rank[name].wrong for rank in found]
+        wrongs = [timed[name].wrong for timed in of_ranks]
         points.append(Point(
             op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
-            redop=case.redop, algorithm=name or backend, chosen=found[0][name].chosen,
+            redop=case.redop, algorithm=name or backend, chosen=of_ranks[0][name].chosen,
             own=not name, time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
-            wrong=sum(one for one in wrongs if one is not None) if case.check else None,
+            wrong=sum(count or 0 for count in wrongs) if case.check else None,
         ))  # fmt: skip
     return points
 
@@ -192,9 +175,9 @@ def _typical(of_ranks: list[list[float]]) -> float:
     return median(max(turn) for turn in zip(*of_ranks))
 
 
-def _serving(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
-    """The algorithms to time: those asked for, or all, that this number of ranks allows. On one
-    machine a hierarchical all-reduce is the ring inside it: timed only where it is asked for."""
+def _supported(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
+    """The algorithms to time: those asked for, or all, that support this number of ranks. On one
+    machine a hierarchical all-reduce is the ring inside it: timed only where asked for."""
     asked = [DEFAULT, *ALGORITHMS.get(op, ())] if algorithms is None else dict.fromkeys(algorithms)
     return [
         name
@@ -230,8 +213,8 @@ def _check_input(
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")
     if turns < 1:
         raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
-    held = BUFFERS + CHECKING_BYTES / getattr(torch, dtype).itemsize  # times the operation's size
-    need, free = held * max(sizes) * max(ranks), available_bytes()
+    copies = BUFFERS + CHECKING_BYTES / getattr(torch, dtype).itemsize
+    need, free = copies * max(sizes) * max(ranks), available_bytes()
     if need > free:
         raise ValueError(
             f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "

@@ -1,28 +1,29 @@
-"""A step of labkit's data-parallel strategies against torch's, and against no communication at all.
+"""A step of labkit's data-parallel strategies beside torch's, and beside no communication at all.
 
-All train the same GPT in the same processes, in turns of a few steps, so that a machine that slows
-down slows all of them; a ratio is taken turn by turn.
+All train the same GPT in the same processes, in turns of a few steps.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
-from typing import Any
 
 import torch
 from rich.table import Table
 from torch import nn
 
 from labkit.bench import peers
+from labkit.bench.harness import (
+    Contest,
+    StepTimes,
+    contest_table,
+    on_worlds,
+    seconds_of,
+    take_turns,
+)
 from labkit.data import Batch, loss
 from labkit.events import ranks_in_words
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
 from labkit.runtime.attach import attach
-from labkit.runtime.progress import progress
-from labkit.runtime.world import World
 
 ROWS, LENGTH = 4, 64  # a rank's batch
 STEPS = 5  # in a turn
@@ -32,7 +33,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def _itself(module: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
@@ -43,51 +44,21 @@ def _zero(stage: int) -> MakeOptimizer:
 _adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=LR)
 FLOOR = "no communication"
 STRATEGIES: dict[str, tuple[Wrap, MakeOptimizer]] = {
-    FLOOR: (_itself, _adamw),
+    FLOOR: (_unwrapped, _adamw),
     "ddp": (DDP, _adamw),
-    "zero-1": (_itself, _zero(1)),
-    "zero-2": (_itself, _zero(2)),
+    "zero-1": (_unwrapped, _zero(1)),
+    "zero-2": (_unwrapped, _zero(2)),
     "zero-3": (ZeRO3, _adamw),
     "torch DDP": (peers.DDP, _adamw),
     "torch ZeRO-1": (peers.DDP, partial(peers.zero_1, lr=LR)),
     "FSDP2": (peers.fsdp2, _adamw),
 }
-
-
-@dataclass(frozen=True)
-class Contest:
-    """The time of a step of `ours` is to be at most `aim` times that of `theirs`."""
-
-    ours: str
-    theirs: str
-    aim: float
-
-
 CONTESTS = [
     Contest("ddp", "torch DDP", 0.92),
     Contest("zero-1", "torch ZeRO-1", 0.85),
     Contest("zero-2", "ddp", 1.1),
     Contest("zero-3", "FSDP2", 0.6),
 ]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Seconds of a step of each strategy, one entry a turn."""
-
-    ranks: int
-    model: str
-    seconds: dict[str, list[float]]
-
-    def ms(self, name: str) -> float:
-        """Milliseconds of a step, median over the turns."""
-        return median(self.seconds[name]) * 1e3
-
-    def ratio(self, contest: Contest) -> tuple[float, float, float]:
-        """Ours to theirs in the same turn: lower quartile, median, upper quartile."""
-        pairs = zip(self.seconds[contest.ours], self.seconds[contest.theirs], strict=True)
-        low, middle, high = quantiles([ours / theirs for ours, theirs in pairs], n=4)
-        return low, middle, high
 
 
 def stepper(
@@ -98,7 +69,7 @@ def stepper(
     optimizer: MakeOptimizer = _adamw,
     **changes: int,
 ) -> Callable[[], None]:
-    """A model, wrapped, with its optimizer: a function that does one step."""
+    """A function that does one step of a wrapped model."""
     torch.manual_seed(0)
     wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
     stepping = optimizer(wrapped.parameters())
@@ -113,26 +84,16 @@ def stepper(
     return step
 
 
-def _turns(model: str, names: Sequence[str], turns: int) -> dict[str, list[float]]:
-    """On each rank: seconds of a step, one entry a turn, for each of these strategies."""
-    comm = attach().comm
-    steppers = {}
-    for name in names:
+def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
+    comm, cases = attach().comm, {}
+    for name in {FLOOR: 0} | {name: 0 for x in contests for name in (x.ours, x.theirs)}:
         wrap, optimizer = STRATEGIES[name]
-        steppers[name] = stepper(wrap, model, optimizer=optimizer)
-        for _ in range(3):  # DDP makes its buckets anew after the first step
-            steppers[name]()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in progress(range(turns), f"{model} on {ranks_in_words(comm.size)}"):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
-            comm.barrier()
-            began_s = time.perf_counter()
-            for _ in range(STEPS):
-                steppers[name]()
-            comm.barrier()
-            seconds[name].append((time.perf_counter() - began_s) / STEPS)
-    return seconds
+        step = stepper(wrap, model, optimizer=optimizer)
+        for _ in range(3):  # DDP builds its buckets again after the first step
+            step()
+        cases[name] = partial(seconds_of, step, STEPS, comm.barrier, comm.barrier)
+    seconds = take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
+    return StepTimes({"ranks": comm.size, "model": model}, seconds, contests)
 
 
 def bench_data_parallel(
@@ -141,52 +102,24 @@ def bench_data_parallel(
     models: Sequence[str] = ("1M", "3.4M"),
     turns: int = 20,
     transport: str | None = None,
-) -> list[Steps]:
-    """Time them for each number of ranks and each model; torch's go over gloo, ours over
-    `transport`, as a `World` has it here when None.
+) -> list[StepTimes]:
+    """Time labkit's strategies (`only` these) and their peers, for each number of ranks and model.
 
-    Raises ValueError for a name in `only` that is none of labkit's strategies.
+    Raises ValueError for a name in `only` that is none of them.
     """
-    names: dict[str, Any] = {FLOOR: None}
-    for contest in contests(only):
-        names |= {contest.ours: None, contest.theirs: None}
-    found = []
-    for size in ranks:
-        with World(size, check=False, transport=transport) as world:
-            for model in models:
-                found.append(Steps(size, model, world.run(_turns, model, list(names), turns)[0]))
-    return found
-
-
-def contests(only: Sequence[str]) -> list[Contest]:
-    """Those of these strategies of labkit's; all if none is named."""
     known = [contest.ours for contest in CONTESTS]
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"no strategy {unknown[0]!r} is timed; choose of {', '.join(known)}")
-    return [contest for contest in CONTESTS if not only or contest.ours in only]
+    contests = [contest for contest in CONTESTS if not only or contest.ours in only]
+    return on_worlds(_on_rank, ranks, models, transport, contests, turns)
 
 
-def table(found: Sequence[Steps]) -> Table:
-    """What `bench_data_parallel` found: a row for each contest, with its ratio and its aim."""
-    shown = Table(
-        title=f"A step of data parallelism, {ROWS} x {LENGTH} tokens a rank, in ms",
-        caption="torch ZeRO-1 is ZeroRedundancyOptimizer under torch's DDP, FSDP2 is fully_shard; "
-        "both over gloo. Alone: without communication. Ratio: median and quartiles of the turns.",
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
-    for name in ("model", "ranks", "alone", "labkit", "ms", "peer", "ms", "ratio", "", "aim"):
-        words = name in ("labkit", "peer")
-        shown.add_column(name, justify="left" if words else "right", no_wrap=True)
-    for one in found:
-        for contest in CONTESTS:
-            if contest.ours not in one.seconds or contest.theirs not in one.seconds:
-                continue
-            low, middle, high = one.ratio(contest)
-            shown.add_row(
-                one.model, str(one.ranks), f"{one.ms(FLOOR):.1f}",
-                contest.ours, f"{one.ms(contest.ours):.1f}",
-                contest.theirs, f"{one.ms(contest.theirs):.1f}",
-                f"{middle:.2f}", f"{low:.2f}-{high:.2f}", f"{contest.aim:.2f}",
-            )  # fmt: skip
-        shown.add_section()
-    return shown
+def table(measured: Sequence[StepTimes]) -> Table:
+    """A row for each contest, with its ratio and its aim."""
+    return contest_table(
+        measured,
+        f"A step of data parallelism, {ROWS} x {LENGTH} tokens a rank, in ms",
+        "torch ZeRO-1 is ZeroRedundancyOptimizer under torch's DDP, FSDP2 is fully_shard; both "
+        "over gloo. Alone: without communication. Ratio: median and quartiles of the turns.",
+        ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
+    )

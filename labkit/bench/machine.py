@@ -1,13 +1,13 @@
-"""This machine as a cluster: the ranks of a World are its devices, measured all at the same time.
+"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time.
 
-Ranks that share cores, memory or a GPU have what is left to each while the others work as well;
-that share is a device here, with one thread as a World gives it. So is a wire: on fewer ranks than
-all, every group of that many sends at once, and what a rank then has is its port's.
+Ranks that share cores, memory or a GPU get a share of them while the others work as well; that
+share is a device here, with one thread as a World gives it. The same holds for a wire: on fewer
+ranks than all, every group of that size sends at once, and a rank's rate is its port's.
 
 Times are those of turns: several calls in a row from a barrier on, over their number, on the
-slowest rank, when all work is done. Everything has its turns in each of some rounds, since what
-else a machine does comes and goes; it makes turns slow, and none fast: the lower quartile counts.
-What is written down is fitted to these (labkit/bench/rates.py).
+slowest rank, when all work is done. Every case has turns in each of several rounds, since other
+programs come and go; they make turns slow, and none fast: the lower quartile counts. The
+description is fitted to these (labkit/bench/rates.py).
 """
 
 import os
@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 
+from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of
 from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
@@ -41,7 +42,7 @@ ENOUGH_S = 7.0  # from then on, only what had no turn yet is measured
 
 
 class Case(NamedTuple):
-    """What the ranks time: "tiny", "copy", "product" or "all-reduce". `size` is numbers of a tiny
+    """What the ranks time: "tiny", "copy", "product" or "all-reduce". `size` is elements of a tiny
     operation, bytes copied or reduced, or the side of a product; `ranks` those of a group."""
 
     what: str
@@ -53,7 +54,7 @@ class Case(NamedTuple):
 def measure_machine(ranks: int = 4) -> Cluster:
     """Measure this machine, in some ten seconds, as a cluster of one node with `ranks` devices.
 
-    Close other programs first. On one rank nothing travels, and its wire is its own memory.
+    Close other programs first. One rank sends nothing, and its wire is its own memory.
     Raises ValueError for a number of ranks that this machine cannot start.
 
     >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
@@ -82,8 +83,8 @@ def _cases(world: World) -> Iterator[Case]:
 
 
 def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
-    """Whether a product will take too long, since the one of half the side, an eighth of the work,
-    took so long or was not measured itself. The two smallest of each dtype always are."""
+    """Whether a product will take too long: the one of half the side, an eighth of the work, took
+    too long or was not measured itself. The two smallest of each dtype always are."""
     if case.what != "product" or case.size in sides[:2]:
         return False
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
@@ -96,25 +97,24 @@ def _turns(case: Case) -> list[float]:
     """Seconds of a call, of each turn, while all other ranks do the same."""
     me = attach()
     once = _call(case, me)
-    _turn_s(me, once, 1)  # the first call finds caches cold
-    call_s = torch.tensor(_turn_s(me, once, 1), dtype=torch.float64, device=me.device)
-    me.comm.all_reduce(call_s, op="max")  # so that a turn has as many calls on each rank
-    calls = max(1, min(MOST_CALLS, int(TURN_S / float(call_s))))
-    return [_turn_s(me, once, calls) for _ in range(TURNS)]
+    once()  # the first call finds caches cold
+    calls = calls_in_a_turn(me, once, TURN_S, MOST_CALLS)
+    sync = sync_of(me.device)
+    return [seconds_of(once, calls, me.comm.barrier, sync) for _ in range(TURNS)]
 
 
 def _call(case: Case, me: Rank) -> Callable[[], Any]:
     dtype, size = getattr(torch, case.dtype), case.size
     if case.what == "all-reduce":
-        own = _group(me, case.ranks)
+        group = _group(me, case.ranks)
         x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=me.device)
-        return partial(own.all_reduce, x) if own else lambda: None
+        return partial(group.all_reduce, x) if group else lambda: None
     if case.what == "product":
         a, b = (torch.randn(size, size, device=me.device).to(dtype) for _ in range(2))
         return partial(torch.mm, a, b, out=torch.empty_like(a))
-    given = torch.ones(size, dtype=dtype, device=me.device)
-    got = torch.ones_like(given)
-    return partial(got.add_ if case.what == "tiny" else got.copy_, given)
+    source = torch.ones(size, dtype=dtype, device=me.device)
+    target = torch.ones_like(source)
+    return partial(target.add_ if case.what == "tiny" else target.copy_, source)
 
 
 def _group(me: Rank, size: int) -> Comm | None:
@@ -123,25 +123,15 @@ def _group(me: Rank, size: int) -> Comm | None:
     if size not in groups:
         firsts = range(0, me.size - size + 1, size)
         made = [me.comm.subgroup(range(first, first + size)) for first in firsts]
-        groups[size] = next((one for one in made if one is not None), None)
+        groups[size] = next((group for group in made if group is not None), None)
     return groups[size]
 
 
-def _turn_s(me: Rank, once: Callable[[], Any], calls: int) -> float:
-    me.comm.barrier()
-    began_s = time.perf_counter()
-    for _ in range(calls):
-        once()
-    if me.device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began_s) / calls
-
-
-# ---- what comes of it
+# ---- the description
 
 
 def _described(world: World, seconds: dict[Case, float]) -> Cluster:
-    """The cluster, by what a call of each case typically takes."""
+    """The cluster, from the typical seconds of a call of each case."""
     n, kind = world.size, _kind(world)
     where = (
         f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
@@ -177,7 +167,7 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
 
 
 def _sides(products: list[Product], dtype: str) -> str:
-    sides = sorted(one.side for one in products if one.dtype == dtype)
+    sides = sorted(product.side for product in products if product.dtype == dtype)
     return f"products of sides {sides[0]} to {sides[-1]}"
 
 
@@ -189,7 +179,7 @@ def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> L
             sources={"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing},
         )  # fmt: skip
     fit = fit_wire(reduced)
-    groups = " and ".join(str(size) for size in sorted({one.ranks for one in reduced}))
+    groups = " and ".join(str(size) for size in sorted({x.ranks for x in reduced}))
     how = f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB"
     how = f"{how} on {groups} ranks, typically {fit.error:.0%} off{where}"
     start = how if world.size > 2 else f"on 2 ranks all of it is in the latency{where}"
@@ -205,7 +195,7 @@ def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> L
 
 
 def _kind(world: World) -> str:
-    """What the ranks share, in words that name no host."""
+    """What the ranks share, without the name of a host."""
     if world.device == "cuda":
         used = min(torch.cuda.device_count(), world.size)
         return f"{used} {torch.cuda.get_device_name(0)}"

@@ -1,9 +1,9 @@
 """The least that a step of a pipeline can take: what its stages compute, and the bubble.
 
-Each stage does its list with messages that are there already, and each action is timed, its median
-over the turns. A replay of the schedule with these times, and messages that take none, says how
-long a step is. It is no less than all computing together, over the cores: four stages on two cores
-do not compute at once.
+Each stage runs its actions on messages that are already there, and each action is timed, its median
+over the turns. A replay of the schedule with these times, and messages that take none, gives the
+step's time. It is no less than all computing together over the cores: four stages on two cores do
+not compute at once.
 """
 
 import os
@@ -34,9 +34,8 @@ def loss_of(logits: Tensor, y: Tensor) -> Tensor:
 
 def batch() -> tuple[Tensor, Tensor]:
     """x and y, [ROWS, LENGTH] each, the same on all ranks."""
-    tokens = torch.randint(
-        VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1)
-    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -49,74 +48,75 @@ def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
 
 
 class Floor:
-    """A rank's list of actions, with nobody to wait for: `measure` some times, then `step_s`."""
+    """A rank's list of actions, without communication: `measure` a few times, then `step_s`."""
 
     def __init__(self, model: str, name: str, microbatches: int, comm: Comm):
         self.comm, chunks = comm, CHUNKS.get(name, 1)
         self.schedule = schedule(name, comm.size, microbatches, chunks)
-        self.own, stages = self.schedule[comm.rank], stages_of(model, name, comm.size)
+        self.actions, stages = self.schedule[comm.rank], stages_of(model, name, comm.size)
         x, y = batch()
         ys = y.chunk(microbatches)
 
-        def ends_in(output: Tensor, k: int) -> Tensor:
+        def loss_of_microbatch(output: Tensor, k: int) -> Tensor:
             return loss_of(output, ys[k]) / microbatches
 
         self.stages = []
         for chunk in range(chunks):
             index = virtual_stage(comm.rank, chunk, comm.size)
-            own = [one for one in self.own if one.chunk == chunk]
-            loss = ends_in if index == len(stages) - 1 else None
+            actions = [action for action in self.actions if action.chunk == chunk]
+            loss = loss_of_microbatch if index == len(stages) - 1 else None
             self.stages.append(
-                VirtualStage(stages[index], index, comm.rank, own, False, None, loss)
+                VirtualStage(stages[index], index, comm.rank, actions, False, None, loss)
             )
         self.xs, width = x.chunk(microbatches), PRESETS[model]["width"]
         self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
-        self.place = comm.rank, comm.size, chunks
+        self.position = comm.rank, comm.size, chunks
         self.turns: list[list[list[float]]] = []  # seconds of each action of each stage
 
-    def timed(self) -> list[float]:
+    def time_actions(self) -> list[float]:
         """Seconds of each action of this rank."""
         for stage in self.stages:
             stage.module.zero_grad()
         seconds = []
-        for action in self.own:
-            came = self._came(action)
+        for action in self.actions:
+            message = self._message(action)
             began_s = time.perf_counter()
-            self.stages[action.chunk].do(action, came)
+            self.stages[action.chunk].do(action, message)
             seconds.append(time.perf_counter() - began_s)
         return seconds
 
-    def _came(self, action: Action) -> Tensor | None:
-        """What a message would have brought: of the right shape."""
-        if received(action, *self.place) is None:
+    def _message(self, action: Action) -> Tensor | None:
+        """A made-up message of the right shape."""
+        if received(action, *self.position) is None:
             return self.xs[action.microbatch] if action.phase == "forward" else None
-        came = self.activations[action.microbatch].detach().clone()
-        return came.requires_grad_(action.phase == "forward")
+        message = self.activations[action.microbatch].detach().clone()
+        return message.requires_grad_(action.phase == "forward")
 
     def measure(self) -> None:
         """As many ranks at once as there are cores; the others wait for their turn."""
         cores = os.cpu_count() or 1
-        found: list[list[float]] = [[] for _ in range(self.comm.size)]
+        of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
         for first in range(0, self.comm.size, cores):
             self.comm.barrier()
-            mine = self.timed() if first <= self.comm.rank < first + cores else []
+            mine = self.time_actions() if first <= self.comm.rank < first + cores else []
             for rank, seconds in enumerate(self.comm.all_gather_object(mine)):
-                found[rank] = seconds or found[rank]
-        self.turns.append(found)
+                of_ranks[rank] = seconds or of_ranks[rank]
+        self.turns.append(of_ranks)
 
     def step_s(self) -> float:
-        """Of what was measured, by `floor_s`."""
-        middle = [[median(x) for x in zip(*stage, strict=True)] for stage in zip(*self.turns)]
-        return floor_s(self.schedule, middle, os.cpu_count() or 1)
+        """The floor, from the medians of the turns."""
+        stages = zip(*self.turns)
+        medians = [[median(action) for action in zip(*stage, strict=True)] for stage in stages]
+        return floor_s(self.schedule, medians, os.cpu_count() or 1)
 
 
-def floor_s(actions: Sequence[Sequence[Action]], found: list[list[float]], cores: int) -> float:
+def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores: int) -> float:
     """Seconds of a step whose actions take these, by stage and place in its list."""
-    of = {
+    seconds_of = {
         (stage, action): seconds
-        for stage, own in enumerate(actions)
-        for action, seconds in zip(own, found[stage], strict=True)
+        for stage, listed in enumerate(actions)
+        for action, seconds in zip(listed, taken[stage], strict=True)
     }
-    trace = pipeline_trace([list(own) for own in actions], lambda *one: of[one])
-    busy_s = sum(map(sum, found))
-    return max(pipeline_step_s(trace), busy_s / min(cores, len(found)))
+    trace = pipeline_trace([list(listed) for listed in actions], lambda *key: seconds_of[key])
+    busy_s = sum(map(sum, taken))
+    return max(pipeline_step_s(trace), busy_s / min(cores, len(taken)))

@@ -1,63 +1,90 @@
-"""Steps of a small GPT in each number format, and our mixed precision and recompute beside torch's.
+"""Steps of a small GPT in each number format, and labkit's mixed precision and recompute beside
+torch's.
 
-    fp32            all in float32                         what ours is held to
+    fp32            all in float32                         its peer
     tf32            products in TF32 (a GPU)               ─────────────────────────────────────
     bf16            MasterWeights                          torch.autocast, fp32 weights
     fp16            MasterWeights, GradScaler              torch.autocast, torch.amp.GradScaler
-    fp8             bf16, products of blocks in 8 bits     (a CPU rounds to 8 bits, and multiplies
-                                                           in fp32: it shows errors, not time)
+    fp8             bf16, products of blocks in 8 bits     (a CPU rounds to 8 bits and multiplies in
+                                                           fp32: it shows errors, not time)
     recompute       full, fp32                             torch.utils.checkpoint
 
-All take their steps in one process, in turns, so that a machine that slows down slows all of them;
-a ratio is taken turn by turn. Peak memory is the GPU's allocator's; on a CPU, what the recorder
-counts in a step of its own.
+All take their steps in one process, in turns. Peak memory is the GPU's allocator's; on a CPU, what
+the recorder counts in a separate step.
 """
 
-import datetime
 import gc
 import platform
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from labkit.bench.precision_found import CONTESTS, Sizes, Steps
+from labkit.bench import harness
+from labkit.bench.harness import Contest, StepTimes
+from labkit.clusters import cluster
 from labkit.data import Batch, loss
 from labkit.memory.edits import Recompute
 from labkit.models import GPT
 from labkit.precision.fp8 import check_has_fp8, use_fp8
 from labkit.precision.master import MasterWeights
 from labkit.precision.scaler import GradScaler
+from labkit.predict import mfu, step_flops
 from labkit.runtime.progress import progress
 from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 
 LR = 1e-4
 STEPS = 3  # in a turn
+WITH_DEVICE = {  # torch's name of a GPU: a cluster that has it, and so its peak rates
+    "NVIDIA H200": "h200-node",
+    "NVIDIA H100 80GB HBM3": "dgx-h100",
+    "NVIDIA A100-SXM4-40GB": "selene",
+    "NVIDIA A100-SXM4-80GB": "selene",
+}
+PEAK_OF = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
+CONTESTS = [
+    Contest("bf16", "torch.amp bf16", 1.05),
+    Contest("fp16", "torch.amp fp16", 1.05),
+    Contest("recompute", "torch checkpoint", 1.05),
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model, and the batch of a step."""
+
+    vocab: int
+    width: int
+    depth: int
+    heads: int
+    length: int
+    rows: int
+
 
 ON_CPU = Sizes(vocab=256, width=128, depth=2, heads=4, length=64, rows=4)
 ON_GPU = Sizes(vocab=32768, width=1024, depth=12, heads=16, length=1024, rows=8)
 
-Step = Callable[[], None]
-
 
 @dataclass(frozen=True)
 class Case:
-    """How a step is taken: `dtype` of the model's weights; `around` each forward."""
+    """How a step is taken: `dtype` of the model's weights; `context` of each forward."""
 
     dtype: torch.dtype = torch.float32
-    around: Callable[[str], AbstractContextManager[Any]] = lambda kind: nullcontext()
+    context: Callable[[str], AbstractContextManager[Any]] = lambda kind: nullcontext()
     edit: Callable[[GPT], object] = lambda model: None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     scaler: Callable[[str], Any] | None = None
     products: str = "highest"  # torch.set_float32_matmul_precision
 
-    def step(self, sizes: Sizes, device: torch.device) -> Step:
+    def stepper(self, sizes: Sizes, device: torch.device) -> Callable[[], None]:
         """A model with its optimizer: a function that does one step."""
         torch.manual_seed(0)
         s = sizes
@@ -70,7 +97,7 @@ class Case:
 
         def step() -> None:
             optimizer.zero_grad()
-            with self.around(device.type):
+            with self.context(device.type):
                 value = loss(model(batch.x), batch)
             if scaler is None:
                 value.backward()
@@ -88,7 +115,7 @@ def _masters(dtype: torch.dtype, **more: Any) -> Case:
 
 
 def _amp(dtype: torch.dtype, **more: Any) -> Case:
-    return Case(around=partial(torch.autocast, dtype=dtype), **more)
+    return Case(context=partial(torch.autocast, dtype=dtype), **more)
 
 
 def _checkpointed(model: GPT) -> None:
@@ -114,25 +141,25 @@ def bench_precision(
     turns: int = 20,
     device: str | None = None,
     sizes: Sizes | None = None,
-) -> Steps:
-    """Time the steps of `only` these cases, or all that the device has, and what they are held to.
+) -> StepTimes:
+    """Time `only` these cases and their peers, or all that the device supports.
 
     Raises ValueError for a name that is none of them.
     """
     check_names(only)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = sizes or (ON_GPU if where.type == "cuda" else ON_CPU)
-    names = [name for name in CASES if _wanted(name, only) and _is_there(name, where)]
+    names = [name for name in CASES if _wanted(name, only) and _supported(name, where)]
     peaks = {name: _peak_bytes(name, sizes, where) for name in progress(names, "peak memory")}
-    steps = {name: CASES[name].step(sizes, where) for name in names}
-    for name in progress(names, "warming up"):
-        _turn_s(name, steps[name], where)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in progress(range(turns), f"steps on {where}"):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
-            seconds[name].append(_turn_s(name, steps[name], where))
-    return Steps(_about(where), sizes, seconds, peaks)
+    steppers = {name: CASES[name].stepper(sizes, where) for name in names}
+    cases = {name: partial(_turn_s, name, step, where) for name, step in steppers.items()}
+    for turn in progress(cases.values(), "warming up", len(cases)):
+        turn()
+    seconds = harness.take_turns(cases, turns, f"steps on {where}")
+    contests = [x for x in CONTESTS if x.ours in names and x.theirs in names]
+    times = StepTimes(_about(where, sizes), seconds, contests, {"peak_bytes": peaks})
+    times.figures["mfu"] = {name: mfu_of(times, name, sizes) for name in names}
+    return times
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -142,10 +169,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def _wanted(name: str, only: Sequence[str]) -> bool:
-    return not only or name in only or any(o.theirs == name and o.ours in only for o in CONTESTS)
+    return not only or name in only or any(x.theirs == name and x.ours in only for x in CONTESTS)
 
 
-def _is_there(name: str, where: torch.device) -> bool:
+def _supported(name: str, where: torch.device) -> bool:
     if name == "tf32":
         return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0)
     if name == "fp8" and where.type == "cuda":
@@ -156,57 +183,84 @@ def _is_there(name: str, where: torch.device) -> bool:
     return True
 
 
-def _run(name: str, step: Step, where: torch.device) -> None:
+def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int = STEPS) -> float:
+    """Mean seconds of a few steps, with the products of this case."""
     torch.set_float32_matmul_precision(CASES[name].products)
     try:
-        step()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        return harness.seconds_of(step, count, after=harness.sync_of(where))
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-def _turn_s(name: str, step: Step, where: torch.device) -> float:
-    def some() -> None:
-        for _ in range(STEPS):
-            step()
-
-    began_s = time.perf_counter()
-    _run(name, some, where)
-    return (time.perf_counter() - began_s) / STEPS
-
-
 def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
-    """Of a case that is there alone, from its third step on: then all state is made."""
+    """The peak of the third step of a case alone: by then it has all its state."""
     gc.collect()  # the case before
     others_bytes = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
-    step = CASES[name].step(sizes, where)
-    for _ in range(2):
-        _run(name, step, where)
+    step = CASES[name].stepper(sizes, where)
+    _turn_s(name, step, where, 2)
     if where.type == "cuda":
         torch.cuda.reset_peak_memory_stats(where)
-        _run(name, step, where)
+        _turn_s(name, step, where, 1)
         return torch.cuda.max_memory_allocated(where) - others_bytes
     with record(detail_step=0) as trace:
-        _run(name, step, where)
+        _turn_s(name, step, where, 1)
     return sum(peak_memory(trace.ranks[0]).values())
 
 
-def _about(where: torch.device) -> dict[str, str]:
-    on_gpu = where.type == "cuda"
+def mfu_of(times: StepTimes, name: str, sizes: Sizes) -> float | None:
+    """Model FLOPs utilization of a format, where the GPU's peak is known; None elsewhere."""
+    dtype = PEAK_OF.get(name.removeprefix("torch.amp "))
+    device = times.about["device"]
+    peaks = cluster(WITH_DEVICE[device]).device.peak_flops if device in WITH_DEVICE else {}
+    if dtype is None or dtype not in peaks:
+        return None
+    s = sizes
+    flops = step_flops(s.vocab, s.width, s.depth, s.heads, s.rows, s.length)
+    return mfu(flops, times.ms(name) / 1e3, peaks[dtype])
+
+
+def _about(where: torch.device, sizes: Sizes) -> dict[str, str]:
+    on_gpu, s = where.type == "cuda", sizes
     return {
+        "model": f"GPT of {s.depth} x {s.width}, {s.rows} x {s.length} tokens",
         "device": torch.cuda.get_device_name(where) if on_gpu else _processor(),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
+        "date": date.today().isoformat(),
         "peak": "allocator's" if on_gpu else "counted by the recorder",
     }
 
 
 def _processor() -> str:
-    """The CPU, and what it has to multiply 16 bits with."""
+    """The CPU, and its instructions for 16 bits."""
     has = torch.cpu.get_capabilities()
     kinds = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
     words = ", ".join(kind for kind in kinds if has.get(kind)) or "nothing"
     return f"{has.get('cpu_name', platform.machine())} CPU, for 16 bits: {words}"
+
+
+def table(times: StepTimes) -> Table:
+    """A row for each case, with its ratio and its aim where it has a peer."""
+    first, about = next(iter(times.seconds)), times.about
+    peers = ", ".join(f"{x.ours} to {x.theirs}" for x in times.contests)
+    shown = harness.titled(
+        f"A step of a {about['model']}, on {about['device']}",
+        f"Peak: {about['peak']}. MFU: of the format's peak, where that is known. Ratio: median and "
+        f"quartiles of the turns, {peers}.",
+        ("case", "ms", f"/ {first}", "peak MB", "MFU", "ratio", "", "aim"), ("case",),
+    )  # fmt: skip
+    for name in times.seconds:
+        share, peak_bytes = (times.figures[quantity][name] for quantity in ("mfu", "peak_bytes"))
+        cells = [x for contest in times.contests if contest.ours == name
+                 for x in harness.ratio_cells(times, contest)]  # fmt: skip
+        shown.add_row(
+            name, f"{times.ms(name):.1f}", f"{times.ratio(name, first)[1]:.2f}",
+            f"{peak_bytes / 1e6:.1f}", "" if share is None else f"{share:.1%}", *cells,
+        )  # fmt: skip
+    return shown
+
+
+def save(times: StepTimes, path: str | Path) -> Path:
+    """Write everything as JSON."""
+    return harness.save([times], path, **times.about)

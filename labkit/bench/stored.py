@@ -1,10 +1,10 @@
-"""Figures of other machines that labkit brings along, drawn for a notebook: the files of
+"""Results of other machines that labkit includes, drawn for a notebook: the files of
 `labkit bench precision --save` and `labkit bench transfers --save` in labkit/bench/results."""
 
-import json
 from pathlib import Path
 
 from labkit import plot
+from labkit.bench import harness
 from labkit.bench.transfers import RESULTS, read_transfers
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import MEASURED
@@ -25,24 +25,25 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
 
 
 @styled
-def precision_steps(path: Path) -> Picture:
-    """Milliseconds of a step, and bytes at its peak, in each number format."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    cases = dict(reversed(found["cases"].items()))
-    picture = Picture(0.9 + 0.22 * len(cases), layout="constrained")
-    times, peaks = picture.subplots(1, 2, sharey=True)
-    times.barh(list(cases), [its["median_step_ms"] for its in cases.values()], color=MEASURED)
-    times.set_xlabel("ms a step")
-    peaks.barh(list(cases), [its["peak_bytes"] / 1e6 for its in cases.values()], color=MEASURED)
+def _precision(path: Path) -> Picture:
+    """Milliseconds of a step and its peak memory, in each number format."""
+    (times,) = harness.read(path)
+    names = list(reversed(times.seconds))
+    picture = Picture(0.9 + 0.22 * len(names), layout="constrained")
+    steps, peaks = picture.subplots(1, 2, sharey=True)
+    steps.barh(names, [times.ms(name) for name in names], color=MEASURED)
+    steps.set_xlabel("ms a step")
+    peak_bytes = times.figures["peak_bytes"]
+    peaks.barh(names, [peak_bytes[name] / 1e6 for name in names], color=MEASURED)
     peaks.set_xlabel("MB at the peak")
-    picture.suptitle(", ".join(map(str, found["about"].values())), x=0.01, ha="left")
+    picture.suptitle(", ".join(map(str, times.about.values())), x=0.01, ha="left")
     return picture
 
 
 def _transfers(path: Path) -> Picture:
-    found = read_transfers(path)
-    about = ", ".join(map(str, found.about.values()))
-    return plot.transfers(found.measured, found.rates, about)
+    stored = read_transfers(path)
+    about = ", ".join(map(str, stored.about.values()))
+    return plot.transfers(stored.measured, stored.rates, about)
 
 
-DRAWN = {"precision": precision_steps, "transfers": _transfers}
+DRAWN = {"precision": _precision, "transfers": _transfers}

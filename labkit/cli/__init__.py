@@ -1,6 +1,6 @@
 """The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
-`schedule`, `view`, each in a file of its own with its examples. (`bench` and `plan` stand with what
-they command.)
+`schedule`, `view`, each in a file of its own with its examples. (`plan` is in its own
+folder.)
 """
 
 from typing import Annotated
@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from labkit import __version__
-from labkit.bench.command import bench
-from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
+from labkit.cli import bench, compare, doctor, nccl_log, replay, run, schedule, view
 from labkit.cli.terminal import ErrorGroup, console
 from labkit.replaying.planning import command as planning
 
@@ -40,7 +39,7 @@ app.command(epilog=replay.EXAMPLES)(replay.replay)
 app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
 app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
 app.command(epilog=planning.EXAMPLES)(planning.plan)
-app.add_typer(bench, name="bench", cls=ErrorGroup)
+app.add_typer(bench.bench, name="bench", cls=ErrorGroup)
 
 
 def main() -> None:

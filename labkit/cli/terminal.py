@@ -1,15 +1,24 @@
-"""Where the commands print, and how they tell errors."""
+"""Where the commands print, and how they report errors."""
 
 import re
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from typer.core import TyperGroup
 
 from labkit.foreign import markup
 
 console = Console()
+
+
+def print_table(table: Table) -> None:
+    """As wide as its columns need, whatever the terminal has: a number is never cut."""
+    unlimited = console.options.update(max_width=1000)
+    width = Measurement.get(console, unlimited, table).maximum
+    Console(width=max(width, console.width)).print(table)
 
 
 class ErrorGroup(TyperGroup):

@@ -10,8 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.bench.fits import Fit, crossovers, fit_sweep
-from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import (
     ALGORITHMS,
@@ -22,6 +20,8 @@ from labkit.plot.style import (
     OTHER_ALGORITHM,
     SMALL_PT,
 )
+from labkit.sweeps.alpha_beta import Fit, crossovers, fit_sweep
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
 
 PANEL_IN = 3.2
 MOST_TICKS = 9

@@ -1,4 +1,4 @@
-"""Measured step times beside those that `step_report` tells with fitted constants: every row."""
+"""Measured step times beside those predicted with the fitted constants: every row."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -7,8 +7,8 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from labkit.plot.picture import Picture, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, IDLE, INK, MUTED, ORANGE, PURPLE, SKY, VERMILION
-from labkit.replaying.planning.calibrated import Calibration
-from labkit.replaying.planning.calibrated import calibration as stored
+from labkit.replaying.planning.calibration import Calibration
+from labkit.replaying.planning.calibration import calibration as stored
 
 COLOURS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILION)  # of models, as they grow wider
 MARKERS = "os^Dv*"
@@ -22,7 +22,7 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
     mark is the error where the constants were fitted to the other widths alone.
 
     Args:
-        found: what `labkit.replaying.planning.calibrate.calibrate` returns; None for labkit's own.
+        found: a `Calibration`; None for the one that labkit has.
         figure: draw into this one instead of a new one.
     """
     found = stored() if found is None else found

@@ -15,14 +15,24 @@ import torch
 from typer.testing import CliRunner
 
 from labkit import Comm, World, bench, listen, plot, read_run, record
-from labkit.bench import choices, collectives, command, fits, report, sweep
-from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, Own, call, expected, given_by
-from labkit.bench.collectives import COPY, Case, Timed, _turns, _typical
-from labkit.bench.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Point, Sweep
+from labkit.bench import chooser_table, collectives, harness, sweep_tables
+from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, NativeCalls, call, expected, input_of
+from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
 from labkit.cli import app
+from labkit.cli import bench as command
 from labkit.comm.chooser import Chooser, read_table, stored_table, table_note
 from labkit.comm.collectives import ALGORITHMS
 from labkit.comm.collectives.costs import Cost
+from labkit.sweeps import alpha_beta, sweep
+from labkit.sweeps.sweep import (
+    BUS_FACTORS,
+    DEFAULT,
+    PARTED,
+    REDUCING,
+    Point,
+    Sweep,
+    read_sweep,
+)
 from test_plot import assert_readable, words
 
 OPS = list(BUS_FACTORS)
@@ -57,7 +67,7 @@ def modelled(
     op: str, ranks: int, algorithm: str, alpha_s: float, beta: float, own: bool = False
 ) -> list[Point]:
     """As the model says they would be."""
-    cost_at = {size: fits.cost_of(op, algorithm, ranks, size) for size in SIZES}
+    cost_at = {size: alpha_beta.cost_of(op, algorithm, ranks, size) for size in SIZES}
     seconds = {size: cost.seconds(alpha_s, beta) for size, cost in cost_at.items()}
     return points_of(op, ranks, algorithm, seconds, own)
 
@@ -97,7 +107,7 @@ def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> N
             ops = ["send", "recv"] if op == "there_and_back" else [op]
             assert sorted(event.op for event in heard) == sorted(ops)
             bus_bytes = sum(event.bus_bytes for event in heard)
-            found.append((op, heard[0].payload_bytes, bus_bytes, buffers.got.nbytes))
+            found.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
         return found
 
     for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
@@ -127,12 +137,12 @@ def test_what_is_expected_is_what_the_operation_means(redop: str) -> None:
     by_numpy = {"sum": np.sum, "min": np.min, "max": np.max, "product": np.prod}[redop]
     for op in OPS:
         numel = n * count if op in PARTED else count
-        given = np.stack([given_by(rank, numel).numpy() for rank in range(n)])
+        given = np.stack([input_of(rank, numel).numpy() for rank in range(n)])
         parts = given.reshape(n, -1, count)  # giver, part, element
         for rank in range(n):
             buffers = Buffers(op, rank, n, count, torch.float32, torch.device("cpu"))
             buffers.fill()
-            assert (buffers.given.numpy() == given[rank]).all()
+            assert (buffers.input.numpy() == given[rank]).all()
             untouched = np.full(numel, UNTOUCHED)
             part = slice(rank * count, (rank + 1) * count)
             want = given[rank].copy() if op in IN_PLACE else untouched
@@ -153,11 +163,11 @@ def test_what_is_expected_is_what_the_operation_means(redop: str) -> None:
             elif op == "there_and_back" and rank < 2:  # the third has no neighbour
                 want = given[1 - rank]
             assert (expected(buffers, redop).numpy() == want).all(), (op, rank)
-            assert buffers.wrong(torch.from_numpy(want)) == (buffers.got.numpy() != want).sum()
+            assert buffers.wrong(torch.from_numpy(want)) == (buffers.output.numpy() != want).sum()
 
 
 def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> None:
-    given = [given_by(rank, 300) for rank in range(3)]
+    given = [input_of(rank, 300) for rank in range(3)]
     assert all((given[a] != given[b]).sum() > 150 for a, b in [(0, 1), (0, 2), (1, 2)])
     assert set(torch.cat(given).tolist()) == {0, 1, 2}
     for op in OPS:
@@ -166,11 +176,11 @@ def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> No
             buffers.fill()
             keeps = (op in ("reduce", "gather") and rank == 1) or (op == "broadcast" and rank == 0)
             assert (buffers.wrong(expected(buffers, "sum")) > 30) != keeps, op
-            buffers.got.copy_(expected(buffers, "sum"))
+            buffers.output.copy_(expected(buffers, "sum"))
             assert buffers.wrong(expected(buffers, "sum")) == 0
-            buffers.got[-1] += 1
+            buffers.output[-1] += 1
             assert buffers.wrong(expected(buffers, "sum")) == 1
-            buffers.got.fill_(torch.nan)
+            buffers.output.fill_(torch.nan)
             assert buffers.wrong(expected(buffers, "sum")) == buffers.numel
 
 
@@ -182,7 +192,7 @@ def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: 
             buffers = Buffers(
                 op, comm.rank, comm.size, 33, getattr(torch, dtype), torch.device("cpu")
             )
-            for door in (comm, Own(comm.group)):
+            for door in (comm, NativeCalls(comm.group)):
                 buffers.fill()
                 call(door, buffers, "product", "")
                 kind = type(door).__name__
@@ -204,19 +214,19 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         right = ALGORITHMS["all_reduce"]["ring"]
         ALGORITHMS["all_reduce"]["ring"] = does_nothing
         try:
-            return _turns(case)
+            return _on_rank(case)
         finally:
             ALGORITHMS["all_reduce"]["ring"] = right
 
     case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
     for rank, found in enumerate(world2.run(timed, case)):
-        alone, both = given_by(rank, 1000), given_by(0, 1000) + given_by(1, 1000)
+        alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
         assert found["ring"].wrong == (alone != both).sum() > 500
         assert found["tree"].wrong == found[DEFAULT].wrong == found[""].wrong == 0
         assert found[DEFAULT].chosen == chosen and found["tree"].chosen == "tree"
         assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in found.values())
-    unchecked = world2.run(_turns, replace(case, check=False))
+    unchecked = world2.run(_on_rank, replace(case, check=False))
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
 
@@ -238,37 +248,32 @@ def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
 
 
 def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots of shared memory, by a clock that is made up: the root runs ahead, and its calls
-    alternate; no call of the leaf is as short as the shortest of the root."""
+    """Two slots of shared memory, by a made-up clock: the root runs ahead, and its calls alternate;
+    no call of the leaf is as short as the shortest of the root."""
     now_s = 0.0
 
-    def clock() -> float:
-        return now_s
-
-    def of_rank(calls_s: list[float]) -> float:
+    def seconds(calls_s: list[float]) -> float:
         left = iter(calls_s)
 
-        def once() -> None:
+        def call() -> None:
             nonlocal now_s
             now_s += next(left)
 
-        barrier = SimpleNamespace(barrier=lambda: None)
-        me: Any = SimpleNamespace(comm=barrier, device=torch.device("cpu"))
-        return collectives._seconds(me, once, len(calls_s))
+        return harness.seconds_of(call, len(calls_s))
 
-    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now_s))
     turns = [[50e-6, 13e-6] * 50, [50e-6, 13e-6] * 50, [51e-6, 14e-6] * 50]
-    leaf = [of_rank(calls_s) for calls_s in turns]
-    root = [of_rank([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
+    leaf = [seconds(calls_s) for calls_s in turns]
+    root = [seconds([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
     assert leaf == pytest.approx([31.5e-6, 31.5e-6, 32.5e-6])
     assert _typical([root, leaf]) == pytest.approx(31.5e-6)
 
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
     points = modelled("all_gather", 2, "ring", 1e-5, 1e-9)
-    (told,) = report.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
+    (told,) = sweep_tables.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
     assert told.caption == f"time: {collectives.STATISTIC}"
-    (untold,) = report.tables(Sweep(points, ABOUT))  # of an older labkit
+    (untold,) = sweep_tables.tables(Sweep(points, ABOUT))  # of an older labkit
     assert untold.caption == ""
 
 
@@ -288,8 +293,8 @@ def test_a_sweep_on_two_ranks_has_a_line_for_everything_and_comes_back(tmp_path:
         assert point.ratio == pytest.approx(point.time_s / own.time_s)
         assert point.root == (0 if point.op == "gather" else None)
         assert point.redop == ("sum" if point.op in REDUCING else "")
-    assert [table.row_count for table in report.tables(found)] == [16, 8]
-    assert sweep.read_sweep(found.save(tmp_path / "new" / "sweep.json")) == found
+    assert [table.row_count for table in sweep_tables.tables(found)] == [16, 8]
+    assert read_sweep(found.save(tmp_path / "new" / "sweep.json")) == found
     assert found.about["backend"] == "gloo" and found.about["table"] == table_note()
 
 
@@ -300,13 +305,13 @@ def test_a_sweep_on_two_ranks_has_a_line_for_everything_and_comes_back(tmp_path:
 def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match="holds no sweep that this labkit can read"):
-        sweep.read_sweep(tmp_path / "x.json")
+        read_sweep(tmp_path / "x.json")
 
 
 def test_algorithms_that_cannot_serve_are_left_out() -> None:
-    assert "recursive_doubling" in collectives._serving("all_gather", 4, None)
-    assert "recursive_doubling" not in collectives._serving("all_gather", 3, None)
-    assert collectives._serving("all_reduce", 3, ["hierarchical", "flat"]) == ["hierarchical"]
+    assert "recursive_doubling" in collectives._supported("all_gather", 4, None)
+    assert "recursive_doubling" not in collectives._supported("all_gather", 3, None)
+    assert collectives._supported("all_reduce", 3, ["hierarchical", "flat"]) == ["hierarchical"]
 
 
 # ---- the fit
@@ -317,7 +322,7 @@ def test_algorithms_that_cannot_serve_are_left_out() -> None:
 )
 def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
     for n in (2, 3, 4):
-        found = fits.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
+        found = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
         assert (found.op, found.ranks, found.algorithm) == (op, n, algorithm)
         assert found.alpha_s == pytest.approx(50e-6)
         assert found.beta_s_per_byte == pytest.approx(0.8e-9)
@@ -332,7 +337,7 @@ def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported() -> None:
     drawn = np.random.default_rng(0)
     exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
     noisy = [replace(p, time_s=p.time_s * drawn.uniform(0.9, 1.1)) for p in exact * 5]
-    found = fits.fit(noisy)
+    found = alpha_beta.fit(noisy)
     assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
     assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
     assert 0.03 < found.error < 0.08  # a uniform tenth has a root mean square of 0.058
@@ -344,17 +349,17 @@ def test_large_noise_does_not_pull_the_fit_down() -> None:
     drawn = np.random.default_rng(0)
     exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
     noisy = [replace(p, time_s=p.time_s * drawn.lognormal(0, 0.4)) for p in exact * 400]
-    found = fits.fit(noisy)
+    found = alpha_beta.fit(noisy)
     assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
     assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
     assert found.error == pytest.approx(0.4, rel=0.05)
 
 
 def test_a_poor_fit_is_said_to_be_poor() -> None:
-    good = fits.Fit("all_reduce", 2, "ring", 1e-5, 1e-9, error=0.25)
+    good = alpha_beta.Fit("all_reduce", 2, "ring", 1e-5, 1e-9, error=0.25)
     poor, worst = replace(good, error=0.26), replace(good, algorithm="tree", error=0.8)
-    assert report.doubts([good]) == report.doubts([]) == ""
-    said = report.doubts([good, poor, worst])
+    assert sweep_tables.doubts([good]) == sweep_tables.doubts([]) == ""
+    said = sweep_tables.doubts([good, poor, worst])
     assert said.startswith("2 of 3 lines are off by more than 25%")
     assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
 
@@ -362,33 +367,37 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
 def test_small_sizes_count_as_much_as_large_ones() -> None:
     """Absolute least squares would give all to the largest, which is half too slow here."""
     exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
-    found = fits.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
+    found = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
     assert found.alpha_s == pytest.approx(100e-6, rel=0.1)
 
 
 def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
     line = [Cost(1, 100.0), Cost(1, 1000.0)]
-    alpha, beta, error = fits.fit_line(line, [1.0, 20.0])  # a straight line would begin below 0
+    alpha, beta, error = alpha_beta.fit_line(
+        line, [1.0, 20.0]
+    )  # a straight line would begin below 0
     assert alpha == 0 and beta == pytest.approx(np.sqrt(0.01 * 0.02))
     assert error == pytest.approx(np.log(2) / 2)  # one a factor of the root of 2 above, one below
-    alpha, beta, _ = fits.fit_line(line, [2.0, 1.0])
+    alpha, beta, _ = alpha_beta.fit_line(line, [2.0, 1.0])
     assert beta == 0 and alpha == pytest.approx(np.sqrt(2.0 * 1.0))
 
 
 def test_gloos_own_all_reduce_is_a_ring_and_what_is_unknown_a_straight_line() -> None:
-    assert fits.cost_of("all_reduce", "gloo", 4, 1 << 26) == Cost(6, 1.5 * (1 << 26))
-    assert fits.cost_of("all_gather", "gloo", 4, 1000) == Cost(1, 750)
-    assert fits.cost_of("all_reduce", "tree", 4, 1000).steps == 4
+    assert alpha_beta.cost_of("all_reduce", "gloo", 4, 1 << 26) == Cost(6, 1.5 * (1 << 26))
+    assert alpha_beta.cost_of("all_gather", "gloo", 4, 1000) == Cost(1, 750)
+    assert alpha_beta.cost_of("all_reduce", "tree", 4, 1000).steps == 4
 
 
 def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
     ring = modelled("all_reduce", 4, "ring", 1e-5, 1e-9)
     for points in ([], ring[:1], ring + modelled("all_reduce", 4, "tree", 1e-5, 1e-9)):
         with pytest.raises(ValueError, match="give the points of one, at two sizes or more"):
-            fits.fit(points)
+            alpha_beta.fit(points)
     default = [replace(point, algorithm=DEFAULT) for point in ring]
     single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
-    assert [one.algorithm for one in fits.fit_sweep(Sweep(default + ring + single))] == ["ring"]
+    assert [one.algorithm for one in alpha_beta.fit_sweep(Sweep(default + ring + single))] == [
+        "ring"
+    ]
 
 
 def test_lines_cross_where_their_times_are_equal() -> None:
@@ -396,13 +405,13 @@ def test_lines_cross_where_their_times_are_equal() -> None:
     at S = 4 alpha / beta."""
     alpha_s, beta = 50e-6, 1e-9
     both = [
-        fits.fit(modelled("all_reduce", 4, name, alpha_s, beta))
+        alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta))
         for name in ("halving_doubling", "recursive_doubling")
     ]
-    ((size, before, after),) = fits.crossovers(both, SIZES[0], SIZES[-1])
+    ((size, before, after),) = alpha_beta.crossovers(both, SIZES[0], SIZES[-1])
     assert (before, after) == ("recursive_doubling", "halving_doubling")
     assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)
-    assert fits.crossovers(both, SIZES[0], SIZES[2]) == []
+    assert alpha_beta.crossovers(both, SIZES[0], SIZES[2]) == []
 
 
 # ---- the table for the chooser
@@ -427,7 +436,7 @@ def made_up_sweep() -> Sweep:
 
 
 def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> None:
-    path = choices.write_table(made_up_sweep(), tmp_path / "new" / "table.json")
+    path = chooser_table.write_table(made_up_sweep(), tmp_path / "new" / "table.json")
     table = read_table(path)
     assert table["all_reduce"] == {"4": [
         {"from_bytes": 0, "algorithm": "recursive_doubling"},
@@ -457,7 +466,7 @@ def test_what_gives_no_table_is_refused() -> None:
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
     ]:
         with pytest.raises(ValueError, match=says):
-            choices.table_of(Sweep(points, about))
+            chooser_table.table_of(Sweep(points, about))
 
 
 def changed(**rows: Any) -> str:
@@ -569,8 +578,8 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
             assert fitted.get_ydata()[end] == pytest.approx(line.get_ydata()[end])
     assert axes.get_xscale() == "log"
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-    ours = [one for one in fits.fit_sweep(found) if one.op == "all_reduce"][:3]
-    assert marks == [x for x, _, _ in fits.crossovers(ours, SIZES[0], SIZES[-1])] and marks
+    ours = [one for one in alpha_beta.fit_sweep(found) if one.op == "all_reduce"][:3]
+    assert marks == [x for x, _, _ in alpha_beta.crossovers(ours, SIZES[0], SIZES[-1])] and marks
     assert_readable(figure)
     assert "all_gather on 2 ranks: busbw = 0.5 algbw" in words(figure)
     assert figure._repr_png_()
@@ -601,9 +610,9 @@ def test_the_command_measures_draws_saves_and_fits(
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
                  'where messages go, World(n, transport="gloo")'):  # fmt: skip
         assert said in done.output
-    assert bench.read_sweep(made["sweep.json"]).about["transport"] == "gloo"
+    assert read_sweep(made["sweep.json"]).about["transport"] == "gloo"
     assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
-    assert {p.size_bytes for p in bench.read_sweep(made["sweep.json"]).points} == {512, 1024}
+    assert {p.size_bytes for p in read_sweep(made["sweep.json"]).points} == {512, 1024}
     assert made["picture.png"].read_bytes().startswith(b"\x89PNG")
 
 
@@ -672,7 +681,7 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     for one, name in zip(command.bench.registered_commands, names):
         monkeypatch.setattr(one, "callback", lambda name=name: ran.append(name))
     assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == names
-    assert {"world", "door", "data_parallel", "recording", "plot", "replay"} <= {*ran}
+    assert {"data_parallel", "collectives", "transfers", "replay"} <= {*ran}
     monkeypatch.undo()
     done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
     assert done.exit_code == 2 and ran == names

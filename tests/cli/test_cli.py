@@ -15,8 +15,8 @@ from rich.measure import Measurement
 from torch import nn
 from typer.testing import CliRunner
 
-from labkit import DDP, GPT, World, bench, compare, dry_run, read_run, recipes, write_run
-from labkit.bench import data_parallel, door, machine, recording
+from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
+from labkit.bench import machine
 from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
@@ -250,7 +250,7 @@ def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
         (["compare", "tensor", "--ranks", "5"], "12 heads do not divide over 5 ranks"),
         (["compare", "context", "--ranks", "3"], "64 tokens are not 6 equal chunks"),
         (["run", "single", "--ranks", "2"], "single trains in one process"),
-        (["bench", "everything"], "world, door, data-parallel"),
+        (["bench", "everything"], "data-parallel, tensor-parallel"),
         (["doctor", "--ranks", "2"], "--ranks goes with --cluster"),
         (["doctor", "--cluster", "x.toml", "--ranks", "100000"], "too many"),
     ],
@@ -323,41 +323,6 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"labkit {command}" in done.output
 
 
-@pytest.mark.slow
-def test_the_bench_of_data_parallelism_times_every_strategy_in_the_same_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(data_parallel, "STEPS", 1)
-    (steps,) = bench.bench_data_parallel(ranks=(2,), models=("tiny",), turns=3)
-    assert list(steps.seconds) and {len(of) for of in steps.seconds.values()} == {3}
-    assert set(steps.seconds) == set(data_parallel.STRATEGIES)
-    assert min(min(of) for of in steps.seconds.values()) > 0
-    for contest in data_parallel.CONTESTS:
-        low, middle, high = steps.ratio(contest)
-        assert low <= middle <= high
-    assert data_parallel.table([steps]).row_count == len(data_parallel.CONTESTS) == 4
-    twice = data_parallel.Steps(2, "tiny", {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]})
-    assert twice.ratio(data_parallel.CONTESTS[0])[1] == 2, "the median of ratios, turn by turn"
-    done = CliRunner().invoke(app, ["bench", "data-parallel", "--only", "zero-9"])
-    assert done.exit_code == 2 and "ddp, zero-1, zero-2, zero-3" in done.output
-
-
-@pytest.mark.slow
-def test_benches_measure_all_they_show() -> None:
-    calls = bench.bench_door()
-    assert 0 < calls.door_us < calls.recorded_us
-    assert door.table(calls).row_count == 5
-
-
-@pytest.mark.slow
-def test_bench_of_recording_times_the_same_steps_both_ways() -> None:
-    case = recording.Case("tiny", ranks=2, rows=3, dtype="float64")
-    (times,) = recording.bench_recording((case,), turns=3)
-    assert times.case == case and min(*times.plain, *times.recorded) > 0
-    assert times.ratio == times.recorded.wall_s / times.plain.wall_s
-    assert recording.table([times]).row_count == 1
-
-
 def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
     trace = dry_run(two_steps, ranks=2)
     run = write_run(trace, tmp_path / "run")
@@ -406,14 +371,3 @@ def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.Monk
     assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
     assert found.low <= found.ratio <= found.high
     assert replay_bench.table([found]).row_count == 1
-    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scale", "--depth", "1"])
-    assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
-    done = CliRunner().invoke(app, ["bench", "replay", "--only", "scales"])
-    assert done.exit_code == 2 and "prediction or scale" in " ".join(done.output.split())
-
-
-@pytest.mark.slow
-def test_bench_of_worlds_measures_all_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.bench.world.SIZE", 2)  # each spawned rank imports torch
-    times = bench.bench_world(tries=1)
-    assert 0 < times.empty_run_s < times.warm_s < times.spawn_s

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from labkit import compare, training, write_run
-from labkit.bench import command as bench_command
 from labkit.bench import machine, precision, transfers
 from labkit.cli import app
+from labkit.cli import bench as bench_command
 from labkit.cli.terminal import _sentence
 from labkit.foreign import literal, markup, plain
 from labkit.replaying.planning import ranking
@@ -36,7 +36,7 @@ def limit(*numbers: int) -> re.Pattern[str]:
 REFUSED: dict[str, str | re.Pattern[str]] = {
     # unknown names
     "nosuch": "no command 'nosuch'; there are compare, run",
-    "bench nosuch": "no bench 'nosuch'; there are world",
+    "bench nosuch": "no bench 'nosuch'; there are data-parallel",
     "run nosuch": "no strategy 'nosuch'",
     "compare nosuch": "no strategy 'nosuch'",
     "run ddp --model nope": "model 'nope': choose one of",
@@ -52,7 +52,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench tensor-parallel --models nope": "no model 'nope'",
     "bench pipeline --only nope": "no schedule 'nope'",
     "bench precision --only nope": "no case 'nope'",
-    "bench replay --only nope": "choose prediction or scale",
     "bench collectives --ops nope": "'nope' is no operation",
     "bench collectives --algorithms nope": "'nope' is no algorithm",
     "bench collectives --dtype nope": "'nope' is no dtype",
@@ -70,7 +69,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "nccl-log HERE": "is not a regular file",
     "nccl-log": "give a file with a log",
     "nccl-log x --example two_nodes": "give a file with a log",
-    "bench calibrate /nowhere": "is not there",
     # zero, negative, no number
     "run ddp --ranks 0": limit(1),
     "run ddp --ranks -3": limit(1),
@@ -97,6 +95,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{PLAN} --max-memory -1": "take more than 0",
     "plan --model gpt3-175b --cluster selene --batch 0": limit(1),
     "bench data-parallel --turns 0": limit(3),
+    "bench replay --turns 0": limit(3),
     "bench tensor-parallel --ranks x": "'x' is no number of ranks",
     "bench tensor-parallel --ranks ,": "',' is no number of ranks",
     "bench pipeline --ranks ,": "',' is no number of ranks",
@@ -111,7 +110,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench transfers --mb inf": "mb=inf",
     "bench transfers --gbps nan": "gbps=nan",
     "bench transfers --gbps -1": "gbps=-1.0",
-    "bench replay --depth 0": limit(1, 96),
     # huge
     "run ddp --ranks 100000": "too many for this machine",
     "compare --ranks 100000": "too many for this machine",
@@ -131,12 +129,11 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{PLAN} --pp {MANY}": "do not divide by",
     "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "take 1 to 3072",
     "bench tensor-parallel --ranks 100000": "too many for this machine",
-    "bench pipeline --ranks 100000": "blocks to cut",
+    "bench pipeline --ranks 100000": "blocks to split",
     "bench collectives --to 99999999999999G": "end at a smaller size",
     "bench collectives --ranks 100000": "end at a smaller size",
     "bench transfers --mb 1e30": "mb=1e+30",
     "bench transfers --mb 1e9": "give 4000 MB or less",
-    "bench replay --depth 97": limit(1, 96),
     # values that do not go together
     "run single --ranks 2": "single trains in one process",
     "run tensor --ranks 5": "12 heads do not divide over 5 ranks",
@@ -155,7 +152,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
     "plan --cluster selene --batch 64": "which model?",
     "bench pipeline --microbatches 3": "choose a divisor",
-    "bench pipeline --ranks 64": "8 blocks to cut",
+    "bench pipeline --ranks 64": "8 blocks to split",
     "bench collectives --from 8K --to 4K": "give the smaller size first",
     "bench collectives --transport shm --fit": "--fit is for",
     "bench collectives --table x.json": "--table says where --fit writes",
@@ -167,12 +164,10 @@ JSON_OUTPUTS = [
     "view RUN --chrome", "replay RUN --on selene --chrome", "doctor --cluster",
     "bench tensor-parallel --save", "bench pipeline --save", "bench precision --save",
     "bench collectives --save", "bench collectives --fit --table", "bench transfers --save",
-    "bench calibrate --stored --save",
 ]  # fmt: skip
 PICTURES = [
     "schedule 1f1b --plot", f"{PLAN} --plot", f"{PLAN} --json --plot",
     "nccl-log --example two_nodes --out", "bench collectives --plot", "bench transfers --plot",
-    "bench calibrate --stored --plot",
 ]  # fmt: skip
 
 
@@ -193,7 +188,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Ranks, "__init__", works)
     for owner, name in (
         (compare, "_recorded"), (machine, "measure_machine"), (ranking, "plan"),
-        (transfers, "measure"), (precision, "bench_precision"), (bench_command, "_print"),
+        (transfers, "measure"), (precision, "bench_precision"), (bench_command, "print_table"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, works)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from labkit import plot
 from labkit.bench import show_stored
-from labkit.bench.precision_found import Sizes, Steps
+from labkit.bench.harness import StepTimes, save
 from labkit.bench.transfers import (
     TransferTimes,
     bench_transfers,
@@ -137,16 +137,15 @@ def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
         show_stored(what, tmp_path)
         assert f"`labkit bench {what}` measures this one" in capsys.readouterr().out
     found.save(tmp_path / "transfers-there.json")
-    sizes = Sizes(vocab=8, width=8, depth=1, heads=1, length=8, rows=1)
     steps = {"fp32": [2.0, 2.0], "bf16": [1.0, 1.0]}
-    Steps({"device": "a device"}, sizes, steps, dict.fromkeys(steps, 10**6)).save(
-        tmp_path / "precision-there.json"
-    )
+    peaks = {"peak_bytes": dict.fromkeys(steps, 10**6)}
+    times = StepTimes({"device": "a device"}, steps, figures=peaks)
+    save([times], tmp_path / "precision-there.json")
     for what in ("precision", "transfers"):
         show_stored(what, tmp_path)
-    times = shown[0].axes[0]
-    assert [label.get_text() for label in times.get_yticklabels()] == ["bf16", "fp32"]
-    assert [bar.get_width() for bar in times.patches] == [1000, 2000]
+    milliseconds = shown[0].axes[0]
+    assert [label.get_text() for label in milliseconds.get_yticklabels()] == ["bf16", "fp32"]
+    assert [bar.get_width() for bar in milliseconds.patches] == [1000, 2000]
     assert len(shown) == 2 and capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="choose one of precision, transfers"):
         show_stored("speed")

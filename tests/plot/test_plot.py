@@ -23,8 +23,6 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from labkit import plot
-from labkit.bench.plot import bench_plot
-from labkit.bench.plot import table as bench_table
 from labkit.events import CommEvent
 from labkit.parallel.common.footprint import Footprint
 from labkit.plot import style
@@ -499,15 +497,6 @@ def test_all_bars_are_one_collection():
     view = TimelineView(sample_trace(8, 2))
     assert [x for x in view.axes.collections if len(x.get_paths()) > 300] == [view.polygons]
     assert not view.axes.patches
-
-
-@pytest.mark.slow
-def test_the_bench_measures_both_ways():
-    times = bench_plot(ranks=2, turns=2)
-    assert times.ours_s > 0
-    assert times.ratio == times.separate_s / times.ours_s
-    assert times.what_if_s > 0 and times.what_if_bars > 100
-    assert bench_table(times).row_count == 3
 
 
 # ---- what cannot be drawn

@@ -271,10 +271,10 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
     """Cluster files, logs of NCCL, tables of algorithms, sweeps."""
     import labkit
     from labkit import plot
-    from labkit.bench.report import tables
-    from labkit.bench.sweep import read_sweep
+    from labkit.bench.sweep_tables import tables
     from labkit.clusters import read_clusters
     from labkit.comm.chooser import Chooser, read_table
+    from labkit.sweeps.sweep import read_sweep
     from labkit.trace.nccl_log import EXAMPLES, read_nccl_log
     from labkit.trace.nccl_log.summary import table
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from damage import SECRET, damage
 from labkit import Link, World, read_run, record, write_run
-from labkit.bench.sweep import Point, Sweep
 from labkit.cli import app
+from labkit.sweeps.sweep import Point, Sweep
 from labkit.trace.chrome import to_chrome, write_chrome
 from labkit.training import Task, train
 from places import ROOT

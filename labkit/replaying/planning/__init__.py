@@ -28,10 +28,8 @@ clock       the schedule, over many micro-batches
 tail        the end of a step: gradients, the tied embedding, the optimizer
 holding     what a rank holds at its peak
 
-How the A100's constants were found:
+How near it comes:
 
-measured    step times that others have measured (tables/)
-fitting     few constants from many rows
-calibrate   the fit, its intervals, and what it says of models that it has not seen
-calibrated  what was found, in a file: plot.calibration() draws it
+calibration  published step times beside predicted ones, by fitted constants (tables/);
+             plot.calibration() draws them, tests/benchmarks/calibrate.py repeats the fit
 """

@@ -398,7 +398,7 @@ for name, one in found.items():
 # | `microbatch_s` | what their program does around each micro-batch |
 
 # %%
-from labkit.replaying.planning.calibrated import calibration
+from labkit.replaying.planning.calibration import calibration
 
 fitted = calibration()
 for name, (value, low, high) in fitted.constants.items():

@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
-from labkit.bench.fits import cost_of, fit_sweep
-from labkit.bench.sweep import Point, Sweep
 from labkit.comm.chooser import names, stored_table
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.sweeps.alpha_beta import cost_of, fit_sweep
+from labkit.sweeps.sweep import Point, Sweep
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # that have a choice
 RANKS = (2, 3, 4)

@@ -1,7 +1,8 @@
-"""The calibration: constants are found again, the frozen ones tell what is stated, and a table that
-is wrong is named."""
+"""The calibration: constants are recovered from rows made with them, the stored fit has the errors
+that are stated, and a wrong table is refused by its line."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,33 +10,38 @@ import numpy as np
 import pytest
 
 import places
-from labkit import plot
-from labkit.clusters import cluster
-from labkit.replaying.costs import Costs
-from labkit.replaying.planning.calibrate import (
+from calibrate import (
     BOUNDS,
     CLUSTER,
     NAMES,
+    AllReduce,
+    all_reduces,
     intervals,
     predictor,
+    save_calibration,
     seconds_of,
     step_seconds,
+    tables,
+    toml_lines,
     wires_inside,
     with_constants,
     without_each_layout,
 )
-from labkit.replaying.planning.calibrated import STORED, Calibration, calibration, save_calibration
-from labkit.replaying.planning.fitting import Bounds, fit, fit_again
-from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.measured import (
+from labkit import plot
+from labkit.clusters import cluster
+from labkit.replaying.costs import Costs
+from labkit.replaying.planning.calibration import (
     FILES,
-    PUBLISHED,
-    Reduced,
+    STORED,
+    TABLES,
+    Calibration,
     Row,
-    all_reduces,
+    calibration,
     step_rows,
 )
+from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.steps import step_report
+from robust_fit import Bounds, fit, refit
 
 TRUE = np.array([0.6, 0.8, 5e-5, 4e-3])
 
@@ -47,7 +53,7 @@ def row(
     return Row("none", sizes, Layout(recompute="full", **layout), batch, step_s)
 
 
-SYNTHETIC = [  # of each constant some row must tell
+SYNTHETIC = [  # each constant decides some row
     row(4096, 2, 16, microbatch=8, context=1024),
     row(4096, 2, 8, microbatch=1, context=2048),
     row(256, 4, 8, microbatch=1),
@@ -66,13 +72,13 @@ def rows() -> list[Row]:
 def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
-    found = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
-    assert found.constants == pytest.approx(TRUE, rel=0.02)
-    assert np.abs(found.errors).max() < 0.01
-    low, high, low_s, high_s = intervals(rows, found)
+    fitted = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
+    assert fitted.constants == pytest.approx(TRUE, rel=0.02)
+    assert np.abs(fitted.errors).max() < 0.01
+    low, high, low_s, high_s = intervals(rows, fitted)
     assert (low <= TRUE * 1.02).all() and (high >= TRUE * 0.98).all()
     assert (low_s <= measured * 1.02).all() and (high_s >= measured * 0.98).all()
-    assert without_each_layout(rows, found) == pytest.approx(measured, rel=0.05)
+    assert without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
 def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
@@ -120,7 +126,7 @@ def test_an_outlier_has_no_more_say_than_another_row() -> None:
     assert found.constants == pytest.approx([3.0, 0.5], rel=0.05)
     without = np.ones(40)
     without[7] = 0
-    again = fit_again(found, without)
+    again = refit(found, without)
     assert again == pytest.approx([3.0, 0.5], rel=0.02)
 
 
@@ -133,7 +139,7 @@ def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds
 def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
     level = cluster(CLUSTER).inside
     made = [
-        Reduced(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
+        AllReduce(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
         for n in (2, 4, 8)
         for s in (2**20, 2**24, 2**28)
     ]
@@ -188,9 +194,9 @@ def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants() -> None
     assert again == pytest.approx(found.predicted_s[::6], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [*FILES, "a100_allreduce.csv"])
+@pytest.mark.parametrize("name", FILES)
 def test_the_tables_are_those_that_were_published(name: str) -> None:
-    assert (PUBLISHED / name).read_text() == (places.PUBLISHED / name).read_text()
+    assert (TABLES / name).read_text() == (places.PUBLISHED / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -206,14 +212,14 @@ def test_the_tables_are_those_that_were_published(name: str) -> None:
 )
 def test_a_table_that_is_wrong_is_named(tmp_path: Path, was: str, then: str, message: str) -> None:
     for name in FILES:
-        text = (PUBLISHED / name).read_text()
+        text = (TABLES / name).read_text()
         (tmp_path / name).write_text(text.replace(was, then, 1))
     with pytest.raises(ValueError, match=message):
         step_rows(tmp_path)
 
 
 def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="or none for labkit's own copies"):
+    with pytest.raises(FileNotFoundError, match="name the folder that has a100_step"):
         step_rows(tmp_path)
     told = json.loads(STORED.read_text())
     told["rows"].pop()
@@ -235,3 +241,13 @@ def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.close("all")
+
+
+def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
+    fitted = calibration()
+    constants, errors = tables(fitted, places.PUBLISHED)
+    assert constants.row_count == 6 and errors.row_count == len(fitted.summary())
+    known = (Path(places.ROOT) / "labkit" / "clusters" / "known.toml").read_text()
+    for line in toml_lines(fitted, fitted.dated).splitlines():
+        name, source = line.split(" = ")[0], line.split('"')[1]
+        assert re.search(rf'{name} = .*"{re.escape(source)}"', known)

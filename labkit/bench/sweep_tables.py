@@ -5,9 +5,9 @@ from statistics import geometric_mean
 from rich.box import SIMPLE
 from rich.table import Table
 
-from labkit.bench.fits import Fit
-from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 from labkit.foreign import markup
+from labkit.sweeps.alpha_beta import Fit
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 

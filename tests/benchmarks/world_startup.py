@@ -1,4 +1,4 @@
-"""How long until four ranks have done their first all-reduce: a `World` against
+"""How long until four ranks have done their first all-reduce: a `World` beside
 `torch.multiprocessing.spawn`, cold (nothing started yet) and warm.
 """
 
@@ -13,6 +13,8 @@ from timeit import repeat
 import torch
 from rich.table import Table
 
+from labkit.cli.terminal import print_table
+from labkit.comm import Comm
 from labkit.runtime.world import World
 
 SIZE = 4
@@ -26,7 +28,7 @@ with World({size}) as world:
     print(time.perf_counter() - began_s)
 """
 SPAWN = """
-import datetime, sys, time
+import sys, time
 import torch, torch.distributed as dist
 
 def rank(rank, path):
@@ -43,7 +45,7 @@ if __name__ == "__main__":
 
 
 @dataclass(frozen=True)
-class WorldTimes:
+class StartupTimes:
     """Seconds, medians of a few tries."""
 
     cold_s: float
@@ -52,8 +54,26 @@ class WorldTimes:
     empty_run_s: float
 
 
-def _in_new_process(program: str, *args: str) -> float:
-    """Run `program` as a script of its own; the number it prints."""
+def measure(tries: int = 3) -> StartupTimes:
+    """The three ways to start take turns; then the run of an empty function."""
+    cold, spawn, warm = [], [], []
+    World(SIZE).close()  # this process's server is warm from here on
+    for _ in range(tries):
+        cold.append(_run_script(COLD))
+        with tempfile.TemporaryDirectory() as folder:
+            spawn.append(_run_script(SPAWN, f"{folder}/store"))
+        began_s = time.perf_counter()
+        with World(SIZE) as world:
+            world.run(lambda: Comm().all_reduce(torch.ones(1)))
+            warm.append(time.perf_counter() - began_s)
+    with World(SIZE) as world:
+        world.run(lambda: None)
+        empty = repeat(lambda: world.run(lambda: None), number=1, repeat=50)
+    return StartupTimes(median(cold), median(warm), median(spawn), median(empty))
+
+
+def _run_script(program: str, *args: str) -> float:
+    """Run `program` in a new Python; returns the number it prints."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(program.format(size=SIZE))
         file.flush()
@@ -62,34 +82,18 @@ def _in_new_process(program: str, *args: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def bench_world(tries: int = 3) -> WorldTimes:
-    """Measure the four, in turns."""
-    from labkit.comm import Comm
-
-    cold, spawn, warm = [], [], []
-    World(SIZE).close()  # this process's server is warm from here on
-    for _ in range(tries):
-        cold.append(_in_new_process(COLD))
-        with tempfile.TemporaryDirectory() as folder:
-            spawn.append(_in_new_process(SPAWN, f"{folder}/store"))
-        began_s = time.perf_counter()
-        with World(SIZE) as world:
-            world.run(lambda: Comm().all_reduce(torch.ones(1)))
-            warm.append(time.perf_counter() - began_s)
-    with World(SIZE) as world:
-        world.run(lambda: None)
-        empty = repeat(lambda: world.run(lambda: None), number=1, repeat=50)
-    return WorldTimes(median(cold), median(warm), median(spawn), median(empty))
-
-
-def table(found: WorldTimes) -> Table:
-    """What `bench_world` found, beside `spawn`."""
+def table(times: StartupTimes) -> Table:
+    """A row for each way, and how much slower `spawn` is."""
     shown = Table(title=f"{SIZE} ranks ready for their first all-reduce", title_justify="left")
     for name in ("", "seconds", "aim", "mp.spawn is slower by"):
         shown.add_column(name, justify="left" if not name else "right")
-    cold, warm = found.spawn_s / found.cold_s, found.spawn_s / found.warm_s
-    shown.add_row("World, cold", f"{found.cold_s:.2f}", "1.5", f"{cold:.1f}")
-    shown.add_row("World, warm", f"{found.warm_s:.3f}", "0.2", f"{warm:.1f} (aim: 20)")
-    shown.add_row("torch.multiprocessing.spawn", f"{found.spawn_s:.2f}", "", "1")
-    shown.add_row("run of an empty function", f"{found.empty_run_s:.5f}", "0.01", "")
+    cold, warm = times.spawn_s / times.cold_s, times.spawn_s / times.warm_s
+    shown.add_row("World, cold", f"{times.cold_s:.2f}", "1.5", f"{cold:.1f}")
+    shown.add_row("World, warm", f"{times.warm_s:.3f}", "0.2", f"{warm:.1f} (aim: 20)")
+    shown.add_row("torch.multiprocessing.spawn", f"{times.spawn_s:.2f}", "", "1")
+    shown.add_row("run of an empty function", f"{times.empty_run_s:.5f}", "0.01", "")
     return shown
+
+
+if __name__ == "__main__":
+    print_table(table(measure()))

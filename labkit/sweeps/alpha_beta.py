@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 from labkit.comm.collectives.costs import COSTS, Cost, cost
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
 FAR = 14.0  # a factor of e**14, a million: so far beyond all sizes an end is as good

@@ -1,0 +1,190 @@
+"""The harness of the benches: cases take turns, and a ratio is taken turn by turn.
+
+    turn 1   ddp, torch DDP, zero-1, ...     each turn in another order, the same on all ranks: a
+    turn 2   zero-1, torch DDP, ddp, ...     machine that slows down slows all cases, and what a
+    turn 3   ...                             case leaves behind meets another one next time
+
+`take_turns` runs them on ranks that are kept, `StepTimes` holds the samples of one configuration
+and its contests, `contest_table` prints several, `save` and `read` keep them as JSON.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from typing import Any, TypeVar
+
+import torch
+from rich.table import Table
+
+from labkit.foreign import read_file, write_json
+from labkit.models.gpt import PRESETS
+from labkit.runtime.attach import Rank
+from labkit.runtime.progress import progress
+from labkit.runtime.world import World
+
+Samples = TypeVar("Samples")
+Heading = tuple[str, Callable[["StepTimes", "Contest"], str]]  # of a column, and its cells
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A step of `ours` should take at most `aim` times as long as one of `theirs`."""
+
+    ours: str
+    theirs: str
+    aim: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step of each case, one sample a turn; `about` says of what, on how many ranks.
+    `figures` has what else was measured, by quantity and case."""
+
+    about: dict[str, Any]
+    seconds: dict[str, list[float]]
+    contests: list[Contest] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def ms(self, case: str) -> float:
+        """Milliseconds of a step, the median of the turns."""
+        return median(self.seconds[case]) * 1e3
+
+    def ratio(self, ours: str, theirs: str, quantity: str = "") -> tuple[float, float, float]:
+        """Ours over theirs in the same turn: lower quartile, median, upper quartile. `quantity`:
+        of samples among the `figures`."""
+        samples = self.figures[quantity] if quantity else self.seconds
+        pairs = zip(samples[ours], samples[theirs], strict=True)
+        low, middle, high = quantiles([a / b for a, b in pairs], n=4)
+        return low, middle, high
+
+
+# ---- measuring
+
+
+def take_turns(
+    cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = ""
+) -> dict[str, list[Samples]]:
+    """Call each case once a turn; its results, one a turn. A label gives a progress bar."""
+    samples: dict[str, list[Samples]] = {name: [] for name in cases}
+    for turn in progress(range(turns), label) if label else range(turns):
+        for name in Random(turn).sample(list(cases), len(cases)):
+            samples[name].append(cases[name]())
+    return samples
+
+
+def no_sync() -> None:
+    """For steps that return when their work is done."""
+
+
+def sync_of(device: torch.device) -> Callable[[], object]:
+    """Wait until the device has done all work."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else no_sync
+
+
+def seconds_of(
+    step: Callable[[], object], count: int,
+    before: Callable[[], object] = no_sync, after: Callable[[], object] = no_sync,
+) -> float:  # fmt: skip
+    """Mean seconds of `count` steps in a row, from the end of `before()` to that of `after()`: on
+    ranks a barrier, on a GPU its synchronisation."""
+    before()
+    began_s = time.perf_counter()
+    for _ in range(count):
+        step()
+    after()
+    return (time.perf_counter() - began_s) / count
+
+
+def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: int) -> int:
+    """How many calls fill a turn of `turn_s` on the slowest rank: the same number on all."""
+    mean_s = seconds_of(call, 2, me.comm.barrier, sync_of(me.device))
+    slowest_s = torch.tensor(mean_s, dtype=torch.float64, device=me.device)
+    me.comm.all_reduce(slowest_s, op="max")
+    return max(1, min(most, int(turn_s / float(slowest_s))))
+
+
+def on_worlds(
+    measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
+    transport: str | None, *args: Any,
+) -> list[StepTimes]:  # fmt: skip
+    """`measure(model, *args)` for each model on each number of ranks; as rank 0 sees it. Torch's
+    side always uses gloo, labkit's the `transport`, by default a `World`'s.
+
+    Raises ValueError for a model that is none of labkit's presets."""
+    if unknown := [model for model in models if model not in PRESETS]:
+        raise ValueError(f"no model {unknown[0]!r}; choose of {', '.join(PRESETS)}")
+    measured = []
+    for size in ranks:
+        with World(size, check=False, transport=transport) as world:
+            measured += [world.run(measure, model, *args)[0] for model in models]
+    return measured
+
+
+# ---- showing
+
+
+def titled(title: str, caption: str, names: Sequence[str], words: Sequence[str]) -> Table:
+    """An empty table with these columns; those of `words` are aligned to the left."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    return table
+
+
+def ratio_cells(times: StepTimes, contest: Contest) -> list[str]:
+    """Median, quartiles and aim."""
+    low, middle, high = times.ratio(contest.ours, contest.theirs)
+    return [f"{middle:.2f}", f"{low:.2f}-{high:.2f}", f"{contest.aim:.2f}"]
+
+
+def contest_table(
+    measured: Sequence[StepTimes], title: str, caption: str, floor: Heading, *more: Heading
+) -> Table:
+    """A row for each contest on each configuration: the step's floor, both sides in ms, their ratio
+    with its quartiles and its aim, and what else the headings say."""
+    columns = ("model", "ranks", floor[0], "labkit", "ms", "peer", "ms", "ratio", "", "aim")
+    table = titled(title, caption, [*columns, *(name for name, _ in more)], ("labkit", "peer"))
+    for times in measured:
+        for contest in times.contests:
+            table.add_row(
+                times.about["model"], str(times.about["ranks"]), floor[1](times, contest),
+                contest.ours, f"{times.ms(contest.ours):.1f}",
+                contest.theirs, f"{times.ms(contest.theirs):.1f}",
+                *ratio_cells(times, contest), *(cell(times, contest) for _, cell in more),
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+# ---- keeping
+
+
+def save(measured: Sequence[StepTimes], path: str | Path, **about: Any) -> Path:
+    """Write everything as JSON, with the ratios; `read` returns it."""
+    steps = [
+        asdict(times) | {"ratios": {x.ours: times.ratio(x.ours, x.theirs) for x in times.contests}}
+        for times in measured
+    ]
+    about = {"torch": torch.__version__, "cores": os.cpu_count(), **about}
+    return write_json(path, {"about": about, "steps": steps})
+
+
+def read(path: str | Path) -> list[StepTimes]:
+    """What `save` has written. Raises ValueError for another file."""
+    try:
+        steps = json.loads(read_file(path))["steps"]
+        return [
+            StepTimes(
+                dict(step["about"]), dict(step["seconds"]),
+                [Contest(**contest) for contest in step["contests"]], dict(step["figures"]),
+            )
+            for step in steps
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no file of `labkit bench NAME --save`: {error!r}") from None

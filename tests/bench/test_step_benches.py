@@ -1,0 +1,281 @@
+"""The benches of a step: both sides train the same model, and are timed in the same turns; results
+read back. No test asserts a time."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from labkit import World, bench
+from labkit.bench import data_parallel, harness, pipeline, precision, tensor_parallel
+from labkit.bench.harness import Contest, StepTimes
+from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
+from labkit.cli import app
+from labkit.comm import Comm
+from labkit.models import GPT
+from labkit.predict import mfu, step_flops
+from labkit.schedules import schedule
+
+SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
+
+
+# ---- the harness
+
+
+def test_cases_take_turns_each_in_another_order() -> None:
+    calls: list[str] = []
+
+    def case(name: str) -> float:
+        calls.append(name)
+        return len(calls)
+
+    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20)
+    turns = ["".join(calls[i : i + 4]) for i in range(0, 80, 4)]
+    assert {"".join(sorted(turn)) for turn in turns} == {"abcd"} and len(set(turns)) > 10
+    assert sorted(x for column in samples.values() for x in column) == list(range(1, 81))
+    assert samples["c"][0] == turns[0].index("c") + 1
+
+
+def test_the_time_of_a_step_is_that_of_all_steps_over_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, events = 0.0, []
+
+    def advance(name: str, seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        events.append(name)
+
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now_s)
+    step_s = harness.seconds_of(
+        lambda: advance("step", 2.0), 3, lambda: advance("before", 5.0), lambda: advance("after", 3)
+    )
+    assert events == ["before", "step", "step", "step", "after"] and step_s == 3.0
+
+
+def test_a_ratio_is_the_median_of_ratios() -> None:
+    samples = {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]}
+    times = StepTimes({}, samples, figures={"forward": {"ddp": [1.0] * 3, "torch DDP": [4.0] * 3}})
+    assert times.ratio("ddp", "torch DDP")[1] == 2 and times.ms("ddp") == 2000
+    assert times.ratio("ddp", "torch DDP", "forward") == (0.25, 0.25, 0.25)
+    figures = {"floor_s": {"ddp": 1.6}}
+    assert pipeline.over_floor(StepTimes({}, samples, figures=figures), "ddp") == 1.25
+
+
+def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
+    samples = {"a": [1.0, 2, 3], "b": [2.0, 2, 2]}
+    times = StepTimes({"ranks": 2}, samples, [Contest("a", "b", 0.9)], {"peak": {"a": 5}})
+    path = harness.save([times, times], tmp_path / "new" / "x.json", rows=4)
+    assert harness.read(path) == [times, times]
+    assert f'"torch": "{torch.__version__}"' in path.read_text() and '"rows": 4' in path.read_text()
+    for text in ("", "[]", "{}", '{"steps": [{}]}', '{"steps": [3]}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no file of `labkit bench NAME --save`"):
+            harness.read(path)
+
+
+# ---- data parallel
+
+
+@pytest.mark.slow
+def test_data_parallelism_times_every_strategy_in_the_same_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_parallel, "STEPS", 1)
+    (times,) = bench.bench_data_parallel(ranks=(2,), models=("tiny",), turns=3)
+    assert set(times.seconds) == set(data_parallel.STRATEGIES)
+    assert {len(samples) for samples in times.seconds.values()} == {3}
+    assert min(map(min, times.seconds.values())) > 0
+    assert data_parallel.table([times]).row_count == len(data_parallel.CONTESTS) == 4
+
+
+# ---- tensor parallel
+
+
+@pytest.mark.slow
+def test_every_case_of_tensor_parallelism_trains_the_same_model(world2: World) -> None:
+    def losses() -> dict[str, list[float]]:
+        losses = {}
+        for name, case in tensor_parallel.CASES.items():
+            step = tensor_parallel.stepper(case, "tiny", rows=2)
+            losses[name] = [step()[1] for _ in range(3)]
+        return losses
+
+    whole = tensor_parallel.Case(lambda model: model, tensor_parallel._whole_loss)
+    alone = tensor_parallel.stepper(whole, "tiny", rows=2)
+    expected = [alone()[1] for _ in range(3)]
+    for of_rank in world2.run(losses):
+        silent = of_rank.pop(tensor_parallel.FLOOR)
+        assert silent != pytest.approx(expected, abs=1e-3), "it sums nothing"
+        for trained in of_rank.values():
+            assert trained == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_times_every_case_with_and_without_adamw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tensor_parallel, "STEPS", 1)
+    (times,) = bench.bench_tensor_parallel(ranks=(2,), models=("tiny",), turns=3)
+    without = times.figures[tensor_parallel.WITHOUT_ADAMW]
+    assert set(times.seconds) == set(without) == set(tensor_parallel.CASES)
+    for name, whole in times.seconds.items():
+        assert len(whole) == 3
+        assert all(0 < b < a for a, b in zip(whole, without[name], strict=True))
+    assert tensor_parallel.table([times]).row_count == 2
+    assert harness.read(tensor_parallel.save([times], tmp_path / "x.json")) == [times]
+
+
+def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank() -> None:
+    def elements() -> list[int]:
+        cases = (tensor_parallel.CASES[name] for name in (tensor_parallel.FLOOR, "tensor"))
+        models = [case.parallelize(GPT.preset("tiny")) for case in cases]
+        return [sum(p.numel() for p in model.parameters()) for model in models]
+
+    with World(2, check=False) as pair:
+        assert [silent == real for silent, real in pair.run(elements)] == [True, True]
+
+
+# ---- pipeline
+
+
+@pytest.mark.slow
+def test_both_pipelines_have_the_loss_and_the_gradients_of_one_process(world2: World) -> None:
+    def differences() -> dict[str, tuple[float, float | None]]:
+        comm, largest = Comm(), {}
+        for name in pipeline.SCHEDULES:
+            alone = stages_of("tiny", name, comm.size)
+            x, y = pipeline.batch()
+            loss = pipeline.loss_of(torch.nn.Sequential(*alone)(x), y)
+            loss.backward()
+            for side in (pipeline.ours, pipeline.theirs):
+                stages = stages_of("tiny", name, comm.size)
+                step = side(stages, name, 4, comm)
+                step()
+                value = step()  # the gradients are those of one step
+                off = [
+                    float((p.grad - q.grad).abs().max())
+                    for k in range(comm.rank, len(stages), comm.size)
+                    for p, q in zip(stages[k].parameters(), alone[k].parameters(), strict=True)
+                ]
+                loss_off = None if value is None else float(value - loss)
+                largest[f"{side.__name__} {name}"] = max(off), loss_off
+        return largest
+
+    first, last = world2.run(differences)
+    assert len(last) == 2 * len(pipeline.SCHEDULES)
+    for off, loss_off in [*first.values(), *last.values()]:
+        assert off < 1e-5 and abs(loss_off or 0.0) < 1e-5
+    assert all(loss_off is not None for _, loss_off in last.values())
+
+
+@pytest.mark.slow
+def test_the_pipeline_bench_times_both_sides_and_the_floor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pipeline, "STEPS", 1)
+    (times,) = bench.bench_pipeline(["zb-h1", "1f1b"], (2,), ("tiny",), microbatches=2, turns=3)
+    assert set(times.seconds) == {"1f1b", "torch 1f1b", "zb-h1", "torch zb-h1"}
+    assert {len(samples) for samples in times.seconds.values()} == {3}
+    floors_s = times.figures["floor_s"]
+    assert set(floors_s) == {"1f1b", "zb-h1"} and min(floors_s.values()) > 0
+    shown = pipeline.table([times])
+    assert shown.row_count == 2 and "16 x 64 tokens in 2 micro-batches" in str(shown.title)
+    assert harness.read(pipeline.save([times], tmp_path / "x.json")) == [times]
+
+
+def test_the_floor_is_computing_and_the_bubble() -> None:
+    """(m + p - 1)(F + B) by 1F1B; no less than all of it over the cores."""
+    actions = schedule("1f1b", 4, 8)
+    taken = [[1.0 if x.phase == "forward" else 2.0 for x in stage] for stage in actions]
+    assert floor_s(actions, taken, cores=4) == pytest.approx((8 + 3) * 3)
+    assert floor_s(actions, taken, cores=2) == pytest.approx(4 * 8 * 3 / 2)
+    halves = schedule("zb-h1", 4, 8)
+    assert floor_s(halves, [[1.0] * 24] * 4, cores=4) == pytest.approx(24 + 3)
+
+
+def test_the_floor_computes_what_a_stage_does_and_sends_nothing() -> None:
+    def measured() -> tuple[int, bool]:
+        floor = Floor("tiny", "zb-h1", 2, Comm())
+        floor.measure()
+        floor.measure()
+        (stage,) = floor.stages
+        return len(floor.turns[0][0]), all(p.grad is not None for p in stage.module.parameters())
+
+    with World(1, check=False) as alone:
+        assert alone.run(measured) == [(6, True)]
+
+
+# ---- precision
+
+
+@pytest.mark.slow
+def test_formats_are_timed_in_the_same_turns_and_saved(tmp_path: Path) -> None:
+    times = bench.bench_precision(("tf32", "fp16", "fp8", "recompute"), 3, "cpu", SMALL)
+    assert list(times.seconds) == ["fp16", "torch.amp fp16", "fp8", "recompute", "torch checkpoint"]
+    assert {len(samples) for samples in times.seconds.values()} == {3}
+    assert times.about["date"] and times.about["device"] and times.about["torch"]
+    assert [contest.ours for contest in times.contests] == ["fp16", "recompute"]
+    assert times.figures["mfu"]["fp16"] is None, "this CPU's peak is unknown"
+    assert precision.table(times).row_count == len(times.seconds)
+    peaks = times.figures["peak_bytes"]
+    assert peaks["recompute"] == peaks["torch checkpoint"]
+    assert harness.read(precision.save(times, tmp_path / "x.json")) == [times]
+
+
+def test_a_named_case_brings_its_peer() -> None:
+    names = [name for name in precision.CASES if precision._wanted(name, ["recompute"])]
+    assert names == ["recompute", "torch checkpoint"]
+    assert not precision._supported("tf32", torch.device("cpu"))
+
+
+def test_mfu_is_of_the_peak_of_the_format() -> None:
+    seconds = {"bf16": [0.1] * 3, "torch.amp bf16": [0.2] * 3, "recompute": [0.1] * 3}
+    flops = step_flops(vocab=64, width=32, depth=2, heads=4, rows=2, sequence=16)
+    for gpu, peak in (
+        ("NVIDIA H200", 989.4e12), ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+    ):  # fmt: skip
+        times = StepTimes({"device": gpu}, seconds)
+        assert precision.mfu_of(times, "bf16", SMALL) == mfu(flops, 0.1, peak)
+        assert precision.mfu_of(times, "torch.amp bf16", SMALL) == mfu(flops, 0.2, peak)
+        assert precision.mfu_of(times, "recompute", SMALL) is None
+    peaks = precision.cluster("dgx-h100").device.peak_flops
+    assert set(precision.PEAK_OF.values()) < peaks.keys()
+    assert math.isclose(peaks["fp8"], 2 * peaks["bfloat16"], rel_tol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_its_formats() -> None:
+    times = bench.bench_precision(turns=3, device="cuda", sizes=SMALL)
+    assert {"fp32", "bf16", "fp16"} <= times.seconds.keys()
+    assert all(nbytes > 0 for nbytes in times.figures["peak_bytes"].values())
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+# ---- the commands
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("data-parallel --only zero-9", "ddp, zero-1, zero-2, zero-3"),
+        ("tensor-parallel --models 5M", "no model '5M'; choose of tiny, 1M, 3.4M"),
+        ("tensor-parallel --ranks two", "'two' is no number of ranks"),
+        ("tensor-parallel --save .", "is a folder"),
+        ("tensor-parallel --turns 1", "turns"),
+        ("pipeline --models 5M", "no model '5M'; choose of tiny, 1M, 3.4M"),
+        ("pipeline --only naive", "no schedule 'naive' is timed; choose of gpipe, 1f1b"),
+        ("pipeline --only 1f1b --microbatches 3", "3 micro-batches of 16 rows"),
+        ("pipeline --only 1f1b --microbatches 2", "torch needs one a rank, 4"),
+        ("pipeline --ranks 9", "gpipe on 9 ranks: the model has 8 blocks"),
+        ("precision --only fp7", "no case 'fp7' is timed; choose of fp32"),
+        ("precision --save .", "is a folder"),
+    ],
+)
+def test_bad_options_are_refused(line: str, words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *line.split()])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())

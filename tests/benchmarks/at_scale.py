@@ -1,0 +1,127 @@
+"""How long it takes to record steps of 175B parameters on 1,024 GPUs without data, and replay them:
+DDP by a dry run of the whole step; 3D parallelism, as in `labkit plan`, from one recording of each
+kind of layer. Then Megatron-LM's ten GPTs of 1.7B to 1008B parameters on up to 3,072 GPUs.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from rich.table import Table
+
+from labkit import predict
+from labkit.cli.terminal import print_table
+from labkit.clusters import cluster
+from labkit.data import Batch, loss
+from labkit.models import GPT
+from labkit.parallel import DDP
+from labkit.replaying.dry_runs import dry_run
+from labkit.replaying.memory import peak_of
+from labkit.replaying.planning.layers import recorded
+from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.published import GPT3, MEGATRON
+from labkit.replaying.planning.stages import virtual_stages
+from labkit.replaying.planning.steps import step_report
+from labkit.replaying.planning.traces import step_trace
+from labkit.replaying.replays import replay
+from labkit.trace import split_of
+
+# GPT-3: Brown et al., arXiv 2005.14165, table 2.1. The vocabulary is padded to a multiple of 1024.
+SIZES: dict[str, Any] = {"vocab": 51200, "width": 12288, "heads": 96, "context": 2048}
+RANKS, DDP_CLUSTER = 1024, "dgx-h100"
+LAYOUT = Layout(tp=8, pp=8, dp=16, microbatch=1, recompute="full")
+BATCH, PLAN_CLUSTER = 1536, "selene"
+
+T = TypeVar("T")
+
+
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of the call, and its result."""
+    began_s = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began_s, result
+
+
+def process_gb() -> float:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def train(depth: int) -> None:
+    """Two steps of DDP, of one sequence a rank."""
+    model = DDP(GPT(depth=depth, **SIZES).to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.zeros(1, SIZES["context"], dtype=torch.long)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(x), Batch(x, x, x.numel())).backward()
+        optimizer.step()
+
+
+def dry_run_table(depth: int) -> Table:
+    """Record and replay DDP of a model of `depth` layers."""
+    parameters, where = predict.parameters(**SIZES, depth=depth), cluster(DDP_CLUSTER)
+    recorded_s, trace = timed(lambda: dry_run(train, depth, ranks=RANKS))
+    replayed_s, split = timed(lambda: split_of(replay(trace, where)))
+    shown = Table(
+        title=f"DDP of a GPT of {parameters / 1e9:.1f}B parameters on {RANKS:,} ranks, no data",
+        title_justify="left",
+    )
+    for name in ("", "measured", "aim"):
+        shown.add_column(name, justify="left" if not name else "right")
+    mfu = split.mfu(where.device.peak_flops_of("bfloat16"))
+    shown.add_row("recorded in", f"{recorded_s:.1f} s", "60 s")
+    shown.add_row("memory of this process", f"{process_gb():.2f} GB", "4 GB")
+    shown.add_row("operations of a rank's step", f"{len(trace.ranks[0].operations):,}", "")
+    shown.add_row("replayed in", f"{replayed_s:.2f} s", "10 s")
+    shown.add_row(f"its step on {DDP_CLUSTER}", str(split), "")
+    shown.add_row("model FLOPs utilization there", f"{mfu:.0%}", "")
+    shown.add_row("peak memory of a rank", f"{sum(peak_of(trace).values()) / 1e9:,.0f} GB", "")
+    return shown
+
+
+def plan_table(others: bool) -> Table:
+    """Record each kind of GPT-3's layers and report its step; `others`: Megatron-LM's ten, too."""
+    where = cluster(PLAN_CLUSTER)
+    shapes = {shape for stage in virtual_stages(GPT3, LAYOUT) for shape, _ in stage.layers}
+    recorded_s, _ = timed(lambda: [recorded(shape) for shape in shapes])
+    replayed_s, _ = timed(lambda: step_trace(GPT3, LAYOUT, BATCH, where))
+    reported_s, gpt3 = timed(lambda: step_report(GPT3, LAYOUT, BATCH, where))
+    published = MEGATRON if others else ()
+    reports = [step_report(row.sizes, row.layout, row.batch, where) for row in published]
+    shown = Table(
+        title=f"steps on {PLAN_CLUSTER}, without data: GPT-3 recorded in {recorded_s:.1f} s "
+        f"({len(shapes)} layers; aim 60 s), replayed in {replayed_s:.2f} s (aim 10 s), its report "
+        f"in {reported_s * 1e3:.0f} ms; this process held {process_gb():.2f} GB (aim 4 GB)",
+        title_justify="left",
+    )
+    names = ("parameters", "GPUs", "layout", "step", "computing", "optimizer", "tensor", "data",
+             "pipeline", "bubble", "MFU", "peak memory")  # fmt: skip
+    for name in names:
+        shown.add_column(name, justify="left" if name == "layout" else "right")
+    for x in (gpt3, *reports):
+        parts_s = (x.compute_s, x.optimizer_s, x.tensor_s, x.data_s, x.pipeline_s, x.bubble_s)
+        shown.add_row(
+            f"{x.sizes.parameters / 1e9:.1f}B", f"{x.layout.ranks:,}", x.layout.in_words,
+            f"{x.step_s:.2f} s", *(f"{part_s / x.step_s:.1%}" for part_s in parts_s),
+            f"{x.mfu:.1%}", f"{x.peak_bytes / 1e9:.1f} GB",
+        )  # fmt: skip
+    return shown
+
+
+def main(
+    depth: Annotated[int, typer.Option(help="Layers in the dry run of DDP.", min=1, max=96)] = 96,
+    others: Annotated[bool, typer.Option(help="Megatron-LM's ten models, too.")] = True,
+) -> None:
+    """Print both tables."""
+    print_table(dry_run_table(depth))
+    print_table(plan_table(others))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,84 @@
+"""What the communicator adds to a call: an all-reduce in a dry run, where nothing is sent, so that
+all the time is the communicator's.
+"""
+
+import timeit
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.table import Table
+
+from labkit.cli.terminal import print_table
+from labkit.comm import Board, Comm, listen
+from labkit.runtime.attach import leave, on_paper
+from labkit.runtime.world import World
+
+CALLS, TRIES = 2000, 15
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Microseconds of a call: the fastest of several tries, since other programs only add."""
+
+    torch_us: float
+    plain_us: float
+    checked_us: float
+    recorded_us: float
+
+
+def measure() -> CallTimes:
+    """Measured on one rank."""
+    with World(1, check=False) as world:
+        return world.run(_on_rank)[0]
+
+
+def _on_rank() -> CallTimes:
+    """The rank is of no use afterwards."""
+    from labkit.comm import here  # the rank's own: a global of a script would travel as a copy
+
+    leave()
+    here.board = None
+    with on_paper(0, 8) as me:
+        return _time_calls(me.comm)
+
+
+def _time_calls(comm: Comm) -> CallTimes:
+    from labkit.comm import here
+
+    names = {"comm": comm, "group": comm.group, "x": torch.ones(16)}
+
+    def call_us(statement: str) -> float:
+        tries = timeit.repeat(statement, globals=names, number=CALLS, repeat=TRIES)
+        return min(tries) / CALLS * 1e6
+
+    torch_us = call_us("group.allreduce([x]).wait()")
+    plain_us = call_us("comm.all_reduce(x)")
+    with TemporaryDirectory() as folder:
+        Board.create(Path(folder) / "board", 8)
+        here.board = Board(Path(folder) / "board", 8, rank=0)
+        checked_us = call_us("comm.all_reduce(x)")
+        here.board = None
+    with listen():
+        recorded_us = call_us("comm.all_reduce(x)")
+    return CallTimes(torch_us, plain_us, checked_us, recorded_us)
+
+
+def table(times: CallTimes) -> Table:
+    """Microseconds of a call, by what is switched on."""
+    title = "An all-reduce through the communicator, with nothing sent"
+    shown = Table(title=title, title_justify="left")
+    for name in ("", "us a call", "aim"):
+        shown.add_column(name, justify="left" if not name else "right")
+    shown.add_row("nothing records (World(check=False))", f"{times.plain_us:.1f}", "")
+    added_us = times.plain_us - times.torch_us
+    shown.add_row("the same, beyond torch's own call", f"{added_us:.1f}", "5")
+    shown.add_row("ranks compared on the board (check=True)", f"{times.checked_us:.1f}", "")
+    shown.add_row("events recorded", f"{times.recorded_us:.1f}", "")
+    shown.add_row("torch's own call into the same group", f"{times.torch_us:.1f}", "")
+    return shown
+
+
+if __name__ == "__main__":
+    print_table(table(measure()))

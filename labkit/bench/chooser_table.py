@@ -1,8 +1,9 @@
 """A table for the chooser, from what was measured on the present link.
 
 At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less:
-what differs by less is noise, and there the fewer steps decide. labkit/comm/chooser.py reads the
-table where LABKIT_TABLE names its file. Operations that were not measured keep labkit's own rows.
+what differs by less is noise, and there the fewer steps decide. Where LABKIT_TABLE names its file,
+labkit/runtime/transports/chooser.py reads the table. Operations that were not measured keep
+labkit's own rows.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Any
 
 import typer
 
-from labkit.comm.chooser import names, stored_table
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.runtime.transports.chooser import names, stored_table
 from labkit.sweeps.alpha_beta import cost_of, fit_sweep
 from labkit.sweeps.sweep import Point, Sweep
 
@@ -27,7 +28,7 @@ Times = dict[int, dict[str, float]]  # bytes -> algorithm -> seconds
 
 
 def table_of(sweep: Sweep) -> dict[str, Any]:
-    """The table, as `labkit.comm.chooser.read_table` reads it.
+    """The table, as `labkit.runtime.transports.chooser.read_table` reads it.
 
     Raises ValueError where the sweep has nothing to choose from."""
     if sweep.about.get("backend") != "gloo":

@@ -19,12 +19,12 @@ import torch
 from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call, expected
 from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
 from labkit.comm import listen
-from labkit.comm.chooser import table_note
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.attach import attach
 from labkit.runtime.memory import available_bytes
 from labkit.runtime.pick import pick
 from labkit.runtime.progress import progress
+from labkit.runtime.transports.chooser import table_note
 from labkit.runtime.world import World
 from labkit.sweeps.sweep import (
     BUS_FACTORS,

@@ -2,10 +2,10 @@
 
 from labkit.comm.communicator import Comm
 from labkit.comm.handle import CommError, Handle
-from labkit.comm.link import Link, TwoLevel
 from labkit.comm.mesh import Mesh
 from labkit.runtime.board import Board, CollectiveMismatch
 from labkit.runtime.process_context import here, listen, listen_with
+from labkit.runtime.transports.link import Link, TwoLevel
 from labkit.runtime.transports.wire import paced_bytes
 
 __all__ = [

@@ -11,7 +11,8 @@ ranks that compare notes before they hang, every dense dtype and memory layout o
     handle.wait()
 
 Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
-`algorithm` names one of labkit/comm/collectives; without it, labkit/comm/chooser.py chooses.
+`algorithm` names one of labkit/comm/collectives; without it,
+labkit/runtime/transports/chooser.py chooses.
 """
 
 import pickle
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from labkit import events
-from labkit.comm.chooser import Choice
 from labkit.comm.detached import DetachedComm
 from labkit.comm.handle import Handle
 from labkit.comm.untraced import untraced
@@ -42,6 +42,7 @@ from labkit.dispatch import no_modes
 from labkit.runtime.board import CollectiveMismatch
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.process_context import here
+from labkit.runtime.transports.chooser import Choice
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.link import Link
 from labkit.events import CommEvent
 from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
+from labkit.runtime.transports.link import Link
 
 PIECES = 16  # of a paced copy: what is read too early is partly there, as on a real bus
 LISTED = 1024  # so many events a bus has at hand, of its last copies

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.chooser import Choice
 from labkit.comm.handle import CommError, Handle
 from labkit.comm.validation import COLLECTIVE_TAGS, check_tensor, describe
 from labkit.events import CommEvent
 from labkit.runtime.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
 from labkit.runtime.clock import HOST_CLOCK, Clock
 from labkit.runtime.process_context import caller, here
+from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.native import Native, Nothing
 from labkit.runtime.transports.send_receive import Gloo, SendReceive
 from labkit.runtime.transports.shm import Shared

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from labkit.comm.link import Link, TwoLevel
 from labkit.events import CommEvent
 from labkit.runtime.board import Board
 from labkit.runtime.clock import HOST_CLOCK, Clock
+from labkit.runtime.transports.link import Link, TwoLevel
 
 
 @dataclass

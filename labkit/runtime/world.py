@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 from labkit.comm import Link, TwoLevel
-from labkit.comm.chooser import table_note
 from labkit.events import ranks_in_words
 from labkit.runtime import cells, pickling
 from labkit.runtime.attach import current
@@ -33,6 +32,7 @@ from labkit.runtime.output import RankOutput, in_notebook, interactive
 from labkit.runtime.pick import check_size, pick
 from labkit.runtime.pick_transport import pick_transport
 from labkit.runtime.ranks import TICK_S, Ranks
+from labkit.runtime.transports.chooser import table_note
 from labkit.trace.recording import Recording
 
 

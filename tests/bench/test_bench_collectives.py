@@ -20,9 +20,9 @@ from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, NativeCalls, call, 
 from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
 from labkit.cli import app
 from labkit.cli import bench as command
-from labkit.comm.chooser import Chooser, read_table, stored_table, table_note
 from labkit.comm.collectives import ALGORITHMS
 from labkit.comm.collectives.costs import Cost
+from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
 from labkit.sweeps import alpha_beta, sweep
 from labkit.sweeps.sweep import (
     BUS_FACTORS,
@@ -519,7 +519,7 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(table))
     own = table_note()
-    assert own["file"] == "labkit/comm/table.json" and own["source"] == stored_table()["source"]
+    assert own["file"] == "labkit/runtime/transports/table.json" and own["source"] == stored_table()["source"]
 
     def traffic() -> tuple[str, str]:
         comm = Comm()

@@ -403,7 +403,7 @@ def test_a_piece_of_a_method_is_shown_without_its_indent():
 
 
 def test_a_whole_module_begins_at_line_1():
-    assert "lines 1 to " in show("comm/link.py").caption
+    assert "lines 1 to " in show("comm/handle.py").caption
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
     from labkit import plot
     from labkit.bench.sweep_tables import tables
     from labkit.clusters import read_clusters
-    from labkit.comm.chooser import Chooser, read_table
+    from labkit.runtime.transports.chooser import Chooser, read_table
     from labkit.sweeps.sweep import read_sweep
     from labkit.trace.nccl_log import EXAMPLES, read_nccl_log
     from labkit.trace.nccl_log.summary import table
@@ -302,7 +302,7 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
         for what, source, use in (
             ("clusters", root / "clusters" / "known.toml", read_clusters),
             ("log", EXAMPLES["two_nodes"], use_log),
-            ("table", root / "comm" / "table.json", use_table),
+            ("table", root / "runtime" / "transports" / "table.json", use_table),
             ("sweep", sweep, use_sweep),
         ):
             for seed in range(first, first + count):

@@ -8,7 +8,7 @@ pictures and their costs.
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-Which one runs: labkit/comm/chooser.py.
+Which one runs: labkit/runtime/transports/chooser.py.
 """
 
 from labkit.comm.collectives.all_gather import (

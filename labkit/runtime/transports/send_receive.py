@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from labkit.comm import collectives as algorithms
-from labkit.comm.chooser import GLOO, Choice, Chooser
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, Algorithm, Chunks, Reduction
 from labkit.runtime.process_context import here
+from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
 from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work

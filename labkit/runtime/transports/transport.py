@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from labkit.comm.chooser import Choice
 from labkit.comm.collectives import Chunks
+from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.wire import Work
 
 

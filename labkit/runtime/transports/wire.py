@@ -18,7 +18,7 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.link import Link, TwoLevel
+from labkit.runtime.transports.link import Link, TwoLevel
 
 
 class Work(Protocol):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.comm import Comm
-from labkit.comm.chooser import table_note
+from labkit.runtime.transports.chooser import table_note
 from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
 from labkit.trace.recording.recorder import Recorder

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from labkit.comm.chooser import Choice
 from labkit.comm.collectives import Chunks
 from labkit.runtime.process_context import here
+from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.shm import collectives
 from labkit.runtime.transports.shm.mail import Inbox, Outbox
 from labkit.runtime.transports.shm.ring import Ring

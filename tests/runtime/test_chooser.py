@@ -7,8 +7,8 @@ import torch
 
 from each_rank import on_each_rank
 from labkit import Comm, Link, RankError, World, listen
-from labkit.comm.chooser import Choice, Chooser, overrides, stored_table
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.runtime.transports.chooser import Choice, Chooser, overrides, stored_table
 
 TABLE = {
     "source": "made up",

@@ -192,7 +192,11 @@ def table_note() -> dict[str, str]:
         source = (read_table(path) if path else stored_table())["source"]
     except (OSError, ValueError) as error:  # the first collective will say so; a note must not fail
         digest, source = "", str(error)
-    return {"file": path or f"labkit/comm/{TABLE.name}", "sha256": digest, "source": source}
+    return {
+        "file": path or f"labkit/runtime/transports/{TABLE.name}",
+        "sha256": digest,
+        "source": source,
+    }
 
 
 @cache

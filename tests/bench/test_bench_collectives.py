@@ -519,7 +519,10 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(table))
     own = table_note()
-    assert own["file"] == "labkit/runtime/transports/table.json" and own["source"] == stored_table()["source"]
+    assert (
+        own["file"] == "labkit/runtime/transports/table.json"
+        and own["source"] == stored_table()["source"]
+    )
 
     def traffic() -> tuple[str, str]:
         comm = Comm()

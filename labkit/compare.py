@@ -146,9 +146,9 @@ def table(results: list[Result], task: Task) -> Table:
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",
-        caption="loss: of the last step. off by: the weight that differs most from single's.\n"
-        "sent: MB by one rank in a step, measured (predicted).\n"
-        "held: MB by one rank, parameters/gradients/optimizer.",
+        caption="loss: of the last step\noff by: largest difference of a weight to single's\n"
+        "sent: MB by one rank in a step, measured (predicted)\n"
+        "held: MB by one rank, parameters/gradients/optimizer",
         title_justify="left",
         caption_justify="left",
         box=None,  # nothing between the columns: they fit 80 characters

@@ -60,9 +60,9 @@ def keeps_stale_parameters() -> Iterator[None]:
         yield
 
 
-never_prefetches = instead("never_prefetches", passes.Order, "coming", lambda self, number: [])
+never_prefetches = instead("never_prefetches", passes.Order, "after", lambda self, unit, number: [])
 frees_only_with_the_last_gradient = instead(
-    "frees_only_with_the_last_gradient", ZeRO3, "_after_backward", lambda *_: None
+    "frees_only_with_the_last_gradient", flat.Unit, "note_input_gradient", lambda *_: None
 )
 
 

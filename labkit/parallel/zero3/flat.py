@@ -272,6 +272,13 @@ class Unit:
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
 
+    def note_input_gradient(self, gradient: torch.Tensor) -> None:
+        """The gradient of an input is there. With the last one all that the unit did in forward is
+        undone: autograd goes back in the order of forward."""
+        self.inputs_back += 1
+        if self.inputs_back >= self.inputs:
+            self.free()
+
     def end_pass(self) -> None:
         """Free it, whatever the pass has left it in."""
         self.stays = False

@@ -30,14 +30,13 @@ class Order:
         self._before, self._now = self._now, []
         self._follows = True
 
-    def note(self, unit: Unit) -> None:
+    def after(self, unit: Unit, number: int) -> list[Unit]:
+        """Note that `unit` is used now; the units that came after it in the last pass, as long as
+        this one follows that."""
         at = len(self._now)
         self._follows = self._follows and at < len(self._before) and self._before[at] is unit
         self._now.append(unit)
-
-    def coming(self, number: int) -> list[Unit]:
-        at = len(self._now)
-        return self._before[at : at + number] if self._follows else []
+        return self._before[at + 1 : at + 1 + number] if self._follows else []
 
 
 class PendingGradients:

@@ -26,7 +26,6 @@ class WholeState:
     units: list[Unit]
     _flats: list[Flat]
     _pending: PendingGradients
-    _shapes: dict[str, torch.Size]
     _named: list[tuple[str, nn.Parameter]]
     awaits_gradients = False  # since a forward with autograd
     shards_parameters = True
@@ -131,10 +130,15 @@ class WholeState:
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
         """This rank's pieces, in the order of the module's parameters (see `pieces.py`)."""
+        shapes = {
+            places[0].name: shape
+            for flat in self._flats
+            for places, shape in zip(flat.places, flat.partition.shapes, strict=True)
+        }
         starts = {flat.shards[x.index]: x.start for flat in self._flats for x in flat.pieces}
         return [
             OwnedPiece(
-                name, self._shapes[name], starts[shard], shard,
+                name, shapes[name], starts[shard], shard,
                 optimizer if shard.requires_grad else None,
             )
             for name, shard in self._named

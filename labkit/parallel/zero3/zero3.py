@@ -20,9 +20,8 @@ one reduce-scatter, and the unit is freed. (With frozen or unused parameters it 
 gradients of its inputs are there.) Gathers leave `prefetch` units early, by the order of the last
 pass. A unit of several members, as a head tied to the embedding, stays from the first to the last.
 
-Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-
-Infinity", arXiv 2104.07857, section 6.2; units and hooks: Zhao et al., "PyTorch FSDP", arXiv
-2304.11277, section 3.
+Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
+section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
 """
 
 from functools import partial
@@ -48,21 +47,18 @@ class ZeRO3(WholeState, nn.Module):
     Args:
         module: any module; all ranks start with rank 0's weights.
         comm: the ranks that share it; all by default.
-        units: what is gathered together: a class or classes of modules, or a function module ->
-            bool. By default the entries of the outermost ModuleLists and Sequentials. A module
-            outside of them that has parameters itself is a unit, too.
-        persist_below: parameters with fewer elements stay whole on every rank; their gradients are
-            all-reduced at the end of backward.
+        units: what is gathered together: classes of modules, or a function module -> bool. By
+            default the entries of the outermost ModuleLists and Sequentials, and each module
+            outside of them that has parameters itself.
+        persist_below: parameters with fewer elements stay whole, their gradients are all-reduced.
         prefetch: so many units are gathered ahead; 0: each one when it is needed.
-        compute_dtype: of the gathered parameters and travelling gradients; what the optimizer has
-            stays float32 then. By default that of the module.
+        compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
 
     `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
     optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do.
     Group parameters by name, not by `p.ndim`, which is 1 for all. Clip with `clip_grad_norm_` of
-    the model, scale losses with labkit.GradScaler. All ranks use the same units in the same order.
-    torch.compile leaves the model as it is. Not supported: torch.amp.GradScaler (refused at an
-    optimizer's second step at the latest) and second derivatives.
+    the model, scale losses with labkit.GradScaler (torch's is refused). All ranks use the same
+    units in the same order. torch.compile leaves the model as it is.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -81,11 +77,8 @@ class ZeRO3(WholeState, nn.Module):
         validation.check_module(module, prefetch, persist_below)
         self.module, self.comm, self.prefetch = module, Comm.of(comm), prefetch
         self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
-        named = list(module.named_parameters())
-        claim(named, self)
-        check_same_on_all_ranks(named, self.comm)
-        self._shapes = {name: p.shape for name, p in named}
-        del named  # what is sharded is freed
+        claim(module.named_parameters(), self)
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         self._flats = [flat for unit in self.units for flat in unit.flats]
         claim(module.named_parameters(), self)  # the shards, which now stand there
@@ -135,7 +128,7 @@ class ZeRO3(WholeState, nn.Module):
         self._use(unit)
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
-        inputs, watched = passes.watch_inputs(args, kwargs, partial(self._after_backward, unit))
+        inputs, watched = passes.watch_inputs(args, kwargs, unit.note_input_gradient)
         unit.inputs += max(1, inputs)  # a call without any is over with backward only
         return watched
 
@@ -149,14 +142,6 @@ class ZeRO3(WholeState, nn.Module):
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
 
-    def _check_gathered(self, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
-        """Before the forward of a module inside of a unit."""
-        if not unit.is_gathered:
-            validation.check_inside(unit, name, module)
-            self._use(unit)
-
-    # --- both passes ---
-
     def _use(self, unit: Unit, stays: bool = False) -> None:
         """Have the unit here, to the end of the pass if it `stays`, and those that come next on
         their way."""
@@ -169,8 +154,7 @@ class ZeRO3(WholeState, nn.Module):
         unit.start_gather(async_op=False)
         unit.finish_gather()
         order = self._orders[task is not None]
-        order.note(unit)
-        for coming in order.coming(self.prefetch):
+        for coming in order.after(unit, self.prefetch):
             coming.start_gather(async_op=True)
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
 
@@ -201,13 +185,6 @@ class ZeRO3(WholeState, nn.Module):
         unit.awaited.discard(flat)
         if not unit.awaited and not unit.has_frozen:  # of which backward may yet need some
             unit.frees_itself = True
-            unit.free()
-
-    def _after_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """The gradient of an input of the unit is there. With the last one all that the unit did in
-        forward is undone: autograd goes back in the order of forward."""
-        unit.inputs_back += 1
-        if unit.inputs_back >= unit.inputs:
             unit.free()
 
     def _finish_backward(self, task: int) -> None:

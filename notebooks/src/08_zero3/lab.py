@@ -197,13 +197,13 @@ show("parallel/zero3/flat.py:Flat.gather")
 
 # %% [markdown]
 # A hook before each unit's forward, and one on the gradient of its output, call `_use`: have this
-# unit here, and the next ones on their way. (`coming` knows the order of the pass before.)
+# unit here, and the next ones on their way. (`after` knows the order of the pass before.)
 
 # %%
 show("parallel/zero3/zero3.py:ZeRO3._use")
 
 # %%
-show("parallel/zero3/passes.py:Order.coming")
+show("parallel/zero3/passes.py:Order.after")
 
 # %% [markdown]
 # After forward: free. The first two lines look odd; section 6 shows what happens without them.

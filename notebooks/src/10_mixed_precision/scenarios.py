@@ -122,11 +122,13 @@ def some_gradients(step: int) -> list[Tensor]:
 
 def right_masters(steps: int = STEPS) -> list[Tensor]:
     """The weights in float32 after so many steps of plain descent."""
-    masters = [x.float() for x in some_weights()]
+    masters = [torch.nn.Parameter(x.float()) for x in some_weights()]
+    optimizer = torch.optim.SGD(masters, lr=LR)
     for step in range(steps):
         for master, g in zip(masters, some_gradients(step), strict=True):
-            master -= LR * g.float()
-    return masters
+            master.grad = g.float()
+        optimizer.step()
+    return [master.detach() for master in masters]
 
 
 def master_steps(student: Student) -> tuple[list[Tensor], list[Tensor]]:

@@ -123,19 +123,6 @@ def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
     return y.detach(), [x.grad, *(g.clone() for g in pieces_of_mlp(size, rank, up, down))]
 
 
-# ---- own_rows
-
-
-def right_rows(heads: int, kv_heads: int, head_width: int, ranks: int, rank: int) -> list[int]:
-    """Of q, then k, then v, the rows of this rank's heads."""
-    begin, rows = 0, list[int]()
-    for count in (heads, kv_heads, kv_heads):
-        its = count // ranks * head_width
-        rows += range(begin + rank * its, begin + (rank + 1) * its)
-        begin += count * head_width
-    return rows
-
-
 # ---- cross_entropy
 
 CE_TOKENS = 7

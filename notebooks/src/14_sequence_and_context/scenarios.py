@@ -76,13 +76,6 @@ def attention_to(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 # ---- own_positions
 
 
-def right_positions(length: int, ranks: int, rank: int) -> list[int]:
-    """Of chunks r and 2n-1-r."""
-    c = length // (2 * ranks)
-    first, second = rank * c, (2 * ranks - 1 - rank) * c
-    return [*range(first, first + c), *range(second, second + c)]
-
-
 def scores_of(positions: list[int]) -> int:
     """How many keys these queries see, all together."""
     return sum(position + 1 for position in positions)

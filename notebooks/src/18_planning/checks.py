@@ -15,7 +15,7 @@ from labkit.replaying.planning.reasons import seconds
 from labkit.replaying.planning.report import StepReport
 
 from .scenarios import (
-    BEST,
+    BEST_S,
     CASES,
     FORWARD_S,
     JOBS,
@@ -283,7 +283,7 @@ def choose(student: Student) -> Iterator[str | Score]:
                 found=", ".join(f"{x} {n / GB:.1f}" for x, n in held.items()),
                 hint="Which choice makes the largest of these smaller, and what does it cost?",
             )
-        times.append(report.step_s / job.report(BEST[name]).step_s)
+        times.append(report.step_s / BEST_S[name])
         if times[-1] > MOST:
             fail(
                 f"for {name}, a step in {described(layout)} takes {report.step_s:.1f} s, "

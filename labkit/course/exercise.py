@@ -32,6 +32,7 @@ from labkit.course.findings import CheckFailed, honest, kind, no_yield
 
 GOOD_COLOUR = "#009E73"  # green that colour-blind readers can tell from the red of an error
 
+Student = Callable[..., Any]  # a function or class that a student writes
 Check = Callable[[Any], "Iterable[str | Score]"]
 EXERCISES: "dict[str, Exercise]" = {}  # "00.average" -> it, in the order of declaration
 

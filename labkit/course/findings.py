@@ -6,6 +6,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -179,6 +180,14 @@ def kind(thing: Any) -> str:
         return f"a tensor of shape {tuple(thing.shape)}"
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def whole_numbers(found: Any, name: str, expected: str) -> list[int]:
+    """The list in what `name` returned; fails for anything but whole numbers."""
+    if isinstance(found, (torch.Tensor, range, tuple, list)):
+        with suppress(TypeError):  # operator.index takes whole numbers only
+            return [operator.index(x) for x in found]
+    fail(f"{name} returned {brief(found)}.", expected=expected)
 
 
 def brief(thing: Any, most: int = 80) -> str:

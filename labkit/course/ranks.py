@@ -5,7 +5,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +186,12 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
     `run`. Raises CheckFailed for an error on a rank."""
     with _limited(size) as world:
         return watch_collective(world, collective, student, root)
+
+
+def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """As `alone`, for many arguments at once."""
+    found: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
+    return found
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

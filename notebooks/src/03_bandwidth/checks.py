@@ -7,15 +7,12 @@ from typing import Any
 import torch
 
 from labkit.comm import Comm, Mesh
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, equal, fail
 from labkit.course.ranks import alone, run
 from labkit.trace.nccl_log import EXAMPLES, parse_nccl_log
 
 from .scenarios import DGX1, best_us, bytes_by_pair, ring_in_order, rings_us
-
-Student = Callable[..., Any]
-
 
 # ---- bandwidths(op, nbytes, ranks, seconds)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import alone, run
 
@@ -11,7 +11,6 @@ from .scenarios import (
     PUSHES,
     SERVERS,
     STEPS,
-    Student,
     Weights,
     busiest_link_bytes,
     cut_bytes,

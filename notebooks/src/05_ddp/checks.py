@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import difference, fail
 from labkit.course.ranks import run
 from labkit.course.samples import gradient_bytes, is_a_cut, right_gradients, small_model
@@ -15,7 +15,6 @@ from labkit.parallel.ddp.buckets import cut
 from .buckets import BEST_US, FAST, SLOW, exposed_us, gradients_of
 from .scenarios import (
     Gradients,
-    Student,
     accumulated,
     after_backward,
     sent_in_buckets,

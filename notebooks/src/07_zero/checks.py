@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import difference, fail
 from labkit.course.ranks import alone, run, warm
 from labkit.parallel.common.flat import FlatPartition
@@ -20,7 +20,6 @@ from .buckets import (
 from .scenarios import (
     ADAM_STEPS,
     CUTS,
-    Student,
     clipped,
     first_adam,
     gathered,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, equal, fail
 from labkit.course.ranks import alone, run
 from labkit.parallel.common.flat import FlatPartition
@@ -15,7 +15,6 @@ from .scenarios import (
     LAYERS,
     SHAPES,
     UNITS,
-    Student,
     gathered,
     needed,
     parameters_of_the_unit,

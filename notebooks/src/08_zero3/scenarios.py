@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from labkit.comm import Comm, listen
+from labkit.course.exercise import Student
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
-
-Student = Callable[..., Any]
 
 SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76: 3 ranks need padding
 LAYERS = [torch.Size(shape) for shape in ((32, 12), (20, 32), (9, 20))]  # weights [out, in]

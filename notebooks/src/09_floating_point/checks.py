@@ -1,16 +1,16 @@
 """Checks of lab 09, "Floating point"."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, fail, kind, plain
-from labkit.course.ranks import alone, run
+from labkit.course.ranks import alone, alone_for_each, run
 from labkit.precision.formats import Format, decimal
 
 from .scenarios import (
@@ -25,7 +25,6 @@ from .scenarios import (
     uniform_levels,
 )
 
-Student = Callable[..., Any]
 FORMATS = [Format("fp16", 5, 10), Format("bf16", 8, 7), Format("e5m2", 5, 2), Format("mine", 3, 4)]
 
 
@@ -37,7 +36,8 @@ def decode(student: Student) -> Iterator[str]:
     """decode(bits, exponent_bits, fraction_bits): the number of a pattern, as a float."""
     for one in FORMATS:
         patterns = _patterns(one)
-        found = alone(_all, student, [(p, one.exponent_bits, one.fraction_bits) for p in patterns])
+        cases = [(p, one.exponent_bits, one.fraction_bits) for p in patterns]
+        found = map(plain, alone_for_each(student, cases))
         for pattern, its in zip(patterns, found):
             right = float(one.decode(pattern))
             if not _same(its, right):
@@ -81,9 +81,8 @@ def _hint(one: Format, what: str, found: Any, right: float) -> str:
 def nearest(student: Student) -> Iterator[str]:
     """nearest(x, exponent_bits, fraction_bits): x rounded to the format, ties to even."""
     for one in FORMATS:
-        found = alone(
-            _all, student, [(x, one.exponent_bits, one.fraction_bits) for x in _to_round(one)]
-        )
+        cases = [(x, one.exponent_bits, one.fraction_bits) for x in _to_round(one)]
+        found = map(plain, alone_for_each(student, cases))
         for x, its in zip(_to_round(one), found):
             right = float(one.round(x))
             if not _same(its, right):
@@ -245,10 +244,6 @@ def codebook(student: Student) -> Iterator[str | Score]:
 
 
 # ---- what these have in common
-
-
-def _all(student: Student, cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [plain(student(*case)) for case in cases]
 
 
 def _named(one: Format) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, kind
 from labkit.course.ranks import alone, run
 from labkit.precision.op_policy import CUDA
@@ -16,7 +16,6 @@ from .scenarios import (
     CASES,
     INTERVALS,
     STEPS,
-    Student,
     all_scales,
     all_types,
     asked,

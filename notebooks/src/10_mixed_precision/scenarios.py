@@ -1,16 +1,15 @@
 """What the checks of lab 10 run on ranks or alone, and what is right."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit.course.exercise import Student
 from labkit.precision.dynamic_scale import DynamicScale
 from labkit.precision.op_policy import CUDA
 
-Student = Callable[..., Any]
 Types = tuple[torch.dtype, ...]
 
 # --- runs_in(op, types, low)

@@ -1,19 +1,17 @@
 """Checks of lab 12, "Moving tensors"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import alone
 
 from .offload import BEST_MS, Offloaded, models, stream_all
 from .scenarios import BLOCKS, brought, doubled, prefetch_log
-
-Student = Callable[..., Any]
 
 # ---- bring_half(bus, x, bus_rate, here_rate, there_rate)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, no_yield
 from labkit.course.ranks import Ran, alone, run
 
@@ -27,7 +27,6 @@ from .scenarios import (
     CE_TOKENS,
     TOKENS,
     WIDTH,
-    Student,
     right_column,
     right_cross_entropy,
     right_mlp,

@@ -1,15 +1,13 @@
 """Checks of lab 14, "Sequence and context parallelism"."""
 
 from collections.abc import Iterator
-from contextlib import suppress
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
-from labkit.course.findings import brief, difference, fail, no_yield
+from labkit.course.exercise import Score, Student, exercise
+from labkit.course.findings import brief, difference, fail, no_yield, whole_numbers
 from labkit.course.ranks import alone, run
 from labkit.parallel.context.zigzag import split_zigzag
 
@@ -18,7 +16,6 @@ from .scenarios import (
     PART,
     ROWS,
     WIDTH,
-    Student,
     attention_to,
     right_gather,
     scores_of,
@@ -121,7 +118,14 @@ def _merged(where: str, found: Any, right: Any, large: float) -> None:
 def own_positions(student: Student) -> Iterator[str]:
     """own_positions(length, ranks, rank): where a rank's tokens stand."""
     for length, ranks in ((8, 2), (12, 3), (32, 4), (6, 1)):
-        shards = [_whole_numbers(alone(student, length, ranks, r)) for r in range(ranks)]
+        shards = [
+            whole_numbers(
+                alone(student, length, ranks, r),
+                "own_positions",
+                "a list of positions, whole numbers",
+            )
+            for r in range(ranks)
+        ]
         together = [position for shard in shards for position in shard]
         if sorted(together) != list(range(length)):
             fail(
@@ -147,13 +151,6 @@ def own_positions(student: Student) -> Iterator[str]:
                 )
     yield "every position once, for 1, 2, 3 and 4 ranks"
     yield "as many tokens and as many scores on each rank"
-
-
-def _whole_numbers(found: Any) -> list[int]:
-    if isinstance(found, (Tensor, range, tuple, list)):
-        with suppress(TypeError):  # operator.index takes whole numbers only
-            return [index(x) for x in found]
-    fail(f"own_positions returned {brief(found)}.", expected="a list of positions, whole numbers")
 
 
 # ---- choose(job)

@@ -6,10 +6,8 @@ from itertools import pairwise
 from operator import index
 from typing import Any
 
-from torch import Tensor
-
-from labkit.course.exercise import Score, exercise
-from labkit.course.findings import brief, difference, fail, kind, no_yield
+from labkit.course.exercise import Score, Student, exercise
+from labkit.course.findings import brief, difference, fail, kind, no_yield, whole_numbers
 from labkit.course.ranks import alone, run
 from labkit.schedules import balance
 
@@ -30,7 +28,6 @@ from .scenarios import (
     WIDTH,
     Kept,
     Ran,
-    Student,
     right_backward,
     right_forward,
     right_step,
@@ -61,7 +58,10 @@ def cut(student: Student) -> Iterator[str]:
     """cut(costs, stages): how many layers each stage gets, the slowest as fast as can be."""
     no_yield(student)
     for costs, stages in COSTS:
-        sizes = _whole_numbers(alone(student, list(costs), stages))
+        sizes = whole_numbers(
+            alone(student, list(costs), stages),
+            "cut", "a list of whole numbers, one for each stage",
+        )  # fmt: skip
         what = f"costs {costs} on {stages} stage{'s' * (stages > 1)}: your cut is {sizes}"
         if len(sizes) != stages or sum(sizes) != len(costs) or min(sizes) < 1:
             fail(
@@ -84,13 +84,6 @@ def cut(student: Student) -> Iterator[str]:
 def _slowest(costs: Any, sizes: list[int]) -> float:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return max(sum(costs[begin:end]) for begin, end in pairwise(ends))
-
-
-def _whole_numbers(found: Any) -> list[int]:
-    if isinstance(found, (Tensor, tuple, list)):
-        with suppress(TypeError):  # operator.index takes whole numbers only
-            return [index(x) for x in found]
-    fail(f"cut returned {brief(found)}.", expected="a list of whole numbers, one for each stage")
 
 
 # ---- forward(comm, stage, xs)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.comm.mesh import coordinates
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, no_yield, plain
 from labkit.course.ranks import alone, run
 
@@ -27,7 +27,6 @@ from .scenarios import (
     PLACES,
     SHAPE,
     Axes,
-    Student,
     Training,
     counted,
     handed,

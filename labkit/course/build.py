@@ -1,4 +1,4 @@
-"""Build the editions of the labs, and say which are out of step with their source."""
+"""Build the editions of the labs, and report those that are out of step with their source."""
 
 import re
 import sys
@@ -23,8 +23,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel its pict
 
 
 def build(names: list[str], everything: bool = False) -> None:
-    """Write both editions of each lab in `names` ("00"; all when empty), where they are out of
-    step or `everything` is asked for. Raises ValueError for a lab that is not there."""
+    """Write both editions of each lab in `names` ("00"; all when empty) that is out of step, or of
+    all with `everything`. Raises ValueError for an unknown lab."""
     chosen = [lab for lab in labs() if not names or {lab.name, lab.name[:2]} & set(names)]
     if len(chosen) < len(names):
         known = ", ".join(lab.name for lab in labs())
@@ -40,7 +40,7 @@ def build(names: list[str], everything: bool = False) -> None:
 
 
 def execute(notebook: Notebook) -> Notebook:
-    """Run all cells in a fresh kernel of this Python; their outputs stand in the notebook."""
+    """Run all cells in a fresh kernel of this Python, and keep their outputs in the notebook."""
     client = NotebookClient(
         notebook,
         timeout=CELL_LIMIT_S,
@@ -52,7 +52,7 @@ def execute(notebook: Notebook) -> Notebook:
         resources={"metadata": {"path": str(NOTEBOOKS)}},
     )
     client.execute()
-    notebook.metadata.language_info = {"name": "python"}  # not the versions of who built it
+    notebook.metadata.language_info = {"name": "python"}  # not this machine's versions
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET, None)
@@ -64,7 +64,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def _as_shown(text: str) -> str:
-    """Lines as a terminal leaves them: what a bar wrote is gone when it has written anew."""
+    """Lines as a terminal leaves them: a progress bar overwrites what it wrote before."""
     return re.sub(r"[^\n]*\r(?!\n)", "", text)
 
 
@@ -95,7 +95,7 @@ def out_of_step(lab: Path) -> list[str]:
 
 
 def _bare(notebook: Notebook) -> list[object]:
-    """All that comes from the source."""
+    """Everything that comes from the source."""
     cells = [(x.id, x.cell_type, x.source, dict(x.metadata)) for x in notebook.cells]
     return [dict(notebook.metadata), *cells]
 

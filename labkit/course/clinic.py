@@ -1,5 +1,5 @@
-"""The hang clinic: a broken program twice, through labkit's door and through torch.distributed
-bare, and what each of them says.
+"""The hang clinic: a broken program runs twice, through labkit and on plain torch.distributed; a
+table shows what each of them says.
 
     def skips(comm):
         if comm.rank == 0:
@@ -7,11 +7,11 @@ bare, and what each of them says.
 
     clinic([skips], guesses={"skips": "hang"})
 
-On torch's side a program ends in one of three ways, and the clinic says which it saw:
+On plain torch a program ends in one of three ways:
 
     hang      a rank waited until the timeout
     crash     a rank was killed, or raised something else
-    silent    all ranks returned, as if nothing were wrong
+    silent    all ranks returned, as if all were well
 """
 
 import html
@@ -32,25 +32,25 @@ from labkit.runtime.errors import RankError, ranks_text
 from labkit.runtime.plain import Plain
 from labkit.runtime.world import World
 
-WAIT_S = 2.0  # how long a rank waits for another, on both sides
-LONGEST = 160  # characters of a message of torch's
+WAIT_S = 2.0  # how long a rank waits for another, in both runs
+LONGEST = 160  # characters of torch's message
 ENDINGS = ("hang", "crash", "silent")
 Program = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one program."""
+    """The outcome of one program."""
 
     name: str
-    ending: str  # on torch's side: one of ENDINGS
-    torch_says: list[str]  # who said what; where a rank was killed, what it said last
-    labkit_says: str  # the error's text; empty where it saw nothing wrong
+    ending: str  # on plain torch: one of ENDINGS
+    torch_says: list[str]  # by rank; the last words of a rank that was killed
+    labkit_says: str  # the error's text; empty without an error
     guess: str = ""
 
     @property
     def verdict(self) -> str:
-        """What the student said, beside what happened."""
+        """The student's guess beside the outcome."""
         if self.guess in ("", self.ending):
             return f"✓ {self.ending}" if self.guess else self.ending
         return f"✗ {self.ending} (you: {self.guess})"
@@ -91,10 +91,10 @@ class Clinic:
 def clinic(
     programs: Sequence[Program], guesses: Mapping[str, str] | None = None, size: int = 3
 ) -> Clinic:
-    """Run each program, a function of a `Comm`, on `size` ranks of both sides, all at once.
+    """Run each program, a function of a `Comm`, on `size` ranks, both ways, all at once.
 
     `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
-    guesses. Raises CheckFailed where one is missing, is none of the three, or has no program.
+    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program.
     """
     if guesses is not None:
         _all_guessed([program.__name__ for program in programs], guesses)
@@ -124,13 +124,13 @@ def _all_guessed(names: list[str], guesses: Mapping[str, Any]) -> None:
 
 
 def examine(program: Program, size: int) -> tuple[str, str, list[str], str]:
-    """Name, ending on torch's side, torch's words, labkit's words."""
+    """Name, ending on plain torch, torch's words, labkit's words."""
     ending, torch_says = through_torch(program, size)
-    return program.__name__, ending, torch_says, through_the_door(program, size)
+    return program.__name__, ending, torch_says, through_labkit(program, size)
 
 
-def through_the_door(program: Program, size: int) -> str:
-    """The words of labkit's error; empty where the program ran through."""
+def through_labkit(program: Program, size: int) -> str:
+    """The text of labkit's error; empty if the program ran to its end."""
     with World(size, device="cpu", backend="gloo", timeout_s=WAIT_S) as world:
         try:
             world.run(_guarded, program)
@@ -141,7 +141,7 @@ def through_the_door(program: Program, size: int) -> str:
 
 
 def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
-    """How it ends on plain torch, and what that says."""
+    """How the program ends on plain torch, and what torch says."""
     world = World(size, device="cpu", backend="gloo")
     with tempfile.TemporaryDirectory() as folder, world:
         try:
@@ -153,19 +153,19 @@ def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
         ending = "hang"
     else:
         ending = "crash" if any("Error" in one for one in says) else "silent"
-    who: dict[str, list[int]] = {}
-    for rank, one in enumerate(says):
-        who.setdefault(one, []).append(rank)
-    return ending, [f"{ranks_text(ranks)}: {one}" for one, ranks in who.items()]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(says):
+        ranks_of.setdefault(text, []).append(rank)
+    return ending, [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
 
 
 def _guarded(program: Program) -> None:
-    """On a rank: the program through the door."""
+    """On a rank: the program through labkit's Comm."""
     program(Comm())
 
 
 def _bare(program: Program, folder: str) -> str:
-    """On a rank: the program on plain torch. What C++ prints when it dies goes to a file."""
+    """On a rank: the program on plain torch. What a dying process prints goes to a file."""
     comm = Plain(timeout_s=WAIT_S)
     kept = os.dup(2)
     with open(Path(folder) / f"rank{comm.rank}", "w") as file:
@@ -180,7 +180,7 @@ def _bare(program: Program, folder: str) -> str:
 
 
 def _last_words(folder: Path) -> list[str]:
-    """What gloo said of the exception that killed a rank."""
+    """gloo's message about the exception that killed a rank."""
     texts = [file.read_text(errors="replace") for file in sorted(folder.glob("rank*"))]
     return [_readable(found) for text in texts for found in re.findall(r"what\(\):\s*(.*)", text)]
 

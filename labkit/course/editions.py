@@ -3,8 +3,8 @@
     notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
                                   ──> notebooks/solutions/00_topic.ipynb  solved: executed later
 
-A solution stands between `### BEGIN SOLUTION` and `### END SOLUTION`, as nbgrader writes them. In
-the student edition a stub stands in its place: the cell's metadata `stub="..."`, or a
+A solution is between `### BEGIN SOLUTION` and `### END SOLUTION`, as in nbgrader. The student
+edition has a stub in its place: the cell's metadata `stub="..."`, or a
 `raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
 "answer" is in the solved edition only.
 
@@ -83,7 +83,7 @@ def student(lab: Path) -> Notebook:
 
 
 def _begin_without_predictions(cells: list[Any]) -> None:
-    """A prediction that a student skips is an empty one, which says so when it is asked for."""
+    """Begin with empty predictions: one that a student skips then says so when it is used."""
     made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in cells]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
     if new:

@@ -1,4 +1,4 @@
-"""An exercise: how it is declared, what a pass shows, what all of a lab's are worth.
+"""Exercises: how one is declared, what a pass shows, how many points a lab has.
 
 In `checks.py` in the lab's folder:
 
@@ -11,13 +11,13 @@ In `checks.py` in the lab's folder:
         if max(ran.sent_bytes) > 8: fail(...)
         yield "8 bytes"
 
-A check runs the student's thing, fails with a sentence, and yields in words what it has just
-proven. A last open exercise yields a `Score`, too. The notebook then has
+A check runs the student's function, fails with a sentence, and yields a line for everything it has
+proven. An open exercise yields a `Score`, too. The notebook then has
 
     from labkit.labs.lab_00 import checks as check
     check.average(average)
 
-`wrong_answers.py` beside it lists wrong answers that it must catch.
+`wrong_answers.py` in the same folder lists wrong answers that the check must catch.
 """
 
 import functools
@@ -32,13 +32,14 @@ from labkit.course.findings import CheckFailed, honest, kind, no_yield
 
 GOOD_COLOUR = "#009E73"  # green that colour-blind readers can tell from the red of an error
 
+Student = Callable[..., Any]  # a function or class that a student writes
 Check = Callable[[Any], "Iterable[str | Score]"]
-EXERCISES: "dict[str, Exercise]" = {}  # "00.average" -> it, in the order of declaration
+EXERCISES: "dict[str, Exercise]" = {}  # by name, "00.average", in the order of declaration
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well an open exercise is solved; less is better. `unit`: "bytes sent"."""
+    """The score of an open exercise; lower is better. `unit`: "bytes sent"."""
 
     value: int
     best: int
@@ -79,9 +80,9 @@ class Passed:
 
 
 class Exercise:
-    """A check with a name and points; call it with the student's thing.
+    """A check with a name and points; call it with the student's function or class.
 
-    Raises CheckFailed where that is not right yet.
+    Raises CheckFailed for a wrong answer.
     """
 
     def __init__(self, name: str, points: int, check: Check, yields: bool = False):
@@ -118,20 +119,21 @@ class Exercise:
         return self.passed
 
     def _built_on(self, student: Any) -> list[str]:
-        """Other exercises of this lab that the student's function calls and that are not passed."""
+        """Exercises of this lab, not passed yet, whose functions the student's function calls."""
         lab = self.name.partition(".")[0]
         called = getattr(getattr(student, "__code__", None), "co_names", ())
-        others = [one for one in EXERCISES.values() if one is not self and not one.passed]
-        names = [one.name.partition(".") for one in others]
-        return [short for its_lab, _, short in names if its_lab == lab and short in called]
+        open_names = [
+            x.name.split(".") for x in EXERCISES.values() if x is not self and not x.passed
+        ]
+        return [name for number, name in open_names if number == lab and name in called]
 
     def __repr__(self) -> str:
         return f"{self.name}: {(self.__doc__ or '').splitlines()[0]}"
 
 
 def exercise(points: int, yields: bool = False) -> Callable[[Check], Exercise]:
-    """Declare a check in a lab's `checks.py`; its function's name is the exercise's. `yields`: the
-    answer is a generator function."""
+    """Declare an exercise in a lab's `checks.py`, named after its check. `yields`: the answer is a
+    generator function."""
 
     def declare(check: Check) -> Exercise:
         lab = re.search(r"lab_(\d\d)\.checks$", check.__module__)

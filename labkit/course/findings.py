@@ -1,11 +1,12 @@
-"""What a check finds wrong: one sentence, what was expected, what was found, a hint.
+"""Failures of a check: one sentence, what was expected, what was found, a hint.
 
-`fail` says it; `equal` compares rank by rank and says it where something differs.
+`fail` raises one; `equal` compares the ranks' values and fails where one differs.
 """
 
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,14 +16,14 @@ BOLD_RED, PLAIN = "\x1b[1;31m", "\x1b[0m"
 
 
 class CheckFailed(AssertionError):
-    """A student's answer is not right yet. The text says why; a notebook shows only the text."""
+    """A student's answer is wrong. The text says why; a notebook shows the text alone."""
 
     def __init__(
         self, sentence: str, expected: str = "", found: str = "", hint: str = "", details: str = ""
     ):
         self.sentence, self.details = sentence, details
         self.expected, self.found, self.hint = expected, found, hint
-        self.exercise = ""  # "00.average", entered by the exercise that failed
+        self.exercise = ""  # "00.average", set by the exercise that failed
         super().__init__(sentence)
 
     def __str__(self) -> str:
@@ -34,7 +35,7 @@ class CheckFailed(AssertionError):
         return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
-        """In a notebook: the message alone, since the student's lines are not in the traceback."""
+        """What a notebook shows: the message alone; no line of the student is in the traceback."""
         first, *others = str(self).split("\n")
         return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
 
@@ -42,13 +43,13 @@ class CheckFailed(AssertionError):
 def fail(
     sentence: str, *, expected: Any = "", found: Any = "", hint: str = "", details: str = ""
 ) -> NoReturn:
-    """Raise CheckFailed. `sentence`: what is wrong, in one sentence, with the rank that it is
-    wrong on; `hint`: where to look, without the answer."""
+    """Raise CheckFailed. `sentence` says what is wrong and on which rank; `hint` where to look,
+    without the answer."""
     raise CheckFailed(sentence, str(expected), str(found), hint, details)
 
 
 def no_yield(student: Callable[..., Any]) -> None:
-    """Fail for a function with a `yield`, where an ordinary one is asked for."""
+    """Fail for a generator function where an ordinary function is expected."""
     if inspect.isgeneratorfunction(student):
         fail(
             "your function has a `yield`, so its body never ran.",
@@ -67,9 +68,9 @@ def equal(
     """Compare one value per rank; fail with the first rank whose value differs.
 
     Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
-    `what` joins rank and value to a sentence: "rank 1 returned 6.0, but 1.5 is right".
-    `within`: the difference allowed, relative and absolute; integers must be equal. `hint` is about
-    the value: it is left out where a tensor, a number or a tuple is wanted and is not there.
+    `what` is the verb of the sentence: "rank 1 returned 6.0, but 1.5 is right". `within`: the
+    difference allowed, relative and absolute; integers must be equal. `hint` is about the value: it
+    is left out where the value has another type.
     """
     assert len(found) == len(expected), "one value per rank"
     for rank, (its, right) in enumerate(zip(found, expected)):
@@ -107,12 +108,12 @@ EXACT: dict[type, Callable[[Any], Any]] = {
     tuple: tuple.__iter__, dict: dict.items,
     torch.Tensor: lambda x: torch.Tensor.as_subclass(x, torch.Tensor),
 }  # fmt: skip
-KNOWN = ("builtins", "labkit", "torch", "numpy")  # whose subclasses compare as they should
+KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages whose subclasses compare honestly
 
 
 def honest(thing: Any) -> Any:
-    """`thing`, and all in it, in the exact types that a check compares: a subclass of a student's
-    could say that it is equal to anything."""
+    """`thing`, and everything in it, in the exact types that a check compares: a student's subclass
+    could claim to equal anything."""
     known = type(thing).__module__.partition(".")[0] in KNOWN
     for base, exact in EXACT.items():
         if issubclass(type(thing), base):
@@ -128,7 +129,7 @@ def honest(thing: Any) -> Any:
 
 
 def difference(found: Any, right: Any, within: float) -> str:
-    """How `found` differs from what is right; "" where it does not."""
+    """How `found` differs from `right`; "" if they are equal."""
     found = honest(found)
     if isinstance(right, torch.Tensor):
         return _tensor_difference(found, right, within)
@@ -172,7 +173,7 @@ def _tensor_difference(found: Any, right: torch.Tensor, within: float) -> str:
 
 
 def kind(thing: Any) -> str:
-    """What a value is: "a tensor of shape (2,)", "a list", "None"."""
+    """The type of a value, in words: "a tensor of shape (2,)", "a list", "None"."""
     if thing is None:
         return "None"
     if isinstance(thing, torch.Tensor):
@@ -181,7 +182,15 @@ def kind(thing: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+def whole_numbers(found: Any, name: str, expected: str) -> list[int]:
+    """The list in what `name` returned; fails for anything but whole numbers."""
+    if isinstance(found, (torch.Tensor, range, tuple, list)):
+        with suppress(TypeError):  # operator.index takes whole numbers only
+            return [operator.index(x) for x in found]
+    fail(f"{name} returned {brief(found)}.", expected=expected)
+
+
 def brief(thing: Any, most: int = 80) -> str:
-    """A value in a line."""
+    """The repr of a value, shortened to one line."""
     text = " ".join(repr(thing).split())
     return text if len(text) <= most else text[: most - 4] + " ..."

@@ -1,5 +1,5 @@
-"""What checks of collectives have in common: who sent what to whom, in how many steps, and whose
-numbers are where at the end, told in words.
+"""Checks of collectives: which rank sent what to which, in how many steps, and whose numbers each
+rank holds at the end.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,9 +64,9 @@ def numbers_of(ranks: tuple[int, ...]) -> str:
 
 
 def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
-    """Call student(comm, chunks) on a rank. Returns the numbers of the chunks in whose place in the
-    list another tensor stands afterwards."""
-    given = list(chunks)  # they stay alive, so that no other tensor gets their memory
+    """Call student(comm, chunks) on a rank. Returns the indices of the chunks that were replaced by
+    other tensors."""
+    given = list(chunks)  # kept alive, so that no other tensor gets their memory
     student(comm, chunks)
     return [
         number

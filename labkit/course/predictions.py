@@ -1,4 +1,4 @@
-"""Commit to a number, run, and see both side by side.
+"""Predictions: commit to a number, run, and see both side by side.
 
 guess = predict(sent_bytes=3 * 4096, messages=3)     # before the run
 guess.beside(sent_bytes=measured, messages=counted)  # after it
@@ -13,8 +13,8 @@ from labkit.predict.tables import Number, Table, label, written
 
 
 def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
-    """Note predictions, each under a name with its unit; none yet for `predict()`. Raises
-    CheckFailed for one that is still to be made (`...`), has no name or is no number."""
+    """Note predictions, each under a name with its unit; `predict()` holds none yet. Raises
+    CheckFailed for a prediction that is still `...`, has no name or is not a number."""
     if unnamed:
         raise CheckFailed(
             f"a prediction has no name: {', '.join(map(brief, unnamed))}.",

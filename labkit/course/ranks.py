@@ -1,11 +1,11 @@
-"""Run a student's function on ranks, and tell what went wrong there in plain words."""
+"""Run a student's function on ranks, and turn what fails there into sentences."""
 
 import atexit
 import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ from labkit.runtime.world import World
 from labkit.trace.movement import Movement
 from labkit.trace.recording import watch_collective
 
-WAIT_S = 2.0  # how long a rank waits for another before it counts as a hang
-LIMIT_S = 10.0  # how long one call may take in all
+WAIT_S = 2.0  # a rank that waits longer for another hangs
+LIMIT_S = 10.0  # of a whole call
 LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
 
 _worlds: dict[int, World] = {}
@@ -33,11 +33,11 @@ _worlds: dict[int, World] = {}
 
 @dataclass(frozen=True)
 class Ran:
-    """What a call did; each field has one entry per rank."""
+    """The record of a call on ranks; each field has one entry per rank."""
 
-    values: list[Any]  # what it returned
-    events: list[list[CommEvent]]  # what it called on the Comm, in order
-    peak_bytes: list[int]  # the most that the tensors it made held at once
+    values: list[Any]  # the values returned
+    events: list[list[CommEvent]]  # the operations called on the Comm, in order
+    peak_bytes: list[int]  # peak memory of the tensors made in the call
 
     @property
     def sent_bytes(self) -> list[int]:
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def wire_bytes(self) -> list[int]:
-        """Bytes that each rank really put on its wire: in a broadcast, not all send."""
+        """Bytes that each rank put on its wire: in a broadcast, not every rank sends."""
         return [sum(event.wire_bytes for event in its) for its in self.events]
 
     @property
@@ -56,24 +56,24 @@ class Ran:
 
 
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
-    """Call `play(comm, *args)` on each of `size` ranks; their world stays warm for the next check.
+    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check.
 
-    The ranks compute on the CPU, so that an answer is judged alike on every machine. Raises
-    CheckFailed for an error on a rank, a hang, or ranks that call different collectives.
+    The ranks compute on the CPU, so that every machine gives the same verdict. Raises CheckFailed
+    for an error on a rank, a hang, or ranks that call different collectives.
     """
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
     for rank, its in enumerate(events):
         if forgotten := [event for event in its if not event.ended_s]:
-            world.restart()  # it may still be under way, and must not meet the next check's
+            world.restart()  # a message may still be in flight, and must not reach the next check
             raise _not_waited_for(rank, forgotten[0])
     return Ran(list(values), list(events), list(peaks))
 
 
 @contextmanager
 def _limited(size: int) -> Iterator[World]:
-    """`size` ranks, which are ended after LIMIT_S. Raises CheckFailed for what went wrong there."""
+    """A world of `size` ranks, restarted after LIMIT_S. Raises CheckFailed for an error on them."""
     world = _world(size)
     too_late = threading.Timer(LIMIT_S, world.restart)
     too_late.start()
@@ -82,22 +82,22 @@ def _limited(size: int) -> Iterator[World]:
     except RankInterrupt:
         raise
     except RankError as error:
-        if "the server that ranks are forked from" in str(error):  # all worlds had that one
+        if "the server that ranks are forked from" in str(error):  # all worlds shared it
             close_worlds()
-        raise told(error) from None
+        raise check_failure(error) from None
     finally:
         too_late.cancel()
         too_late.join()
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
-    """Call `play()` on the ranks, with no limit: what takes long only once, and is nobody's answer,
-    happens there before others wait for it. Returns one value per rank."""
+    """Call `play()` on the ranks, without a time limit: for what is slow the first time and is no
+    student's answer. Returns one value per rank."""
     return _world(size).run(play)
 
 
 def first_backward() -> None:
-    """What torch imports with the first backward that is handed a gradient."""
+    """Have torch import what the first backward with a given gradient needs."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
 
@@ -118,21 +118,21 @@ def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, lis
 
 
 def close_worlds() -> None:
-    """End the ranks that wait for the next check; it gets new ones."""
+    """End the worlds that are kept for the next check."""
     for size in list(_worlds):
         _worlds.pop(size).close()
 
 
 def _world(size: int) -> World:
     if size not in _worlds:
-        with redirect_stdout(io.StringIO()):  # what it runs on is not news in a check
+        with redirect_stdout(io.StringIO()):  # a check does not print what its world picked
             _worlds[size] = World(size, device="cpu", backend="gloo", timeout_s=WAIT_S)
         atexit.register(_worlds[size].close)
     return _worlds[size]
 
 
-def told(error: RankError) -> CheckFailed:
-    """The failure of a run as a student should read it."""
+def check_failure(error: RankError) -> CheckFailed:
+    """The error of a run in the words of a check."""
     lines = [line for line in str(error).splitlines() if "the next run" not in line]
     first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
@@ -162,8 +162,7 @@ def told(error: RankError) -> CheckFailed:
 
 
 def _last_lines(trace: str) -> str:
-    """The innermost place that is not labkit's or torch's, and its line, of the traceback of
-    those ranks that are told first: the others' errors have lines of their own."""
+    """The innermost line of the student's own code in the first traceback of `trace`."""
     place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
     lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
     found = [
@@ -182,14 +181,20 @@ def _is_library(line: str) -> bool:
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
-    """How the student's function moves data on `size` ranks, step by step, within the same time as
+    """How the student's function moves data on `size` ranks, step by step, with the time limit of
     `run`. Raises CheckFailed for an error on a rank."""
     with _limited(size) as world:
         return watch_collective(world, collective, student, root)
 
 
+def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The values of `alone` for many arguments, in one call."""
+    found: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
+    return found
+
+
 def alone(student: Callable[..., Any], *given: Any) -> Any:
-    """What a function returns that has nothing to do with ranks: its errors name none either."""
+    """The value of a function that takes no Comm, called on a rank; its errors name no rank."""
     try:
         return run(1, lambda comm, *given: student(*given), *given).values[0]
     except CheckFailed as failed:

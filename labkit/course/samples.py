@@ -1,4 +1,5 @@
-"""The small model that several labs train, and what a single process makes of it."""
+"""What the checks of several labs draw, train and compare: random tensors, and a small model with
+the gradients that a single process gets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.course.findings import brief, fail
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random numbers, the same on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def detached(x: Any) -> Any:
+    """A tensor without its graph, which can travel; anything else as it is."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def small_model() -> nn.Sequential:

@@ -22,8 +22,9 @@ class Pick:
     why: str
 
 
-def pick(size: int, backend: str | None, device: str | None) -> Pick:
-    """Choose what is not given. Raises ValueError for what this machine cannot do."""
+def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
+    """Choose what is not given; `paced`: over a modelled wire, which only gloo can have. Raises
+    ValueError for what this machine cannot do."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f'backend={backend!r}: choose "gloo", "nccl" or None (the best one here)')
@@ -49,6 +50,8 @@ def pick(size: int, backend: str | None, device: str | None) -> Pick:
     if not gpus:
         return Pick("gloo", "cpu", "torch sees no GPU here")
     if backend is None and gpus >= size and dist.is_nccl_available():
+        if paced:
+            return Pick("gloo", "cuda", f"{gpus} GPUs, but NCCL's messages cannot be paced")
         return Pick("nccl", "cuda", f"{gpus} GPUs, one for each rank")
     return Pick(
         "gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each"

@@ -42,8 +42,8 @@ class World:
     Args:
         size: number of ranks.
         backend, device: "gloo" or "nccl", "cpu" or "cuda". Not given: NCCL when there is a GPU
-            for each rank, gloo ranks that share the GPUs when there are fewer, else gloo on the
-            CPU. `world.picked` says what and why.
+            for each rank and no link, gloo ranks on the GPUs when there are fewer, else gloo on
+            the CPU. `world.picked` says what and why.
         threads: torch's threads on each rank.
         timeout_s: how long a rank waits for another before the run fails.
         link: a modelled wire, to see a slow network on one machine; or `TwoLevel`, to see a
@@ -86,7 +86,7 @@ class World:
             raise ValueError(f"threads={threads}: a rank computes with at least 1 thread")
         self.size, self.threads, self.timeout_s = size, threads, timeout_s
         self.link, self.seed, self.check = link, seed, check
-        self._pick = pick(size, backend, device)
+        self._pick = pick(size, backend, device, link is not None)
         self.backend, self.device = self._pick.backend, self._pick.device
         self._transport = pick_transport(size, self._pick, transport, backend, link)
         self.transport = self._transport.name

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from labkit.course import CheckFailed
-from labkit.course.clinic import Clinic, Finding, clinic, through_the_door, through_torch
+from labkit.course.clinic import Clinic, Finding, clinic, through_labkit, through_torch
 from labkit.labs import FOLDERS
 from labkit.labs.lab_01 import checks, scenarios
 from labkit.runtime.plain import LauncherStore
@@ -88,7 +88,7 @@ STUCK = "Who stood where:"
 )  # fmt: skip
 def test_each_classic_is_named_with_rank_operation_and_line(name: str, says: list[str]):
     play, first = program(name)
-    text = through_the_door(play, 3)
+    text = through_labkit(play, 3)
     for words in says:
         words, plus, lines = words.partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
@@ -101,7 +101,7 @@ def test_a_program_that_is_right_is_left_alone():
         comm.all_reduce(x)
         return x
 
-    assert through_the_door(right, 3) == ""
+    assert through_labkit(right, 3) == ""
     assert through_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
 
 

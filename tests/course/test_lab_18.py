@@ -6,7 +6,7 @@ import pytest
 
 from labkit.labs.lab_18 import checks as check
 from labkit.labs.lab_18.scenarios import (
-    BEST,
+    BEST_S,
     CASES,
     CLUSTERS,
     JOBS,
@@ -17,6 +17,7 @@ from labkit.labs.lab_18.scenarios import (
     replayed_step_s,
     right_bytes,
 )
+from labkit.labs.lab_18.wrong_answers import BEST
 from labkit.predict import interleaved
 from labkit.replaying.planning.fits import least_bytes
 from labkit.replaying.planning.layouts import layouts
@@ -72,6 +73,7 @@ def test_the_best_known_can_be_had_and_no_neighbour_is_faster() -> None:
     assert score is not None and score.value == score.best
     for name, job in JOBS.items():
         best = job.report(BEST[name])
+        assert best.step_s == pytest.approx(BEST_S[name], rel=1e-4)
         for other in _neighbours(BEST[name]):
             case = Case(job.sizes, other, job.global_batch)
             if problem(Candidate(case, job.cluster.size, float("inf"))):

@@ -22,7 +22,7 @@ import labkit.comm
 from labkit import Comm, Link, RankError, World
 from labkit.runtime import output as output_module
 from labkit.runtime.output import RankOutput
-from labkit.runtime.pick import MOST_RANKS
+from labkit.runtime.pick import MOST_RANKS, Pick, pick
 from places import SUPPORT
 from provoke import ROOT, alive, driver, gone, ranks_of_servers, servers, until
 
@@ -355,6 +355,15 @@ def test_threads_are_what_torch_computes_with(world2: World) -> None:
     assert world2.run(torch.get_num_threads) == [1, 1]
     with World(1, threads=2) as world:
         assert world.run(torch.get_num_threads) == [2]
+
+
+def test_a_modelled_wire_is_gloos_where_nccl_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert pick(4, None, None) == Pick("nccl", "cuda", "4 GPUs, one for each rank")
+    paced = pick(4, None, None, paced=True)
+    assert (paced.backend, paced.device) == ("gloo", "cuda") and "paced" in paced.why
 
 
 def test_picked_says_what_and_why(world2: World) -> None:

@@ -1,16 +1,14 @@
 """Checks of lab 00, "Your machine is a cluster"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import equal, fail
 from labkit.course.movements import only_messages
 from labkit.course.ranks import run
-
-Student = Callable[..., Any]
 
 
 @exercise(points=1)

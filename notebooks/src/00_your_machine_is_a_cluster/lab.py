@@ -214,7 +214,7 @@ def one_by_one():
         comm.recv(x, src=0)
 
 
-slow = World(4, backend="gloo", link=Link(gbps=0.1))
+slow = World(4, link=Link(gbps=0.1))
 _ = slow.run(one_by_one)  # once before we record: now all ranks are up and connected
 
 # %%
@@ -273,7 +273,7 @@ def careless_swap():
 
 
 # %% tags=["raises-exception"]
-pair = World(2, backend="gloo", timeout_s=2)
+pair = World(2, timeout_s=2)
 pair.run(careless_swap)
 
 # %% [markdown]

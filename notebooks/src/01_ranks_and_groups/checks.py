@@ -3,7 +3,7 @@
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ import torch
 
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import CheckFailed, brief, equal, fail, kind
 from labkit.course.ranks import WAIT_S, Ran, run
 from labkit.runtime.plain import file_store
 
 from . import scenarios as nodes
 
-Student = Callable[..., Any]
 ON_RANKS = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE = {"pp": 16, "dp": 8, "tp": 8}
 CALLS = 4  # of a store that a barrier may make, on each rank: two are enough

@@ -288,7 +288,7 @@ look(2)
 # Eight ranks of a world. Each counts its open sockets, makes the mesh, and counts again:
 
 # %%
-world = World(8, backend="gloo")
+world = World(8)
 
 
 # %% tags=["nbval-check-output"]
@@ -435,7 +435,7 @@ clinic(patients, guesses)
 # From there on its row is empty.
 
 # %%
-three = World(3, backend="gloo", timeout_s=2)
+three = World(3, timeout_s=2)
 _ = three.run(lambda: None)  # all ranks are awake
 
 # %%

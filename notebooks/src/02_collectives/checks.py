@@ -1,12 +1,12 @@
 """Checks of lab 02, "Collectives"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from labkit.comm.collectives.costs import cost, rounds
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import equal, fail
 from labkit.course.movements import (
     each_sends,
@@ -20,7 +20,6 @@ from labkit.course.movements import (
 from labkit.course.ranks import run, watch
 from labkit.trace.movement import Movement
 
-Student = Callable[..., Any]
 SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # of the ranks' chunks
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
 

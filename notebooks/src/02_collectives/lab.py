@@ -34,7 +34,7 @@ guess = predict()  # nothing yet: that is for you, in step 3
 
 # %%
 LINK = Link(gbps=0.05, latency_us=10_000)
-slow = World(4, backend="gloo", link=LINK)
+slow = World(4, link=LINK)
 
 
 def times_s(algorithm, nbytes, repeats):
@@ -72,7 +72,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## 2. The idea
 #
 # First look. `watch_collective` runs an algorithm once on real ranks, and notes every message and what
-# each rank holds. Nothing in the picture is drawn by hand. The server:
+# each rank holds. (So these ranks must send messages: `backend="gloo"`.) Nothing in the picture is
+# drawn by hand. The server:
 
 # %%
 world = World(4, backend="gloo")
@@ -365,7 +366,7 @@ def first_ring(comm, x):
 
 
 # %% tags=["raises-exception"]
-short = World(3, backend="gloo", timeout_s=2)
+short = World(3, timeout_s=2)
 short.run(lambda: first_ring(Comm(), torch.ones(4)))
 
 # %% [markdown]

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 
 from labkit.comm import Comm, Mesh
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, equal, fail
 from labkit.course.ranks import alone, run
-from labkit.trace.nccl_log import EXAMPLES, NcclLog, parse_nccl_log
+from labkit.trace.nccl_log import EXAMPLES, parse_nccl_log
 
 from .scenarios import DGX1, best_us, bytes_by_pair, ring_in_order, rings_us
-
-Student = Callable[..., Any]
-
 
 # ---- bandwidths(op, nbytes, ranks, seconds)
 
@@ -203,7 +200,7 @@ def read_log(student: Student) -> Iterator[str]:
     for name, text in _logs().items():
         log = parse_nccl_log(text)
         found = alone(student, log)
-        right = _read(log)
+        right = READ[name]
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             fail(
                 f"read_log returned {brief(found)}.",
@@ -222,6 +219,12 @@ def read_log(student: Student) -> Iterator[str]:
     yield "channels and transports of 4 logs, one of them without a connection between nodes"
 
 
+READ: dict[str, tuple[int, set[str], set[str]]] = {  # channels, kinds inside nodes, and between
+    "one_node": (2, {"P2P"}, set()),
+    "sockets": (2, {"SHM"}, {"NET/Socket"}),
+    "two_nodes": (4, {"P2P"}, {"NET/IB"}),
+    "two_nodes, with a plugin": (4, {"P2P"}, {"NET/IBext_v8"}),
+}
 _READ_HINTS = {
     "channels": "log.main knows how many there are.",
     "inside": "One set of kinds: those of connections whose two ranks are on the same node.",
@@ -233,13 +236,6 @@ def _logs() -> dict[str, str]:
     logs = {name: path.read_text(encoding="utf-8") for name, path in EXAMPLES.items()}
     plugin = logs["two_nodes"].replace("NET/IB/", "NET/IBext_v8/").replace("P2P/", "SHM/", 1)
     return logs | {"two_nodes, with a plugin": plugin}
-
-
-def _read(log: NcclLog) -> tuple[int, set[str], set[str]]:
-    group = log.main
-    inside = {c.kind for c in group.connections if group.same_node(c.source, c.target)}
-    between = {c.kind for c in group.connections if not group.same_node(c.source, c.target)}
-    return group.channels, inside, between
 
 
 # ---- rings(wires)

@@ -37,9 +37,9 @@ guess = predict()  # nothing yet: that is for you, in step 3
 FAST, SLOW = Link(gbps=1), Link(gbps=0.1)
 S = 2_097_152  # bytes: 2 MiB
 
-one_node = World(4, backend="gloo", link=FAST)
+one_node = World(4, link=FAST)
 cluster = TwoLevel(inside=FAST, between=SLOW, ranks_per_node=2)
-two_nodes = World(4, backend="gloo", link=cluster)
+two_nodes = World(4, link=cluster)
 
 
 # %%
@@ -446,7 +446,7 @@ for order, sent in zip(orders, pairs):
 # them. Here some ranks take them the wrong way round. First only rank 0:
 
 # %%
-patient = World(4, backend="gloo", timeout_s=2)
+patient = World(4, timeout_s=2)
 
 
 def sum_of_ones(confused):

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import alone, run
 
 from .scenarios import (
+    BEST_BYTES,
     PUSHES,
     SERVERS,
     STEPS,
-    Student,
     Weights,
-    best_bytes,
     busiest_link_bytes,
     cut_bytes,
     is_placement,
@@ -168,7 +167,7 @@ def place(student: Student) -> Iterator[str | Score]:
         )
     yield f"{len(nbytes)} parameters served by {SERVERS} ranks, and sent so"
     yield f"(were they cut anywhere, {cut_bytes(nbytes):,} bytes would be enough)"
-    yield Score(found, best_bytes(nbytes), "bytes over the busiest link")
+    yield Score(found, BEST_BYTES, "bytes over the busiest link")
 
 
 def _sent_as_placed(sent: list[int], servers: list[int], nbytes: list[int]) -> None:

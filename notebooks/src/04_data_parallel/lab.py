@@ -71,7 +71,7 @@ def train(wrap, steps=2, width=512):
 
 # %%
 LINK = Link(gbps=0.5, latency_us=50)
-worlds = {n: World(n, backend="gloo", link=LINK) for n in (2, 4)}
+worlds = {n: World(n, link=LINK) for n in (2, 4)}
 runs = {}
 for n, world in worlds.items():
     with record() as runs[n]:
@@ -390,7 +390,7 @@ def dealt_out(stale, lr, batches=60):
 
 # %%
 curves = {}
-with World(6, device="cpu") as six:
+with World(6) as six:
     for stale in (0, 1, 4):
         for lr in (0.3, 1.0):
             told = sorted(pair for its in six.run(dealt_out, stale, lr) for pair in its)
@@ -506,7 +506,7 @@ def in_turns(batches):
 
 
 # %% tags=["raises-exception"]
-short = World(3, backend="gloo", timeout_s=2)
+short = World(3, timeout_s=2)
 short.run(in_turns, {1: 3, 2: 2})
 
 # %% [markdown]

@@ -57,7 +57,7 @@ def train(wrap, steps=3, dtype=torch.float32, rows=32):
 
 # %%
 LINK = Link(gbps=0.25, latency_us=500)
-world = World(2, backend="gloo", link=LINK)
+world = World(2, link=LINK)
 
 with record() as naive:
     world.run(train, NaiveDDP)
@@ -288,7 +288,7 @@ plot.view(runs["0.5 MiB, overlap"])
 
 
 # %%
-alone = World(1, backend="gloo")
+alone = World(1)
 
 
 # %% tags=["nbval-check-output"]
@@ -470,7 +470,7 @@ def two_experts(widths):
 
 
 # %% tags=["raises-exception"]
-short = World(2, backend="gloo", timeout_s=2)
+short = World(2, timeout_s=2)
 short.run(two_experts, [3, 5])
 
 # %% [markdown]

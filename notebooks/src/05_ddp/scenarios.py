@@ -3,7 +3,6 @@
 One small model, the same on all ranks; each rank has its share of a batch of random rows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.comm import listen
+from labkit.course.exercise import Student
 from labkit.course.samples import Passing, small_model, some_rows
 from labkit.parallel import DDP
 from labkit.parallel.common.grad_reducer import MB
 
-Student = Callable[..., Any]
 Gradients = dict[str, Tensor | None]
 
 

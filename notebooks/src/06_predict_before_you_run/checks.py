@@ -1,7 +1,7 @@
 """Checks of lab 06, "Predict before you run"."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from math import isclose
 from typing import Any
@@ -11,22 +11,15 @@ from torch import nn
 
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, fail
-from labkit.course.ranks import alone
+from labkit.course.ranks import alone_for_each
 from labkit.parallel import DDP
 from labkit.replaying import Compute, Costs, Issue, Wait, dry_run
 from labkit.replaying import run as clock
 from labkit.trace import Operation
 
 from .scenarios import steps
-
-Student = Callable[..., Any]
-
-
-def _all_alone(student: Student, cases: list[tuple[Any, ...]]) -> list[Any]:
-    """The same for many calls at once."""
-    return alone(lambda cases: [student(*given) for given in cases], cases)
 
 
 def _number(found: Any, name: str) -> None:
@@ -61,7 +54,7 @@ def ring_s(student: Student) -> Iterator[str]:
         (1_000_000, 64, 50e-3, 12.5e6),
         (4_000_000, 1, 1e-3, 1e9),
     ]
-    for given, found in zip(cases, _all_alone(student, cases)):
+    for given, found in zip(cases, alone_for_each(student, cases)):
         nbytes, n, latency_s, bytes_per_s = given
         _number(found, "ring_s")
         costs, ranks = Costs(plain(n, latency_s, bytes_per_s)), tuple(range(n))
@@ -122,7 +115,7 @@ def product_s(student: Student) -> Iterator[str]:
             element_bytes = 2 if operation.dtype == "bfloat16" else 4
             cases.append((*operation.sides, element_bytes, flops_per_s, bytes_per_s))
             rights.append((costs.compute_s(operation), operation))
-    for given, found, (right, operation) in zip(cases, _all_alone(student, cases), rights):
+    for given, found, (right, operation) in zip(cases, alone_for_each(student, cases), rights):
         _number(found, "product_s")
         if not isclose(found, right, rel_tol=1e-6):
             m, n, k, element_bytes, flops_per_s, bytes_per_s = given
@@ -206,7 +199,7 @@ def _counted(width: int, depth: int, tokens: int, n: int, element_bytes: int) ->
 def volumes(student: Student) -> Iterator[str]:
     """volumes(width, depth, tokens, n, element_bytes): bytes by (data, tensor, pipeline)."""
     cases: list[tuple[Any, ...]] = [(64, 3, 32, 8, 4), (128, 1, 1024, 4, 2), (32, 2, 512, 16, 2)]
-    for given, found in zip(cases, _all_alone(student, cases)):
+    for given, found in zip(cases, alone_for_each(student, cases)):
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             fail(
                 f"volumes returned {brief(found)}.",
@@ -279,7 +272,7 @@ def _by_the_clock(program: Program) -> float:
 def done_s(student: Student) -> Iterator[str]:
     """done_s(program): when one rank with one wire has done its program."""
     programs = _programs()
-    for program, found in zip(programs, _all_alone(student, [(list(x),) for x in programs])):
+    for program, found in zip(programs, alone_for_each(student, [(list(x),) for x in programs])):
         _number(found, "done_s")
         right = _by_the_clock(program)
         if not isclose(found, right, abs_tol=1e-9):
@@ -310,7 +303,7 @@ def _clock_hint(program: Program, found: float) -> str:
 def step_in_closed_form_s(student: Student) -> Iterator[str | Score]:
     """step_in_closed_form_s(facts): seconds of a DDP step; the score is its mean error."""
     cases = steps()
-    found = _all_alone(student, [(facts,) for _, facts, _ in cases])
+    found = alone_for_each(student, [(facts,) for _, facts, _ in cases])
     errors = []
     for (name, facts, right), its in zip(cases, found):
         _number(its, "step_in_closed_form_s")

@@ -329,8 +329,8 @@ from labkit.bench.replay import wires_of
 LINK = Link(gbps=0.25, latency_us=500)  # that of lab 05
 SMALL = dict(vocab=256, width=132, depth=4, heads=12, context=64)
 
-fast = World(2, backend="gloo", transport="gloo")
-paced = World(2, backend="gloo", link=LINK)
+fast = World(2)
+paced = World(2, link=LINK)
 with record() as without_wire:
     fast.run(train, SMALL, rows=8, steps=4)
 with record() as measured:

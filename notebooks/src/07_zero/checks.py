@@ -5,22 +5,21 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import difference, fail
 from labkit.course.ranks import alone, run, warm
 from labkit.parallel.common.flat import FlatPartition
 
 from .buckets import (
+    BEST_KB,
     MESSAGES,
     backwards,
-    best_peak_bytes,
     equal_counts,
     sent_in_buckets,
 )
 from .scenarios import (
     ADAM_STEPS,
     CUTS,
-    Student,
     clipped,
     first_adam,
     gathered,
@@ -161,13 +160,13 @@ def clip(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def choose_buckets(student: Student) -> Iterator[str | Score]:
     """choose_buckets(backward, messages): how many gradients each bucket takes."""
-    total = least = equal = 0
+    total = equal = 0
     for case in backwards():
         ran = run(2, sent_in_buckets, student, case)
         for rank, counts in enumerate(ran.values):
             is_a_short_cut(rank, counts, len(case.nbytes))
         counts = ran.values[0]
-        total, least = total + case.peak_bytes(counts), least + best_peak_bytes(case)
+        total += case.peak_bytes(counts)
         equal += case.peak_bytes(equal_counts(len(case.nbytes), MESSAGES))
     if total >= equal:
         fail(
@@ -176,4 +175,4 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
             hint="A bucket holds memory until it is full, and then until it has been sent.",
         )
     yield f"every gradient in one of {MESSAGES} buckets, reduce-scattered by 2 ranks"
-    yield Score(round(total / 1e3), round(least / 1e3), "kB held at the peaks of both clusters")
+    yield Score(round(total / 1e3), BEST_KB, "kB held at the peaks of both clusters")

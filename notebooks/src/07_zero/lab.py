@@ -76,7 +76,7 @@ def kept(model, optimizer):
     return [(x.nbytes, hashlib.sha256(x).hexdigest()) for x in raw]
 
 
-world = World(4, backend="gloo")
+world = World(4)
 with record(detail_step=1) as ddp:
     fingerprints = [found for _, found in world.run(train, with_ddp, look=kept)]
 
@@ -346,7 +346,7 @@ rank_0_of(runs, [16 * P, 7 * P, 5.5 * P, 5.5 * P])
 
 # %%
 LINK = Link(gbps=0.25, latency_us=500)
-paced = World(2, backend="gloo", link=LINK)
+paced = World(2, link=LINK)
 with record() as on_wire:
     paced.run(train, ways["ZeRO-2"], steps=3, rows=16)
 plot.timeline(on_wire)
@@ -399,7 +399,7 @@ def plain(model):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-alone = in_float64(World(1, backend="gloo"), plain, rows=8)
+alone = in_float64(World(1), plain, rows=8)
 
 # %% tags=["nbval-check-output"]
 for name in ("ZeRO-1", "ZeRO-2"):

@@ -1,6 +1,6 @@
 """What the checks of lab 07 run on the ranks, and what a single process gets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.comm import listen
+from labkit.course.exercise import Student
 from labkit.course.samples import Passing, right_gradients, small_model, some_rows
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
 
-Student = Callable[..., Any]
 CUTS = (2, 3, 3)  # parameters in each bucket, the last parameter first
 ADAM_STEPS, LR = 20, 1e-2
 

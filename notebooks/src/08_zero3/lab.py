@@ -75,7 +75,7 @@ def replicas(model, strategy=DDP):
 # run, too.)
 
 # %%
-worlds = {n: World(n, device="cpu", backend="gloo") for n in (2, 4)}
+worlds = {n: World(n) for n in (2, 4)}
 found = {n: world.run(measured, zero2, steps=1, rows=1)[0] for n, world in worlds.items()}
 
 # %% tags=["nbval-check-output"]
@@ -250,9 +250,7 @@ from labkit import Single
 FEWER = SIZES | {"depth": 3}
 
 one = partial(replicas, strategy=Single)
-alone = World(1, device="cpu", backend="gloo").run(
-    measured, one, dtype=torch.float64, steps=2, rows=4, sizes=FEWER
-)
+alone = World(1).run(measured, one, dtype=torch.float64, steps=2, rows=4, sizes=FEWER)
 shares = worlds[4].run(measured, zero3, dtype=torch.float64, steps=2, rows=1, sizes=FEWER)
 
 # %% tags=["nbval-check-output"]
@@ -291,7 +289,7 @@ plot.memory(one_unit, ranks=[0])
 
 # %%
 LINK = Link(gbps=1, latency_us=300)
-paced = World(2, backend="gloo", link=LINK)
+paced = World(2, link=LINK)
 ways = {
     "DDP": replicas,
     "ZeRO-3, prefetch 0": partial(zero3, prefetch=0),
@@ -448,13 +446,15 @@ def with_recompute(make_unit, run_block):
     return f"{len(gathers)} gathers, gradient {blocks[0][0].weight.grad.sum():.4f}"
 
 
-# %% tags=["nbval-check-output"]
+# %%
 def kept(block, x):
     return block(x)
 
 
 reentrant, other = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
-short = World(2, device="cpu", backend="gloo", timeout_s=5)
+short = World(2, timeout_s=5)
+
+# %% tags=["nbval-check-output"]
 print("activations kept:  ", short.run(with_recompute, unit_by_hand, kept)[0])
 print("use_reentrant=True:", short.run(with_recompute, unit_by_hand, reentrant)[0])
 

@@ -1,6 +1,5 @@
-"""What the checks of lab 08 run on the ranks: units of a model as shares, and the answers that are
-right, by labkit's own code, beside which a student's memory is held.
-"""
+"""What the checks of lab 08 run on the ranks, units of a model as shares, and what a single process
+gets."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from labkit.comm import Comm, listen
+from labkit.course.exercise import Student
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
-
-Student = Callable[..., Any]
 
 SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76: 3 ranks need padding
 LAYERS = [torch.Size(shape) for shape in ((32, 12), (20, 32), (9, 20))]  # weights [out, in]
@@ -45,36 +43,7 @@ def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
     return found, memory.peak_bytes
 
 
-def gather(comm: Comm, share: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """One that is right."""
-    cut = FlatPartition(shapes, comm.size)
-    full = share.new_empty(cut.padded)
-    comm.all_gather_into_tensor(full, share)
-    return cut.views(full)
-
-
 # ---- GatheredLinear
-
-
-class Right(torch.autograd.Function):
-    """A layer whose weight is whole only while it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Tensor, comm: Comm, shape: torch.Size) -> Tensor:
-        ctx.save_for_backward(x, share)
-        ctx.comm, ctx.shape = comm, shape
-        return x @ gather(comm, share.detach(), [shape])[0].T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = gradients
-        x, share = ctx.saved_tensors
-        dx = dy @ gather(ctx.comm, share, [ctx.shape])[0]
-        flat = share.new_zeros(len(share) * ctx.comm.size)
-        torch.mm(dy.T, x, out=flat[: ctx.shape.numel()].view(ctx.shape))
-        mine = torch.empty_like(share)
-        ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size))
-        return dx, mine, None, None
 
 
 def weights() -> list[Tensor]:
@@ -95,6 +64,22 @@ def single_process(size: int) -> list[Tensor]:
               for rank in range(size)]  # fmt: skip
     torch.stack(losses).mean().backward()
     return [w.grad for w in parameters if w.grad is not None]
+
+
+def needed(rank: int, size: int) -> dict[str, Any]:
+    """What a forward and a backward of these layers need, by plain torch with whole weights: the
+    loss, the gradient of x, bytes held between the two, and at most: with the weight of one layer,
+    its gradient, and the gradients of all shares."""
+    whole, x = weights(), rows_of(rank).requires_grad_()
+    with PeakMemory() as memory:
+        value = _loss(x, [partial(_product, weight=w) for w in whole])
+        held_bytes = memory.held_bytes
+        value.backward()
+    padded = [4 * FlatPartition([w.shape], size).padded for w in whole]
+    peak_bytes = memory.peak_bytes + 2 * max(padded) + sum(padded) // size
+    return {
+        "value": value.item(), "x": x.grad, "held_bytes": held_bytes, "peak_bytes": peak_bytes,
+    }  # fmt: skip
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

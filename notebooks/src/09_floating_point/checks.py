@@ -1,31 +1,30 @@
 """Checks of lab 09, "Floating point"."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, fail, kind, plain
-from labkit.course.ranks import alone, run
+from labkit.course.ranks import alone, alone_for_each, run
 from labkit.precision.formats import Format, decimal
 
 from .scenarios import (
+    BEST_MILLIONTHS,
     BITS,
     CASES,
     added_up,
     codebook_error,
     gathered,
-    least_error,
     sample,
     shard,
     uniform_levels,
 )
 
-Student = Callable[..., Any]
 FORMATS = [Format("fp16", 5, 10), Format("bf16", 8, 7), Format("e5m2", 5, 2), Format("mine", 3, 4)]
 
 
@@ -37,7 +36,8 @@ def decode(student: Student) -> Iterator[str]:
     """decode(bits, exponent_bits, fraction_bits): the number of a pattern, as a float."""
     for one in FORMATS:
         patterns = _patterns(one)
-        found = alone(_all, student, [(p, one.exponent_bits, one.fraction_bits) for p in patterns])
+        cases = [(p, one.exponent_bits, one.fraction_bits) for p in patterns]
+        found = map(plain, alone_for_each(student, cases))
         for pattern, its in zip(patterns, found):
             right = float(one.decode(pattern))
             if not _same(its, right):
@@ -81,9 +81,8 @@ def _hint(one: Format, what: str, found: Any, right: float) -> str:
 def nearest(student: Student) -> Iterator[str]:
     """nearest(x, exponent_bits, fraction_bits): x rounded to the format, ties to even."""
     for one in FORMATS:
-        found = alone(
-            _all, student, [(x, one.exponent_bits, one.fraction_bits) for x in _to_round(one)]
-        )
+        cases = [(x, one.exponent_bits, one.fraction_bits) for x in _to_round(one)]
+        found = map(plain, alone_for_each(student, cases))
         for x, its in zip(_to_round(one), found):
             right = float(one.round(x))
             if not _same(its, right):
@@ -241,14 +240,10 @@ def codebook(student: Student) -> Iterator[str | Score]:
             hint="Most of the numbers are small. Where is a level worth most?",
         )
     yield f"less error than {2**BITS} equal steps, on numbers that you have not seen"
-    yield Score(round(error * 1e6), round(least_error() * 1e6), "millionths of the variance lost")
+    yield Score(round(error * 1e6), BEST_MILLIONTHS, "millionths of the variance lost")
 
 
 # ---- what these have in common
-
-
-def _all(student: Student, cases: list[tuple[Any, ...]]) -> list[Any]:
-    return [plain(student(*case)) for case in cases]
 
 
 def _named(one: Format) -> str:

@@ -276,7 +276,7 @@ plot.number_line(["fp32", "bf16", "fp16", "e5m2", "e4m3"], values=logits * 65536
 # 2048, a step of fp16 is 2.
 
 # %%
-world = World(4, backend="gloo")
+world = World(4)
 
 
 def sum_of(values, algorithm, dtype=torch.float16):

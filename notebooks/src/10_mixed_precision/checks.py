@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, kind
 from labkit.course.ranks import alone, run
 from labkit.precision.op_policy import CUDA
 
-from .scales import Torchs, best_lost, lost_in_all, scales_of
+from .scales import BEST_LOST, Torchs, lost_in_all, scales_of
 from .scenarios import (
     CASES,
     INTERVALS,
     STEPS,
-    Student,
     all_scales,
     all_types,
     asked,
@@ -168,4 +167,4 @@ def Chooser(student: Student) -> Iterator[str | Score]:
             hint="How far is the largest gradient from 65504? How far may it jump?",
         )
     yield "a scale for each of 400 steps"
-    yield Score(found, best_lost(), "of each 4,000,000 gradients lost")
+    yield Score(found, BEST_LOST, "of each 4,000,000 gradients lost")

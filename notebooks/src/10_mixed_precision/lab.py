@@ -476,8 +476,10 @@ def by_hand(steps=5):
     return report
 
 
+# %%
+world = World(2)
+
 # %% tags=["nbval-check-output"]
-world = World(2, backend="gloo")
 for step, ((scale_0, weights), (scale_1, _)) in enumerate(zip(*world.run(by_hand))):
     print(f"step {step}: scales {scale_0:g}, {scale_1:g}   weights {weights[0]:g} | {weights[7]:g}")
 

@@ -1,16 +1,15 @@
 """What the checks of lab 10 run on ranks or alone, and what is right."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit.course.exercise import Student
 from labkit.precision.dynamic_scale import DynamicScale
 from labkit.precision.op_policy import CUDA
 
-Student = Callable[..., Any]
 Types = tuple[torch.dtype, ...]
 
 # --- runs_in(op, types, low)
@@ -122,11 +121,13 @@ def some_gradients(step: int) -> list[Tensor]:
 
 def right_masters(steps: int = STEPS) -> list[Tensor]:
     """The weights in float32 after so many steps of plain descent."""
-    masters = [x.float() for x in some_weights()]
+    masters = [torch.nn.Parameter(x.float()) for x in some_weights()]
+    optimizer = torch.optim.SGD(masters, lr=LR)
     for step in range(steps):
         for master, g in zip(masters, some_gradients(step), strict=True):
-            master -= LR * g.float()
-    return masters
+            master.grad = g.float()
+        optimizer.step()
+    return [master.detach() for master in masters]
 
 
 def master_steps(student: Student) -> tuple[list[Tensor], list[Tensor]]:

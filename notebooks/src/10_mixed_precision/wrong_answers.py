@@ -4,7 +4,7 @@ import torch
 
 from answers import right, wrong
 
-from .scales import MOST, Following, Torchs
+from .scales import MOST, Torchs
 
 FP32 = torch.float32
 PRODUCTS = ("linear", "matmul", "conv2d")
@@ -197,6 +197,19 @@ def makes_new_ones(parameters, masters, lr):
 @right("10.Chooser")
 def with_some_room():
     return Following(4, 4.0)
+
+
+class Following:
+    """The largest number that fp16 has, over the largest gradient of `steps` steps and `room`."""
+
+    def __init__(self, steps: int, room: float) -> None:
+        self.scale, self.steps, self.room = 2.0**16, steps, room
+        self.seen: list[float] = []
+
+    def after_step(self, amax: float) -> None:
+        if math.isfinite(amax):
+            self.seen = [*self.seen, amax][-self.steps :]
+            self.scale = MOST / (max(self.seen) * self.room)
 
 
 @wrong("10.Chooser", "are lost")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import alone, run
 from labkit.memory.chooser import plan_of
@@ -16,7 +16,6 @@ from .scenarios import (
     BUDGETS_BYTES,
     SEQUENCES,
     TILE,
-    Student,
     attended,
     best,
     in_backward,

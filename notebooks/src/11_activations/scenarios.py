@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from labkit.course.exercise import Student
 from labkit.memory.chooser import Cost, Costs, Plan, least_recompute, plan_of
 from labkit.memory.peak import PeakMemory
 from labkit.models.dropout import Dropout
 from labkit.predict import activation_bytes, layer_forward_flops
 
-Student = Callable[..., Any]
 ROWS, WIDTH = 64, 128
 
 

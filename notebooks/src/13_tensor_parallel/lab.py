@@ -322,7 +322,7 @@ def train(steps=2, dtype=torch.float32, edit=None):
 
 
 # %%
-one, four = World(1, backend="gloo"), World(4, backend="gloo")
+one, four = World(1), World(4)
 runs = {}
 for name, world in {"1 rank": one, "4 ranks": four}.items():
     with record(detail_step=1) as runs[name]:
@@ -365,7 +365,7 @@ guess.beside(
 # Is it the same training? In float64, on 1, 2 and 4 ranks:
 
 # %%
-two = World(2, backend="gloo")
+two = World(2)
 curves = {n: world.run(train, 4, torch.float64)[0] for n, world in ((1, one), (2, two), (4, four))}
 
 # %% tags=["nbval-check-output"]
@@ -395,7 +395,7 @@ for category in ("parameters", "optimizer state", "activations"):
 # When do the messages travel? On a paced wire:
 
 # %%
-paced = World(2, backend="gloo", link=Link(gbps=1, latency_us=100))
+paced = World(2, link=Link(gbps=1, latency_us=100))
 with record() as on_wire:
     paced.run(train, 4)
 plot.timeline(on_wire, step=3)

@@ -1,6 +1,5 @@
 """What the checks of lab 13 run on the ranks, and what a single process gets."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +8,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.comm import listen
+from labkit.course.exercise import Student
+from labkit.course.samples import detached, drawn
 
-Student = Callable[..., Any]
 TOKENS, WIDTH, HIDDEN = 5, 6, 12
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    """Random numbers, the same on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- Column
@@ -70,7 +65,7 @@ def through_column(comm: Any, student: Student) -> ColumnRan:
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
             dx, dweight = x.grad, mine.grad
     before, after = ([event.op for event in events] for events in (first, second))
-    return ColumnRan(_plain(y), dx, dweight, before, after, products.seen)
+    return ColumnRan(detached(y), dx, dweight, before, after, products.seen)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +103,7 @@ def through_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
     y = student(comm, x, *new)
     if isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
         (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
-    return _plain(y), [x.grad, *(p.grad for p in places)]
+    return detached(y), [x.grad, *(p.grad for p in places)]
 
 
 def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
@@ -121,19 +116,6 @@ def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
         p.data = p.grad
     assert x.grad is not None
     return y.detach(), [x.grad, *(g.clone() for g in pieces_of_mlp(size, rank, up, down))]
-
-
-# ---- own_rows
-
-
-def right_rows(heads: int, kv_heads: int, head_width: int, ranks: int, rank: int) -> list[int]:
-    """Of q, then k, then v, the rows of this rank's heads."""
-    begin, rows = 0, list[int]()
-    for count in (heads, kv_heads, kv_heads):
-        its = count // ranks * head_width
-        rows += range(begin + rank * its, begin + (rank + 1) * its)
-        begin += count * head_width
-    return rows
 
 
 # ---- cross_entropy
@@ -157,7 +139,7 @@ def through_cross_entropy(comm: Any, student: Student, large: float) -> tuple[An
     value = student(comm, mine, targets)
     if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1:
         value.backward()
-    return _plain(value), mine.grad
+    return detached(value), mine.grad
 
 
 def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
@@ -168,7 +150,3 @@ def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Ten
     value.backward()
     assert logits.grad is not None
     return value.detach(), logits.grad.chunk(size, 1)[rank].clone()
-
-
-def _plain(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x

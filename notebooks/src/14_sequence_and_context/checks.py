@@ -1,26 +1,23 @@
 """Checks of lab 14, "Sequence and context parallelism"."""
 
 from collections.abc import Iterator
-from contextlib import suppress
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.course.exercise import Score, exercise
-from labkit.course.findings import brief, difference, fail, no_yield
+from labkit.course.exercise import Score, Student, exercise
+from labkit.course.findings import brief, difference, fail, no_yield, whole_numbers
 from labkit.course.ranks import alone, run
+from labkit.parallel.context.zigzag import split_zigzag
 
-from .hybrid import JOBS, choices, exposed_us
+from .hybrid import BEST_US, JOBS, choices, exposed_us
 from .scenarios import (
     PART,
     ROWS,
     WIDTH,
-    Student,
     attention_to,
     right_gather,
-    right_positions,
     scores_of,
     some_attention,
     through_gather,
@@ -121,7 +118,14 @@ def _merged(where: str, found: Any, right: Any, large: float) -> None:
 def own_positions(student: Student) -> Iterator[str]:
     """own_positions(length, ranks, rank): where a rank's tokens stand."""
     for length, ranks in ((8, 2), (12, 3), (32, 4), (6, 1)):
-        shards = [_whole_numbers(alone(student, length, ranks, r)) for r in range(ranks)]
+        shards = [
+            whole_numbers(
+                alone(student, length, ranks, r),
+                "own_positions",
+                "a list of positions, whole numbers",
+            )
+            for r in range(ranks)
+        ]
         together = [position for shard in shards for position in shard]
         if sorted(together) != list(range(length)):
             fail(
@@ -136,23 +140,17 @@ def own_positions(student: Student) -> Iterator[str]:
                 expected="as many on each",
                 hint="Of 2n chunks each rank has an early one and a late one.",
             )
-        for rank, shard in enumerate(shards):
-            if shard != right_positions(length, ranks, rank):
+        right = split_zigzag(torch.arange(length), ranks, dim=0)
+        for rank, (shard, positions) in enumerate(zip(shards, right)):
+            if shard != positions.tolist():
                 fail(
                     f"of {length} tokens on {ranks} ranks, rank {rank} has other positions.",
-                    expected=brief(right_positions(length, ranks, rank)),
+                    expected=brief(positions.tolist()),
                     found=brief(shard),
                     hint="Chunks r and 2n-1-r, the early one first.",
                 )
     yield "every position once, for 1, 2, 3 and 4 ranks"
     yield "as many tokens and as many scores on each rank"
-
-
-def _whole_numbers(found: Any) -> list[int]:
-    if isinstance(found, (Tensor, range, tuple, list)):
-        with suppress(TypeError):  # operator.index takes whole numbers only
-            return [index(x) for x in found]
-    fail(f"own_positions returned {brief(found)}.", expected="a list of positions, whole numbers")
 
 
 # ---- choose(job)
@@ -177,7 +175,6 @@ def choose(student: Student) -> Iterator[str | Score]:
                 "heads and the key-value heads",
             )
         total += exposed_us(job, u)
-    best = sum(min(exposed_us(job, u) for u in choices(job)) for job in JOBS.values())
     largest = max(max(choices(job)) for job in JOBS.values())
     always = {most: _of_all(most) for most in range(1, largest + 1)}
     if total >= min(always.values()):
@@ -189,4 +186,4 @@ def choose(student: Student) -> Iterator[str | Score]:
             hint="What hides behind computing? What goes over the slow wire?",
         )
     yield "every choice divides ranks and heads"
-    yield Score(round(total), round(best), "µs exposed")
+    yield Score(round(total), BEST_US, "µs exposed")

@@ -296,7 +296,7 @@ def loss_of(model, x, y, how, comm):
 
 
 # %%
-one, two, four = (World(size, backend="gloo") for size in (1, 2, 4))
+one, two, four = (World(size) for size in (1, 2, 4))
 alone = torch.tensor(one.run(train, "one")[0], dtype=torch.float64)
 
 # %% tags=["nbval-check-output"]

@@ -1,20 +1,15 @@
 """What the checks of lab 14 run on the ranks, and what a single process gets."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from labkit.comm import listen
+from labkit.course.exercise import Student
+from labkit.course.samples import detached, drawn
 
-Student = Callable[..., Any]
 ROWS, PART, WIDTH = 2, 3, 4  # of each rank: x [b, s/t, w]
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    """Random numbers, the same on every rank that asks with the same seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- GatherSequence
@@ -50,7 +45,7 @@ def through_gather(comm: Any, student: Student) -> Gathered:
             y.backward(gradient_of(comm.rank, comm.size))
     names = [[event.op for event in events] for events in (first, second)]
     sent = [float(sum(event.bus_bytes for event in events)) for events in (first, second)]
-    return Gathered(plain(y), x.grad, names[0], names[1], sent)
+    return Gathered(detached(y), x.grad, names[0], names[1], sent)
 
 
 def right_gather(size: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -76,18 +71,6 @@ def attention_to(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 # ---- own_positions
 
 
-def right_positions(length: int, ranks: int, rank: int) -> list[int]:
-    """Of chunks r and 2n-1-r."""
-    c = length // (2 * ranks)
-    first, second = rank * c, (2 * ranks - 1 - rank) * c
-    return [*range(first, first + c), *range(second, second + c)]
-
-
 def scores_of(positions: list[int]) -> int:
     """How many keys these queries see, all together."""
     return sum(position + 1 for position in positions)
-
-
-def plain(x: Any) -> Any:
-    """Without its graph: a result that can travel."""
-    return x.detach() if isinstance(x, Tensor) else x

@@ -6,21 +6,19 @@ from itertools import pairwise
 from operator import index
 from typing import Any
 
-from torch import Tensor
-
-from labkit.course.exercise import Score, exercise
-from labkit.course.findings import brief, difference, fail, kind, no_yield
+from labkit.course.exercise import Score, Student, exercise
+from labkit.course.findings import brief, difference, fail, kind, no_yield, whole_numbers
 from labkit.course.ranks import alone, run
 from labkit.schedules import balance
 
 from .plans import (
+    BEST_MS,
     JOBS,
+    ONE_FOR_ALL_MS,
     Job,
     Plan,
-    best_ms,
     divisors,
     held_mb,
-    one_for_all_ms,
     step_ms,
 )
 from .scenarios import (
@@ -30,7 +28,6 @@ from .scenarios import (
     WIDTH,
     Kept,
     Ran,
-    Student,
     right_backward,
     right_forward,
     right_step,
@@ -61,7 +58,10 @@ def cut(student: Student) -> Iterator[str]:
     """cut(costs, stages): how many layers each stage gets, the slowest as fast as can be."""
     no_yield(student)
     for costs, stages in COSTS:
-        sizes = _whole_numbers(alone(student, list(costs), stages))
+        sizes = whole_numbers(
+            alone(student, list(costs), stages),
+            "cut", "a list of whole numbers, one for each stage",
+        )  # fmt: skip
         what = f"costs {costs} on {stages} stage{'s' * (stages > 1)}: your cut is {sizes}"
         if len(sizes) != stages or sum(sizes) != len(costs) or min(sizes) < 1:
             fail(
@@ -84,13 +84,6 @@ def cut(student: Student) -> Iterator[str]:
 def _slowest(costs: Any, sizes: list[int]) -> float:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return max(sum(costs[begin:end]) for begin, end in pairwise(ends))
-
-
-def _whole_numbers(found: Any) -> list[int]:
-    if isinstance(found, (Tensor, tuple, list)):
-        with suppress(TypeError):  # operator.index takes whole numbers only
-            return [index(x) for x in found]
-    fail(f"cut returned {brief(found)}.", expected="a list of whole numbers, one for each stage")
 
 
 # ---- forward(comm, stage, xs)
@@ -274,15 +267,15 @@ def plan(student: Student) -> Iterator[str | Score]:
                 hint="A stage holds the whole batch before its first backward, or its inputs.",
             )
         total += step_ms(job, its)
-    if total >= (limit := one_for_all_ms()) - 1e-6:
+    if total >= ONE_FOR_ALL_MS - 1e-6:
         fail(
             f"all steps together take {total:,.0f} ms.",
-            expected=f"less than {limit:,.0f}, which the same m and the same answer to recompute "
-            "for all jobs can have",
+            expected=f"less than {ONE_FOR_ALL_MS:,.0f}, which the same m and the same answer to "
+            "recompute for all jobs can have",
             hint="What does a job gain by more micro-batches, and what does it pay?",
         )
     yield "every plan is within its budget"
-    yield Score(round(total), round(sum(map(best_ms, JOBS.values()))), "ms")
+    yield Score(round(total), BEST_MS, "ms")
 
 
 def _plan_of(name: str, job: Job, found: Any) -> Plan:

@@ -49,7 +49,7 @@ for gpus in (8, 64):
 # a stage is called paced.)
 
 # %%
-four = World(4, backend="gloo")
+four = World(4)
 
 
 def paced_step(schedule, microbatches, forward_s):
@@ -304,7 +304,7 @@ def train_alone(steps=3):
     return torch.stack(losses).detach()
 
 
-alone, two = train_alone(), World(2, backend="gloo")
+alone, two = train_alone(), World(2)
 
 # %% tags=["nbval-check-output"]
 print("one process:", ", ".join(f"{loss:.6f}" for loss in alone.tolist()))
@@ -557,7 +557,7 @@ def gradients(make, m, pad=False, schedule="gpipe"):
     return torch.cat([p.grad.flatten() for p in pipe.parameters()])
 
 
-one = World(1, backend="gloo")
+one = World(1)
 CASES = {"a": (a, False), "b": (b_, False), "c": (c, True)}
 
 
@@ -646,8 +646,9 @@ def follow(lists, wait):
     return wrong
 
 
+short = World(2, timeout_s=2)
+
 # %% tags=["nbval-check-output"]
-short = World(2, backend="gloo", timeout_s=2)
 messages = {}
 for name, lists in LISTS.items():
     for wait in (True, False):

@@ -8,11 +8,8 @@ backward, so a stage holds the whole batch: all that backward needs, or with rec
 and one micro-batch more while that goes backward.
 """
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import accumulate, combinations, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -56,6 +53,9 @@ JOBS = {
     ),
 }  # fmt: skip
 
+BEST_MS = 1_659  # of all jobs' steps together: no plans within the budgets take less
+ONE_FOR_ALL_MS = 2130.2  # the same, with one m and one answer to recompute for all jobs
+
 
 def times_ms(job: Job, plan: Plan) -> tuple[list[float], list[float]]:
     """Of each stage, forward and backward of one micro-batch."""
@@ -86,42 +86,9 @@ def held_mb(job: Job, plan: Plan) -> float:
     return max(held)
 
 
-def plans(job: Job) -> Iterator[Plan]:
-    """Every plan that there is, within the budget or not."""
-    layers = len(job.row_ms)
-    for inner in combinations(range(1, layers), job.stages - 1):
-        sizes = tuple(end - begin for begin, end in pairwise((0, *inner, layers)))
-        for m in divisors(job.rows):
-            for recompute in (False, True):
-                yield Plan(sizes, m, recompute)
-
-
 def divisors(rows: int) -> list[int]:
     """The numbers of micro-batches that leave them alike."""
     return [m for m in range(1, rows + 1) if rows % m == 0]
-
-
-def best_ms(job: Job) -> float:
-    """The shortest step of all plans within the budget."""
-    return min(step_ms(job, plan) for plan in plans(job) if held_mb(job, plan) <= job.budget_mb)
-
-
-@cache
-def one_for_all_ms() -> float:
-    """All jobs together, for whoever cuts each as well as can be, and has the same number of
-    micro-batches and the same answer to recompute for all."""
-    totals: dict[tuple[int, bool], float] = defaultdict(float)
-    jobs_of: Counter[tuple[int, bool]] = Counter()
-    for job in JOBS.values():
-        best: dict[tuple[int, bool], float] = {}
-        for plan in plans(job):
-            if held_mb(job, plan) <= job.budget_mb:
-                kind = plan.microbatches, plan.recompute
-                best[kind] = min(best.get(kind, math.inf), step_ms(job, plan))
-        for kind, shortest_ms in best.items():
-            totals[kind] += shortest_ms
-        jobs_of.update(best.keys())
-    return min(totals[kind] for kind, jobs in jobs_of.items() if jobs == len(JOBS))
 
 
 def _of_stages(of_layers: Sequence[float], plan: Plan) -> list[float]:

@@ -1,24 +1,19 @@
 """What the checks of lab 15 run on the ranks, and what a single process gets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm import listen
+from labkit.course.exercise import Student
+from labkit.course.samples import detached, drawn
 from labkit.replaying.pipeline import bubble, pipeline_step_s, pipeline_trace
 from labkit.schedules import gpipe
 
-Student = Callable[..., Any]
 ROWS, MICROBATCHES, WIDTH = 10, 4, 6  # 3, 3, 2 and 2 rows
 ONE_BYTES = 8  # float64
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    """Random numbers, the same on every rank that asks with the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def stage_of(rank: int) -> nn.Sequential:
@@ -26,13 +21,13 @@ def stage_of(rank: int) -> nn.Sequential:
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with torch.no_grad():
         for i, parameter in enumerate(stage.parameters()):
-            parameter.copy_(drawn(*parameter.shape, seed=100 + 10 * rank + i))
+            parameter.copy_(drawn(*parameter.shape, seed=100 + 10 * rank + i, dtype=torch.float64))
     return stage
 
 
 def batch() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The micro-batches of x and of the targets, each [rows, WIDTH]."""
-    x, y = drawn(ROWS, WIDTH, seed=1), drawn(ROWS, WIDTH, seed=2)
+    x, y = (drawn(ROWS, WIDTH, seed=seed, dtype=torch.float64) for seed in (1, 2))
     return x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES)
 
 
@@ -76,7 +71,7 @@ def through_forward(comm: Any, student: Student) -> Ran:
         stage.register_forward_pre_hook(lambda *_: before.append(_sends(events)))
         pairs = student(comm, stage, xs)
     sent = float(sum(event.bus_bytes for event in events if event.op == "send"))
-    return Ran([_pair(pair) for pair in pairs] if _pairs(pairs) else plain(pairs), before, sent)
+    return Ran([_pair(pair) for pair in pairs] if _pairs(pairs) else detached(pairs), before, sent)
 
 
 def right_forward(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -157,8 +152,3 @@ def right_step(
     trace = pipeline_trace(schedule, lambda stage, action: of_phase[action.phase][stage])
     step = pipeline_step_s(trace)
     return step, bubble(schedule, step, lambda stage, action: of_phase[action.phase][stage])
-
-
-def plain(x: Any) -> Any:
-    """Without its graph: a result that can travel."""
-    return x.detach() if isinstance(x, Tensor) else x

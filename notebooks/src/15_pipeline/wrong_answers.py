@@ -1,8 +1,11 @@
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
 import torch
 
 from answers import right, wrong
 
-from .plans import held_mb, plans, step_ms
+from .plans import Job, Plan, divisors, held_mb, step_ms
 
 # ---- cut(costs, stages)
 
@@ -340,6 +343,16 @@ def fits_and_is_shortest(job):
 def fitting(job, m, recompute):
     its = [x for x in plans(job) if x[1:] == (m, recompute) and held_mb(job, x) <= job.budget_mb]
     return min(its, key=lambda x: step_ms(job, x))
+
+
+def plans(job: Job) -> Iterator[Plan]:
+    """Every plan that there is, within the budget or not."""
+    layers = len(job.row_ms)
+    for inner in combinations(range(1, layers), job.stages - 1):
+        sizes = tuple(end - begin for begin, end in pairwise((0, *inner, layers)))
+        for m in divisors(job.rows):
+            for recompute in (False, True):
+                yield Plan(sizes, m, recompute)
 
 
 @wrong("15.plan", "the same m and the same answer")

@@ -306,7 +306,7 @@ def paced_step(name, chunks=1, unit_s=0.015):
     pipeline.step(torch.ones(8, 8), torch.ones(8, 8))
 
 
-four = World(4, backend="gloo")
+four = World(4)
 _ = four.run(paced_step, "1f1b", 1, 0.0)  # what is slow only once
 
 # %%

@@ -94,11 +94,6 @@ def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -
     return schedule
 
 
-def right_warm_up(stage: int, stages: int, microbatches: int, chunks: int) -> int:
-    """Megatron-LM's, arXiv 2104.04473, section 2.2.2."""
-    return min(2 * (stages - 1 - stage) + (chunks - 1) * stages, microbatches * chunks)
-
-
 # ---- on ranks
 
 

@@ -348,7 +348,7 @@ def train_alone(steps=2):
 
 
 alone_losses, alone_norms, alone_weights = train_alone()
-eight = World(8, device="cpu")
+eight = World(8)
 
 # %% [markdown]
 # Four ways to put eight ranks into a box. Each replica has the mean loss of its own rows, so the

@@ -1,6 +1,6 @@
 """What the checks of lab 17 run on the ranks of a mesh, and what is right there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from labkit.comm import Mesh, listen
 from labkit.comm.mesh import coordinates, lines
+from labkit.course.exercise import Student
 from labkit.course.ranks import first_backward, warm
 from labkit.models import GPT
 from labkit.models.gpt import Block
@@ -16,7 +17,6 @@ from labkit.parallel import DDP, Pipeline, split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 
-Student = Callable[..., Any]
 Axes = dict[str, int]
 
 # ---- place(rank, axes, rows)

@@ -1,11 +1,13 @@
+from collections.abc import Iterator
+from itertools import permutations
 from math import prod
 
 import torch
 
 from answers import right, wrong
-from labkit.comm.mesh import coordinates, lines, rank_at
+from labkit.comm.mesh import coordinates, factorisations, lines, rank_at
 
-from .placement import by_rule, layouts, leaving_bytes
+from .placement import AXES, Job, by_rule, leaving_bytes, why_not
 
 # ---- place(rank, axes, rows)
 
@@ -360,6 +362,19 @@ def hands_back_nothing(mesh, x):
 
 @right("17.choose")
 def the_best(job):
+    return min(layouts(job), key=lambda axes: leaving_bytes(job, axes))
+
+
+def layouts(job: Job) -> Iterator[dict[str, int]]:
+    """Every layout that the job allows, in every order of axes."""
+    for sizes in factorisations(job.nodes * job.gpus, 3):
+        for order in permutations(zip(AXES, sizes, strict=True)):
+            if not why_not(job, dict(order)):
+                yield dict(order)
+
+
+def best(job: Job) -> dict[str, int]:
+    """One from which the fewest bytes leave nodes."""
     return min(layouts(job), key=lambda axes: leaving_bytes(job, axes))
 
 

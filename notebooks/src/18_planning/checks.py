@@ -1,13 +1,13 @@
 """Checks of lab 18, "Planning"."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isclose
 from typing import Any
 
-from labkit.course.exercise import Score, exercise
+from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, fail
-from labkit.course.ranks import alone
+from labkit.course.ranks import alone_for_each
 from labkit.predict import step_flops
 from labkit.replaying.planning.fits import described
 from labkit.replaying.planning.layout import Layout
@@ -15,7 +15,7 @@ from labkit.replaying.planning.reasons import seconds
 from labkit.replaying.planning.report import StepReport
 
 from .scenarios import (
-    BEST,
+    BEST_S,
     CASES,
     FORWARD_S,
     JOBS,
@@ -32,14 +32,7 @@ from .scenarios import (
     right_mfu_and_days,
 )
 
-Student = Callable[..., Any]
 GB = 1e9
-
-
-def _of_all(student: Student, given: list[tuple[Any, ...]]) -> list[Any]:
-    """What it returns for each of these arguments."""
-    found: list[Any] = alone(lambda: [student(*one) for one in given])
-    return found
 
 
 def _number(found: Any, what: str, of: Any) -> float:
@@ -63,7 +56,7 @@ def _same(found: float, right: float) -> bool:
 def held_bytes(student: Student) -> Iterator[str]:
     """held_bytes(sizes, layout, global_batch, layer_bytes): of the first stage, by category."""
     given = [(*case, layer_bytes(case.sizes, case.layout)) for case in CASES]
-    for case, found in zip(CASES, _of_all(student, given)):
+    for case, found in zip(CASES, alone_for_each(student, given)):
         right = right_bytes(case)
         if not isinstance(found, dict) or found.keys() != right.keys():
             fail(
@@ -124,7 +117,7 @@ def _memory_hint(name: str, times: float, case: Case) -> str:
 def step_s(student: Student) -> Iterator[str]:
     """step_s(layout, global_batch, forward_s, tensor_s): seconds of a step, without DDP's part."""
     given = [(case.layout, case.global_batch, FORWARD_S, TENSOR_S) for case in CASES]
-    for case, found in zip(CASES, _of_all(student, given)):
+    for case, found in zip(CASES, alone_for_each(student, given)):
         its, right = _number(found, "a step takes", case), replayed_step_s(*given[_at(case)])
         if not _same(its, right):
             fail(
@@ -184,7 +177,7 @@ STEP_S, PEAK_FLOPS, TOKENS = 30.0, 312e12, 300e9
 def mfu_and_days(student: Student) -> Iterator[str]:
     """mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens): (MFU, days)."""
     given = [(*case, STEP_S, PEAK_FLOPS, TOKENS) for case in CASES]
-    for case, found in zip(CASES, _of_all(student, given)):
+    for case, found in zip(CASES, alone_for_each(student, given)):
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             fail(
                 f"{case}: it returned {brief(found)}.",
@@ -243,7 +236,7 @@ def _mfu_hint(times: float, case: Case) -> str:
 def can_run(student: Student) -> Iterator[str]:
     """can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes): True or False."""
     every = candidates()
-    for one, found in zip(every, _of_all(student, [one.given for one in every])):
+    for one, found in zip(every, alone_for_each(student, [one.given for one in every])):
         why = problem(one)
         if not isinstance(found, bool):
             fail(
@@ -269,7 +262,7 @@ def can_run(student: Student) -> Iterator[str]:
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
     """choose(job): a layout for a model on a cluster; the score is its step beside the best's."""
-    found = _of_all(student, [(job,) for job in JOBS.values()])
+    found = alone_for_each(student, [(job,) for job in JOBS.values()])
     times = []
     for (name, job), layout in zip(JOBS.items(), found):
         _can_be(name, job, layout)
@@ -283,7 +276,7 @@ def choose(student: Student) -> Iterator[str | Score]:
                 found=", ".join(f"{x} {n / GB:.1f}" for x, n in held.items()),
                 hint="Which choice makes the largest of these smaller, and what does it cost?",
             )
-        times.append(report.step_s / job.report(BEST[name]).step_s)
+        times.append(report.step_s / BEST_S[name])
         if times[-1] > MOST:
             fail(
                 f"for {name}, a step in {described(layout)} takes {report.step_s:.1f} s, "

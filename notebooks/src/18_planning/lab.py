@@ -291,7 +291,7 @@ def train():
     return sent
 
 
-with World(8, device="cpu") as eight:
+with World(8) as eight:
     sent = eight.run(train)
 
 # %% tags=["nbval-check-output"]

@@ -26,10 +26,8 @@ from labkit.check.lab_18_cases import (
 )
 from labkit.check.ranks import alone
 from labkit.predict import step_flops
-from labkit.replaying.planning.fits import described
-from labkit.replaying.planning.layout import Layout
-from labkit.replaying.planning.reasons import seconds
-from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.layout import Layout, described
+from labkit.replaying.planning.report import StepReport, seconds
 
 Student = Callable[..., Any]
 GB = 1e9

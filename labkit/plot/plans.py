@@ -32,10 +32,9 @@ from labkit.plot.style import (
     text_on,
     tint,
 )
-from labkit.replaying.planning.fits import described
+from labkit.replaying.planning.layout import described
 from labkit.replaying.planning.ranking import Plan
-from labkit.replaying.planning.reasons import PARTS, seconds
-from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.report import PARTS, StepReport, seconds
 
 COLOURS = {
     "compute": COMPUTING, "optimizer": GREEN, "tensor": PURPLE, "pipeline": BROWN, "data": YELLOW,

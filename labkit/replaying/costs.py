@@ -24,8 +24,9 @@ nodes.
 """
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from labkit.clusters import Cluster
 from labkit.comm.collectives.costs import cost, rounds
@@ -47,6 +48,7 @@ ALGORITHMS = {  # of each collective: what the fastest is chosen from
 TREES = ("double_tree", "tree", "dissemination")  # steps double the reach: few leave a node
 DIRECT = ("flat", "pairwise")  # each rank to each other
 VERY_LONG_BYTES = 1 << 50
+T = TypeVar("T")
 
 
 class Sending(NamedTuple):
@@ -57,13 +59,23 @@ class Sending(NamedTuple):
     port: str
     algorithm: str
 
+    @property
+    def total_s(self) -> float:
+        return self.seconds + self.latency_s
+
 
 class Costs:
     """Of everything on one cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._known: dict[tuple[str, int, tuple[int, ...]], Sending] = {}
+        self._remembered: dict[Hashable, Any] = {}
+
+    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find()` returned under this key before; else its result now."""
+        if key not in self._remembered:
+            self._remembered[key] = find()
+        return self._remembered[key]  # type: ignore[no-any-return]
 
     def compute_s(self, operation: Operation) -> float:
         """Of one operation on a device. Raises ValueError for matrix products in a dtype that the
@@ -90,9 +102,7 @@ class Costs:
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
         key = op, nbytes, ranks
-        if key not in self._known:
-            self._known[key] = self._fastest(*key)
-        return self._known[key]
+        return self.remembered(key, lambda: self._fastest(*key))
 
     def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         if len(ranks) == 1:

@@ -84,7 +84,7 @@ def program_of(
     program = RankProgram()
     measured = compute_s is None
     last_s, waiting = None, 0
-    for when_s, _, what, thing in sorted(things_of(one), key=lambda x: x[:2]):
+    for when_s, _, what, thing in sorted(events_of(one), key=lambda x: x[:2]):
         if measured and last_s is not None and not waiting:
             program.compute(when_s - last_s)
         last_s = when_s
@@ -110,7 +110,7 @@ def program_of(
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
 
-def things_of(one: RankTrace) -> Iterable[tuple[float, int, str, Any]]:
+def events_of(one: RankTrace) -> Iterable[tuple[float, int, str, Any]]:
     """(when, order at that moment, what, of which)."""
     told: list[tuple[float, str, Any]] = []
     lasting: list[Step | Span] = [*one.steps, *one.spans]

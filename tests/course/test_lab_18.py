@@ -18,8 +18,8 @@ from labkit.check.lab_18_cases import (
     right_bytes,
 )
 from labkit.predict import interleaved
-from labkit.replaying.planning.fits import least_bytes
-from labkit.replaying.planning.layouts import layouts
+from labkit.replaying.planning.feasibility import least_bytes
+from labkit.replaying.planning.layout import layouts
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -40,8 +40,7 @@ from labkit.replaying.planning.calibrated import Calibration
 from labkit.replaying.planning.clock import Timing, pipeline_timing
 from labkit.replaying.planning.fitting import Array, Bounds, Fit, fit, fit_again
 from labkit.replaying.planning.measured import Reduced, Row
-from labkit.replaying.planning.places import data_groups
-from labkit.replaying.planning.seconds import slowest
+from labkit.replaying.planning.placement import data_groups, slowest
 from labkit.replaying.planning.steps import Planned, plan_step
 
 CLUSTER = "a100-fitted"

@@ -12,7 +12,7 @@ from labkit.foreign import check_picture, markup
 
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
-    from labkit.replaying.planning.fits import Fit
+    from labkit.replaying.planning.feasibility import Fit
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.ranking import Plan
 
@@ -136,7 +136,7 @@ def plan(
 
 
 def _show(planned: "Plan", top: int) -> None:
-    from labkit.replaying.planning.written import in_terminal
+    from labkit.replaying.planning.render import in_terminal
 
     best, large = planned.best, len(planned.too_large)
     count = len(planned.reports)

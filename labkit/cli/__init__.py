@@ -1,6 +1,5 @@
 """The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
-`schedule`, `view`, each in a file of its own with its examples. (`bench` and `plan` stand with what
-they command.)
+`schedule`, `view`, each in a file of its own with its examples. (`bench` is in labkit/bench.)
 """
 
 from typing import Annotated
@@ -9,9 +8,8 @@ import typer
 
 from labkit import __version__
 from labkit.bench.command import bench
-from labkit.cli import compare, doctor, nccl_log, replay, run, schedule, view
+from labkit.cli import compare, doctor, nccl_log, plan, replay, run, schedule, view
 from labkit.cli.terminal import ErrorGroup, console
-from labkit.replaying.planning import command as planning
 
 app = typer.Typer(
     cls=ErrorGroup,
@@ -39,7 +37,7 @@ app.command(epilog=view.EXAMPLES)(view.view)
 app.command(epilog=replay.EXAMPLES)(replay.replay)
 app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
 app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
-app.command(epilog=planning.EXAMPLES)(planning.plan)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(bench, name="bench", cls=ErrorGroup)
 
 

@@ -20,7 +20,7 @@ from labkit.plot.plans import chosen
 from labkit.replaying.planning import ranking
 from labkit.replaying.planning.feasibility import Report, deepest, lowest_peak
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
-from labkit.replaying.planning.models import MODELS, model
+from labkit.replaying.planning.published import MODELS, model
 from labkit.replaying.planning.ranking import Plan
 from labkit.replaying.planning.report import seconds
 from plan_cases import formula_step

@@ -15,7 +15,7 @@ from labkit.clusters import cluster
 from labkit.replaying.planning.feasibility import Report, least_bytes
 from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
-from labkit.replaying.planning.models import MODELS
+from labkit.replaying.planning.published import MODELS
 from labkit.replaying.planning.ranking import Plan, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
 from labkit.replaying.planning.steps import step_report

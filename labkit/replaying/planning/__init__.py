@@ -10,8 +10,7 @@ How a layout is chosen:
 feasibility     which layouts fit, and the largest model that does
 ranking         plan(sizes, cluster, global_batch): those that fit, the fastest first
 render          a plan as a table and as JSON
-models          GPTs by name
-command         `labkit plan`
+published       GPTs of papers by name, and how they were trained
 
 How a step is predicted (read in this order):
 
@@ -25,7 +24,6 @@ peak_memory     what a rank holds at its peak
 
 How the A100's constants were found:
 
-published       GPTs of papers, and how they were trained
 measured        step times that others have measured (tables/)
 fitting         few constants from many rows
 calibrate       the fit, its intervals, and how well it predicts models that it was not fitted to

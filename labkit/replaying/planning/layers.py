@@ -289,7 +289,7 @@ def _layer_of(one: RankTrace) -> Layer:
             if began_s <= when_s <= ended_s
         )
         passes.append(LayerPass(during, _above(max(held[-1], key=sum), before)))
-    return Layer(*passes, _above(held[0][-1], before))
+    return Layer(passes[0], passes[1], _above(held[0][-1], before))
 
 
 def _above(held: Bytes, before: Bytes) -> Bytes:

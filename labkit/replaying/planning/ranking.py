@@ -61,10 +61,10 @@ class Plan:
         """Raises ValueError for a layout that is not among those that fit."""
         if layout in self._reports:
             return self._reports[layout]
-        why_not = "is not in this plan; its layouts are plan.layouts"
+        reason = "is not in this plan; its layouts are plan.layouts"
         if layout in self._too_large:
-            why_not = self.why(layout)
-        raise ValueError(f"{described(layout)} {why_not}")
+            reason = self.why(layout)
+        raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
         """One sentence: what this layout loses to the best, or by how much it does not fit."""

@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import rich.table
-from rich import box
-
 from labkit.clusters import Cluster, cluster
 from labkit.predict.tables import Table
 from labkit.replaying.planning.feasibility import TooLarge
@@ -60,17 +57,6 @@ def trades_table(plan: "Plan", near: int | None) -> Table:
                 reason = plan.why(one.layout)
                 rows.append((name, str(value), described(one.layout), f"{times:.2f} ×", reason))
     return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
-
-
-def in_terminal(words: Table) -> rich.table.Table:
-    """A table whose last column wraps."""
-    shown = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in words.heads[:-1]:
-        shown.add_column(head, justify="right", no_wrap=True)
-    shown.add_column(words.heads[-1])
-    for row in words.rows:
-        shown.add_row(*row)
-    return shown
 
 
 def plan_json(plan: "Plan") -> str:

@@ -70,8 +70,7 @@ def step_report(
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has.
 
-    Where the cluster says what a launch takes its hosts (`host_s`), no operation begins before its
-    launch.
+    Where the cluster has a time for launches (`host_s`), no operation begins before its launch.
     """
     planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
     m, chunks, costs = planned.microbatches, planned.chunks, planned.costs

@@ -330,7 +330,7 @@ def transfers(
     if save:
         console.print(f"All that was measured: {markup(found.save(save))}", soft_wrap=True)
     if plot:
-        from labkit.plot.moving import transfers as draw
+        from labkit.plot.memory_transfers import transfers as draw
 
         draw(found.measured, found.rates).savefig(plot)
         console.print(f"The picture: {markup(plot)}", soft_wrap=True)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from labkit.bench.fits import Fit, crossovers, fit_sweep
 from labkit.bench.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import (
     ALGORITHMS,
     BACKENDS_OWN,

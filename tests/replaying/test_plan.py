@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from labkit import fits, largest_that_fits, plan, plot
 from labkit.cli import app
 from labkit.clusters import cluster, write_clusters
-from labkit.plot.plans import chosen
+from labkit.plot.plans import compared_with_best
 from labkit.replaying.planning import ranking
 from labkit.replaying.planning.feasibility import Report, deepest, lowest_peak
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
@@ -268,7 +268,7 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
 
 def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan) -> None:
     for report, bars in ((None, 1), (planned.best, 1), (planned.reports[1], 2)):
-        names = chosen(planned, report).axes[0].get_yticklabels()
+        names = compared_with_best(planned, report).axes[0].get_yticklabels()
         assert len(names) == bars
 
 

@@ -178,7 +178,7 @@ def draw(results: list[Result], out: Path) -> list[Path]:
     """Pictures into `out`: losses and bytes against their prediction, where the time went, and
     each strategy's own timeline and memory in its run's folder."""
     from labkit import plot, view
-    from labkit.plot.comparison import draw_comparison
+    from labkit.plot.strategies import draw_comparison
 
     draw_comparison(results, out / "compare.png")
     plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)

@@ -6,7 +6,7 @@ from pathlib import Path
 from labkit import plot
 from labkit.bench import harness
 from labkit.bench.transfers import RESULTS, read_transfers
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import MEASURED
 
 

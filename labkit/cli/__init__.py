@@ -1,6 +1,5 @@
 """The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
-`schedule`, `view`, each in a file of its own with its examples. (`plan` is in its own
-folder.)
+`schedule`, `view`, each in a file of its own with its examples.
 """
 
 from typing import Annotated
@@ -8,9 +7,8 @@ from typing import Annotated
 import typer
 
 from labkit import __version__
-from labkit.cli import bench, compare, doctor, nccl_log, replay, run, schedule, view
+from labkit.cli import bench, compare, doctor, nccl_log, plan, replay, run, schedule, view
 from labkit.cli.terminal import ErrorGroup, console
-from labkit.replaying.planning import command as planning
 
 app = typer.Typer(
     cls=ErrorGroup,
@@ -38,7 +36,7 @@ app.command(epilog=view.EXAMPLES)(view.view)
 app.command(epilog=replay.EXAMPLES)(replay.replay)
 app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
 app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
-app.command(epilog=planning.EXAMPLES)(planning.plan)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(bench.bench, name="bench", cls=ErrorGroup)
 
 

@@ -254,7 +254,7 @@ def transfers(
     times = _measure("transfers", lambda: module.bench_transfers(mb, gbps, turns, to), module.table)
     _save(save, times.save)
     if plot:
-        from labkit.plot.moving import transfers as draw
+        from labkit.plot.memory_transfers import transfers as draw
 
         draw(times.measured, times.rates).savefig(plot)
         console.print(f"The picture: {markup(plot)}", soft_wrap=True)

@@ -16,7 +16,7 @@ class Device:
     """`peak_flops`: of matrix products by dtype, "bfloat16", a multiplication and an addition being
     two. `launch_s`: what each operation takes at least. `host_s`: what the host takes to launch
     one; it runs ahead, and counts only where it is the slower of the two (see
-    labkit.replaying.planning.seconds). `sources`: of each number, by its name.
+    labkit.replaying.planning.stages). `sources`: of each number, by its name.
 
     A matrix product is cut into tiles, and a side d reaches d / (d + tile) of `matmul_reached`,
     which large products have (see `matmul_flops_per_s`)."""

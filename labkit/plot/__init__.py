@@ -2,27 +2,27 @@
 
     from labkit import plot
 
-    plot.timeline(trace)   # one step: who computed, communicated and waited when
-    plot.memory(trace)     # the step in detail: what held how many bytes
+    plot.timeline(trace)   # one step: computing, communication and waits of each rank
+    plot.memory(trace)     # the step in detail: bytes by category
     plot.compare({"ddp": one, "zero": other})
-    plot.view(trace)       # all of it, with sliders
+    plot.view(trace)       # a recorded run, with sliders
     plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
     plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
-    plot.movement(movement)  # a collective, step by step: which chunk is where
+    plot.movement(movement)  # a collective, step by step: where each chunk is
     plot.steps(movement)  # the same, one step at a time
-    plot.bill({"none": bill})  # what a layer keeps, term by term
+    plot.bill({"none": bill})  # activations of a layer, term by term
     plot.front(plans, pick)  # memory and time of all choices
     plot.step_memory({"none": trace, "full": other})  # one step under each
-    plot.nccl(log)  # rings and trees of what NCCL printed
+    plot.nccl(log)  # rings and trees of an NCCL log
     plot.transfers(measured)  # ways to move a tensor, measured beside predicted
-    plot.loading({"pipelined": run})  # what the bus carried while blocks computed
+    plot.loading({"pipelined": run})  # transfers over the bus while blocks computed
     plot.plan(plan)  # layouts on a cluster: where their time goes, and the map of tp and pp
     plot.plan_view(plan)  # the same, one layout at a time, with sliders
     plot.schedule(gpipe(4, 8))  # a pipeline from its costs, or a recorded one
-    plot.schedules({"GPipe": one, "1F1B": other})  # several, on one axis of time
+    plot.schedules({"GPipe": one, "1F1B": other})  # several, on one time axis
     plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
     plot.flip_bits(0.1, "fp16")  # the same, with bits to flip
-    plot.calibration()  # step times that others measured beside those that labkit tells
+    plot.calibration()  # step times that others measured beside labkit's predictions
     plot.number_line()  # what each number format can hold
 
 Each returns what a notebook shows as the value of its cell. They are imported when first used.
@@ -40,7 +40,7 @@ __all__, __getattr__, __dir__ = lazy(
         "compare": "labkit.plot.strategies",
         "flip_bits": "labkit.plot.bit_flips",
         "front": "labkit.plot.activations",
-        "loading": "labkit.plot.moving",
+        "loading": "labkit.plot.memory_transfers",
         "magnitudes": "labkit.plot.magnitudes",
         "memory": "labkit.plot.memories",
         "mesh": "labkit.plot.meshes",
@@ -48,13 +48,13 @@ __all__, __getattr__, __dir__ = lazy(
         "nccl": "labkit.plot.nccl_logs",
         "number_line": "labkit.plot.format_ranges",
         "plan": "labkit.plot.plans",
-        "plan_view": "labkit.plot.plan_widget",
+        "plan_view": "labkit.plot.widgets",
         "schedule": "labkit.plot.pipelines",
         "schedules": "labkit.plot.pipelines",
         "step_memory": "labkit.plot.activations",
-        "steps": "labkit.plot.stepper",
+        "steps": "labkit.plot.widgets",
         "timeline": "labkit.plot.timelines",
-        "transfers": "labkit.plot.moving",
-        "view": "labkit.plot.widget",
+        "transfers": "labkit.plot.memory_transfers",
+        "view": "labkit.plot.widgets",
     },
 )

@@ -1,59 +1,56 @@
-"""What activations cost: the bill of a layer, the choices that there are, and a step under each.
+"""What activations cost: the bill of a layer, the choices, and a step under each choice.
 
 bill         a bar for each way to train, its parts the terms of sbw(34 + 5as/w)
-front        memory and time of all choices, the Pareto front, and the one that was chosen
-step_memory  what one step holds, under several choices, in one picture
+front        memory and time of all choices, the Pareto front, and the chosen one
+step_memory  the memory of one step, under several choices, in one picture
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from labkit.plot import style
+from labkit.plot.figure import constrained, name_rows, note, styled
 from labkit.plot.memories import detailed_step
-from labkit.plot.picture import Picture, styled
-from labkit.plot.stacks import name_bars
-from labkit.plot.style import (
-    COLOURS,
-    INK,
-    MUTED,
-    ORANGE,
-    PAPER,
-    PHASES,
-    SKY,
-    TITLE_PT,
-    VERMILION,
-    byte_unit,
-    text_on,
-)
+from labkit.plot.style import COLOURS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.bills import Bill
 from labkit.trace import RankTrace, Trace
+
+if TYPE_CHECKING:
+    from labkit.memory.chooser import Plan as Choices
 
 # Parts of a layer, whose terms have shades of one colour: attention's scores, the rest of
 # attention, the MLP, norms and all else.
 SCORES = (VERMILION, "#F0A57A")
-PARTS = {"core: ": SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": ORANGE, "mlp": "#F2C76B"}
+PARTS = {
+    "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
+    "mlp": "#F2C76B",
+}  # fmt: skip
 REST = "#C9CED6"
+SHORT = {
+    "norm1: its input": "norm1",
+    "q, k, v: their shared input": "q, k, v\ninput",
+    "core: q, k and v": "core:\nq, k, v",
+    "core: weights, before and after dropout": "core: weights,\nthe same dropped out",
+    "core: the mask of its dropout": "core:\nmask",
+    "out: its input": "out",
+    "dropout: two masks": "masks",
+    "norm2: its input": "norm2",
+    "mlp.up: its input": "up",
+    "GELU: its input": "GELU",
+    "mlp.down: its input": "mlp.down",
+    "the layer's input": "input",
+}
 CHOICE_COLOURS = {
     "none": COLOURS[0], "selective": COLOURS[3], "full": COLOURS[5], "offload": COLOURS[2],
 }  # fmt: skip
 
 
-class Planned(Protocol):
-    """What is drawn of a `labkit.memory.chooser.Plan`."""
-
-    @property
-    def choices(self) -> tuple[str, ...]: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def again(self) -> float: ...
-
-
 @styled
 def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
-    """What one layer keeps, a bar for each way: measured, term by term; the formula as a mark.
+    """Activations of one layer, a bar for each way: measured, term by term; the formula as a mark.
 
     Args:
         bills: name -> `predict.activation_bill(...)`; as {"none": ..., "full": ...}.
@@ -62,8 +59,7 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
     """
     if not bills:
         raise ValueError('no bill to draw: give at least one, as bill({"none": ...})')
-    if figure is None:
-        figure = Picture(1.7 + 0.62 * len(bills), layout="constrained")
+    figure = constrained(figure, 1.7 + 0.62 * len(bills))
     axes = figure.subplots()
     most = max(max(one.measured_bytes, one.formula_bytes) for one in bills.values())
     scale, unit = byte_unit(most)
@@ -84,11 +80,9 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
                 )  # fmt: skip
             left += width
         axes.plot([one.formula_bytes / scale] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
-        axes.annotate(
-            f"{left:.3g} {unit}", (max(left, one.formula_bytes / scale), row), (6, 0),
-            textcoords="offset points", va="center", fontweight="bold",
-        )  # fmt: skip
-    name_bars(axes, list(bills))
+        end = max(left, one.formula_bytes / scale)
+        note(axes, f"{left:.3g} {unit}", (end, row), (6, 0), va="center", fontweight="bold")
+    name_rows(axes, list(bills))
     axes.set(xlim=(0, most / scale * 1.12), xlabel=unit)
     axes.set_title(
         "Kept by one layer from forward to backward  ·  numbers: bytes over sbw  ·  line: formula",
@@ -103,43 +97,25 @@ def _colour_of(term: str, per_sbw: str, of_scores: int) -> str:
     return next((colour for start, colour in PARTS.items() if term.startswith(start)), REST)
 
 
-SHORT = {
-    "norm1: its input": "norm1",
-    "q, k, v: their shared input": "q, k, v\ninput",
-    "core: q, k and v": "core:\nq, k, v",
-    "core: weights, before and after dropout": "core: weights,\nthe same dropped out",
-    "core: the mask of its dropout": "core:\nmask",
-    "out: its input": "out",
-    "dropout: two masks": "masks",
-    "norm2: its input": "norm2",
-    "mlp.up: its input": "up",
-    "GELU: its input": "GELU",
-    "mlp.down: its input": "mlp.down",
-    "the layer's input": "input",
-}
-
-
 @styled
 def front(
-    plans: Sequence[Planned],
-    pick: Planned | None = None,
+    plans: Sequence["Choices"],
+    pick: "Choices | None" = None,
     budget_bytes: float | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Memory and time of choices: each a point, those that none beats joined, the pick marked.
+    """Memory and time of choices: each a point, with the Pareto front and the pick.
 
     Args:
-        plans: of `labkit.memory.chooser.plan_of`; where all blocks do the same, the point has its
-            name.
-        pick: the plan that was chosen.
+        plans: of `labkit.memory.chooser.plan_of`; a choice that all blocks share is named.
+        pick: the chosen plan.
         budget_bytes: a line that points must stay below.
 
     Raises ValueError without a plan.
     """
     if not plans:
         raise ValueError("no plans to draw: give a list of them, as front([plan_of(...), ...])")
-    if figure is None:
-        figure = Picture(4.2, layout="constrained")
+    figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
     places = {(100 * plan.again, plan.peak_bytes / scale) for plan in plans}
@@ -152,16 +128,13 @@ def front(
     axes.plot(*zip(*best), "o", color=COLOURS[0], markersize=6, zorder=3)
     for plan in plans:
         if len(set(plan.choices)) == 1:
-            axes.annotate(
-                plan.choices[0], (100 * plan.again, plan.peak_bytes / scale), (8, 5),
-                textcoords="offset points", fontweight="bold",
-            )  # fmt: skip
+            place = (100 * plan.again, plan.peak_bytes / scale)
+            note(axes, plan.choices[0], place, (8, 5), fontweight="bold")
     if budget_bytes is not None:
         axes.axhline(budget_bytes / scale, color=VERMILION, linestyle="--", linewidth=1.2)
-        axes.annotate(
-            f"budget {budget_bytes / scale:.3g} {unit}", (1, budget_bytes / scale), (0, 4),
-            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-            color=VERMILION, fontweight="bold",
+        note(
+            axes, f"budget {budget_bytes / scale:.3g} {unit}", (1, budget_bytes / scale), (0, 4),
+            xycoords=("axes fraction", "data"), ha="right", color=VERMILION, fontweight="bold",
         )  # fmt: skip
     if pick is not None:
         axes.plot(
@@ -182,20 +155,19 @@ def step_memory(
     runs: Mapping[str, Trace], predicted: Mapping[str, float] | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """What one step holds under each choice, all in one picture: forward to the left, backward to
-    the right, each as wide as the other whatever it took.
+    """Memory during one step under each choice, in one picture: forward on the left, backward on
+    the right, at equal width.
 
     Args:
         runs: name -> trace, recorded with a step in detail.
-        predicted: name -> the peak that was expected, in bytes: dashed lines.
+        predicted: name -> expected peak in bytes: dashed lines.
 
     Raises ValueError where a run has no step in detail.
     """
     curves = {name: _curve(detailed_step(trace)) for name, trace in runs.items()}
     if not curves:
         raise ValueError('no runs to draw: give recorded ones, as step_memory({"none": trace})')
-    if figure is None:
-        figure = Picture(4.2, layout="constrained")
+    figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(held.max() for _, held in curves.values()))
     for i, (name, (when, held)) in enumerate(curves.items()):
@@ -204,15 +176,15 @@ def step_memory(
         axes.step(when, held / scale, where="post", color=colour, linewidth=1.4, label=label)
         if predicted and name in predicted:
             axes.axhline(predicted[name] / scale, color=colour, linestyle="--", linewidth=0.8)
-    axes.axvline(1, color=MUTED, linewidth=0.8, linestyle=":")
+    axes.axvline(1, color=style.MUTED, linewidth=0.8, linestyle=":")
     highest = max(held.max() for _, held in curves.values()) / scale
     axes.set(xlim=(0, 2), ylim=(0, highest * 1.35), ylabel=unit)
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
     for begin, phase in ((0, "forward"), (1, "backward")):
-        axes.axvspan(begin, begin + 1, ymax=0.02, color=PHASES[phase])
+        axes.axvspan(begin, begin + 1, ymax=0.02, color=style.PHASES[phase])
     dashed = "  ·  dashed: expected" if predicted else ""
-    axes.set_title(f"Held during one step{dashed}", loc="left", fontsize=TITLE_PT)
+    axes.set_title(f"Held during one step{dashed}", loc="left", fontsize=style.TITLE_PT)
     axes.legend(loc="upper left", labelcolor=INK)
     return figure
 
@@ -223,7 +195,7 @@ def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     (begin_s, middle_s), (_, end_s) = _times(one, "forward"), _times(one, "backward")
     when_s = np.array([point.when_s for point in one.memory])
     held = np.array([sum(point.held_bytes) for point in one.memory])
-    # What was there when forward began stands since some earlier moment, or is first known later.
+    # The first point is the last one before forward began, or else the first of all.
     first = max(0, int(np.searchsorted(when_s, begin_s, side="right")) - 1)
     last = int(np.searchsorted(when_s, end_s, side="right"))
     when = np.interp(when_s[first:last], [begin_s, middle_s, end_s], [0.0, 1.0, 2.0])

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import (
     ALGORITHMS,
     BACKENDS_OWN,

@@ -1,4 +1,4 @@
-"""One step of a rank as bars in lanes: what a timeline is made of, before it is drawn.
+"""What a timeline shows, before it is drawn: the bars of each rank in lanes, legend and title.
 
 0 ─┬───────────────────────┬───────────────┬───────────
    │ depth 0 and 1         │   waiting     │            the lane of computing
@@ -8,34 +8,37 @@
       └─────────┘  └──────┘                              lanes of communication
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib.patches import Patch
 
 from labkit.events import CommEvent
-from labkit.plot.style import PHASES, UNFINISHED, WAITING, shade
-from labkit.trace import RankTrace, Span
-from labkit.trace.measures import Intervals, lanes, union, waiting, without
+from labkit.foreign import literal
+from labkit.plot.style import PAPER, PHASES, UNFINISHED, WAITING, in_order, shade
+from labkit.trace import RankTrace, Span, Trace
+from labkit.trace.measures import Intervals, end_of, lanes, overlap, union, waiting, without
 
 TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
-MOST_LANES = 2  # of communication at full height below the first; more of them share this space
+MOST_LANES = 2  # of communication at full height below the first; more share this space
 RANK_GAP = 0.4
 MESSAGES = "messages"
 
 
 class Bar(NamedTuple):
-    """Something with a beginning and an end. Heights count downward from the top of its rank, and
-    the lane of computing is 1 high."""
+    """An interval to be drawn. Heights count downward from the top of its rank, and the lane of
+    computing is 1 high."""
 
     top: float
     bottom: float
     begin_ms: float
     end_ms: float
     colour: str
-    names: tuple[str, ...]  # the first that fits is written in it, between `top` and `names_to`
+    names: tuple[str, ...]  # the first that fits is written between `top` and `names_to`
     names_to: float
-    edge: str = ""  # a colour of the outline that is always there
+    edge: str = ""  # colour of an outline that is always drawn
     open: bool = False  # never ended: reaches to the end of the picture
     free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all of it
 
@@ -45,7 +48,7 @@ class RankBars:
     """The bars of one rank, those in front last."""
 
     bars: list[Bar]
-    groups: list[str]  # of each lane of communication, top down; MESSAGES where it has no others
+    groups: list[str]  # of each lane of communication, from the top; MESSAGES for a lane of those
 
     @property
     def height(self) -> float:
@@ -63,21 +66,26 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
 
 
 def bars_of(one: RankTrace, end_s: float) -> RankBars:
-    """Everything one rank did; what has no end is open until `end_s`."""
+    """All that one rank did; what never ended is open until `end_s`."""
     waits = _waits(one, end_s)
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
     bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(one, end_s)] + waits
-    began = {id(x): max(x.began_s, x.issued_s) for x in one.comms}  # 0.0: not begun, only issued
-    closed = [
-        x if x.ended_s else replace(x, began_s=began[id(x)], ended_s=end_s) for x in one.comms
+    closed = [  # an event with begin 0.0 was only issued
+        x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=end_s)
+        for x in one.comms
     ]
-    unfinished = {id(copy) for x, copy in zip(one.comms, closed) if copy is not x}
-    found = lanes(closed)
-    for lane, (_, events) in enumerate(found):
-        place = lane_place(lane, len(found))
-        bars += [_comm(one.rank, x, place, id(x) in unfinished) for x in events]
-    together = {x.group for x in closed if not _is_message(x)}
-    return RankBars(bars, [_row_name(group, group in together) for group, _ in found])
+    still_open = {id(copy) for x, copy in zip(one.comms, closed) if copy is not x}
+    in_lanes = lanes(closed)
+    for lane, (_, events) in enumerate(in_lanes):
+        place = lane_place(lane, len(in_lanes))
+        bars += [_comm(one.rank, x, place, id(x) in still_open) for x in events]
+    collective = {x.group for x in closed if not _is_message(x)}
+    # A lane of messages alone must not be called "all ranks".
+    groups = [
+        MESSAGES if group not in collective and _is_default(group) else group
+        for group, _ in in_lanes
+    ]
+    return RankBars(bars, groups)
 
 
 def _is_message(event: CommEvent) -> bool:
@@ -85,14 +93,13 @@ def _is_message(event: CommEvent) -> bool:
     return event.op in ("send", "recv") and event.peer is not None
 
 
-def _row_name(group: str, together: bool) -> str:
-    """Where no operation is of all ranks, their group's name would say that they took part."""
-    return group if together or group.partition(" of world ")[0] != "default" else MESSAGES
+def _is_default(group: str) -> bool:
+    return group.partition(" of world ")[0] == "default"
 
 
 def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
     spans = sorted(one.spans, key=lambda x: (x.began_s, x.depth))
-    roots: dict[str, int] = {}  # how deep the root lies: a strategy's wrapper may be around it
+    roots: dict[str, int] = {}  # depth of the root module: a strategy may wrap it
     for span in spans:
         if not span.module:
             roots[span.phase] = max(span.depth, roots.get(span.phase, 0))
@@ -103,7 +110,7 @@ def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
         if depth == 0 and parent:
-            names: tuple[str, ...] = ()  # its modules are named instead
+            names: tuple[str, ...] = ()  # the modules inside are named instead
         else:
             names = _module_names(span)
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
@@ -114,24 +121,24 @@ def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
 
 
 def _module_names(span: Span) -> tuple[str, ...]:
-    """From the whole path to its last part, "blocks.0.mlp.up" to "up"."""
+    """From the whole path to the last part, "blocks.0.mlp.up" to "up"."""
     if not span.module:
         return (span.kind or span.phase,)
-    if span.kind == "microbatch":  # of a pipeline: its number
+    if span.kind == "microbatch":  # of a pipeline: a number
         return (span.module,)
     parts = span.module.split(".")
     return tuple(".".join(parts[i:]) for i in range(len(parts)) if not parts[i].isdigit())
 
 
 def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
-    """Where its name may stand."""
+    """The longest part without waits, where a name can be read."""
     over = [x for x in waited_ms if x[0] < bar.end_ms and x[1] > bar.begin_ms]
     left = without([(bar.begin_ms, bar.end_ms)], over)
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 
 def _waits(one: RankTrace, end_s: float) -> list[Bar]:
-    """When it stood still; what it still waits for at the end, from the first of them on."""
+    """When the rank waited; the first wait that has not ended is open."""
     waits = [_wait(begin_s, ended_s, "waiting", False) for begin_s, ended_s in waiting(one)]
     still = [
         _wait(began_s, end_s, f"waiting for {_event_names(x)[0]}", True)
@@ -163,3 +170,72 @@ def _event_names(event: CommEvent) -> tuple[str, ...]:
         way = f"{'→' if event.op == 'send' else '←'} {event.ranks[event.peer]}"
         return f"{event.op} {way}", way
     return f"{event.op} {event.seq}", str(event.seq)
+
+
+def legend_entries(trace: Trace) -> dict[str, Any]:
+    """The phases, operations and waits that this trace has."""
+    ranks = trace.ranks.values()
+    phases = {x.phase for one in ranks for x in one.spans}
+    ops = {x.op for one in ranks for x in one.comms}
+    entries: dict[str, Any] = {
+        {"user": "other code"}.get(phase, phase): Patch(facecolor=colour)
+        for phase, colour in PHASES.items()
+        if phase in phases
+    }
+    if unfinished(trace) or any(e > b for one in ranks for b, e in waiting(one)):
+        entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
+    for op in in_order(ops):
+        name = "send, recv" if op in ("send", "recv") else op
+        entries[literal(name)] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
+    if unfinished(trace):
+        entries["never ended"] = Patch(facecolor=PAPER, edgecolor=UNFINISHED, linewidth=1.6)
+    return entries
+
+
+def unfinished(trace: Trace) -> bool:
+    """Whether anything never ended."""
+    return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
+
+
+def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:
+    """Which of the run's `steps`, how many ranks, how long, and how much communication was hidden
+    behind computing."""
+    shown = Trace({rank: part.ranks[rank] for rank in ranks})
+    last_ms = end_of(part) * 1e3
+    last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
+    of = f"{len(ranks)} of " if len(ranks) < part.size else ""
+    which = [f"Step {step}"] if steps > 1 else []
+    alike = ""
+    if any(x.alike for x in shown.ranks.values()):  # a rank that represents others
+        alike = ", all alike" if len(ranks) == 1 else ", the others alike"
+    where = part.about.get("replayed")
+    words = [
+        *(["The whole run"] if step is None else which),
+        f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
+        f"unfinished after {last}" if unfinished(part) else last,
+    ]
+    of_ranks = shown.ranks.values()
+    if any(x.ended_s for one in of_ranks for x in one.comms) and any(x.spans for x in of_ranks):
+        behind = "" if where else " behind computing"  # there is only so much room
+        words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
+    if where:
+        words.append(f"replayed on {literal(str(where))}")
+    if link := part.about.get("link"):
+        words.append(f"paced to {speed_of(link)}")
+    return "  ·  ".join(words)
+
+
+def speed_of(link: Mapping[str, Any]) -> str:
+    """A link of one level or of two, in words."""
+    if "inside" not in link:
+        return f"{link['gbps']:g} Gbit/s"
+    return f"{speed_of(link['inside'])} inside nodes, {speed_of(link['between'])} between"
+
+
+def group_name(group: str) -> str:
+    """ "default" and "3 (ranks 0, 2)", as communicators call them, for a narrow margin."""
+    if _is_default(group):
+        return "all ranks"
+    name = group.partition(" of world ")[0]
+    name = name[name.find("(") + 1 :].removesuffix(")")
+    return name if len(name) <= 16 else name[:14].rstrip(", ") + " …"

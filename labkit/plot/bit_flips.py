@@ -1,21 +1,13 @@
-"""A pattern whose bits a student flips, and the number that it is."""
+"""A bit pattern with bits to flip, and the number that it encodes."""
 
-from base64 import b64encode
 from typing import Any
 
 from labkit.plot.bit_patterns import bits, field_of
-from labkit.plot.picture import png
+from labkit.plot.figure import png
+from labkit.plot.widgets import PictureWidget, ipywidgets
 from labkit.precision.formats import FORMATS, Exact, Format, decimal, format_of
 
-try:
-    import ipywidgets
-except ImportError as error:
-    raise ImportError(
-        "plot.flip_bits needs ipywidgets, which is not installed: pip install 'labkit[lab]'; "
-        "plot.bits draws the same picture without it"
-    ) from error
-
-MOST_BITS = 32  # buttons that stand in two rows
+MOST_BITS = 32  # buttons, in two rows
 COLOURS = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
 
 
@@ -27,11 +19,10 @@ def flip_bits(value: Exact | int = 1.0, format: Format | str = "fp16") -> "FlipB
     return FlipBits(value, format_of(format))
 
 
-class FlipBits(ipywidgets.VBox):
-    """A button for each bit, a slider through all patterns in turn, and the picture.
+class FlipBits(PictureWidget):
+    """A button for each bit, and a slider through all patterns in turn.
 
-    `pattern` is what they show; set it, and they follow. Where no kernel runs, the picture is shown
-    as it was when the cell was run."""
+    `pattern` is what they show; they follow when it is set."""
 
     def __init__(self, value: Exact | int, format: Format):
         if format.width_bits > MOST_BITS:
@@ -39,6 +30,7 @@ class FlipBits(ipywidgets.VBox):
                 f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
                 f"({MOST_BITS}); see plot.bits({value}, {format.name!r})"
             )
+        super().__init__()
         small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}
         options = {**small, format.name: format}
         self.format = ipywidgets.Dropdown(
@@ -50,11 +42,10 @@ class FlipBits(ipywidgets.VBox):
         self.buttons: list[Any] = []
         self._row = ipywidgets.Box(layout={"flex_flow": "row wrap"})
         self.neighbours = ipywidgets.HTML()
-        self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
         self.format.observe(self._other_format, names="value")
         self.step.observe(lambda change: self._show(change["new"]), names="value")
         top = ipywidgets.Box([self.format, self.step], layout={"flex_flow": "row wrap"})
-        super().__init__([top, self._row, self.neighbours, self.picture])
+        self.children = [top, self._row, self.neighbours, self.picture]
         self._showing = False
         self._new_buttons(format.encode(value))
 
@@ -68,7 +59,7 @@ class FlipBits(ipywidgets.VBox):
         self._show(pattern)
 
     def _other_format(self, change: dict[str, Any]) -> None:
-        """The same number, as near as the new format has it."""
+        """Show the same number, rounded to the new format."""
         self._new_buttons(change["new"].encode(change["old"].decode(self.pattern)))
 
     def _new_buttons(self, pattern: int) -> None:
@@ -83,7 +74,7 @@ class FlipBits(ipywidgets.VBox):
         for button in self.buttons:
             button.observe(lambda change: self._flipped(), names="value")
         self._row.children = self.buttons
-        self._showing = True  # a slider may move when it gets other ends
+        self._showing = True  # a slider may move when its range changes
         self.step.max = 2**one.width_bits - 1
         self._showing = False
         self._show(pattern)
@@ -92,7 +83,7 @@ class FlipBits(ipywidgets.VBox):
         self._show(int("".join(str(int(button.value)) for button in self.buttons), 2))
 
     def _show(self, pattern: int) -> None:
-        """All of it follows; what they tell about that meanwhile is no news."""
+        """Set all controls to the pattern, ignoring what they report meanwhile."""
         if self._showing:
             return
         self._showing = True
@@ -104,14 +95,9 @@ class FlipBits(ipywidgets.VBox):
         self.picture.value = png(bits(0, one, patterns=[pattern]))
         self._showing = False
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """The widget, and the picture for whoever cannot show one."""
-        as_text = b64encode(self.picture.value).decode()
-        return {**super()._repr_mimebundle_(**kwargs), "image/png": as_text}
-
 
 def neighbours(one: Format, pattern: int) -> str:
-    """The kind of a number, and where the next ones away from zero and towards it are."""
+    """The kind of a number, and the next numbers towards zero and away from it."""
     kind = one.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"

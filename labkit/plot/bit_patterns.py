@@ -7,7 +7,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import BLUE, GREEN, INK, MUTED, PAPER, SMALL_PT, VERMILION, text_on
 from labkit.precision.formats import Exact, Format, decimal, format_of
 
@@ -24,15 +24,15 @@ def bits(
     patterns: "list[int] | None" = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """What a number becomes in each format: its pattern, its parts as a formula, the error.
+    """A number in each format: its pattern, its parts as a formula, the rounding error.
 
     Args:
-        value: what is rounded to each format.
+        value: rounded to each format.
         formats: names of `labkit.precision.FORMATS`, or a `Format` of your own.
         patterns: show these, one for each format, instead of those of `value`.
         figure: draw into this one instead of a new one.
 
-    Raises ValueError without a format, or for a name that is none.
+    Raises ValueError without a format, or for an unknown name.
     """
     chosen = [format_of(one) for one in formats]
     if not chosen:
@@ -62,7 +62,7 @@ def bits(
 
 
 def formula(one: Format, pattern: int) -> str:
-    """What a pattern stands for, as its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
+    """The number of a pattern from its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
     sign, exponent, leading, fraction = one.fields(pattern)
     plus_or_minus = "−" if sign else "+"
     match one.kind(pattern):
@@ -82,11 +82,11 @@ def formula(one: Format, pattern: int) -> str:
     return f"{plus_or_minus} {power} × {significand} = {value}{small}"
 
 
-def _error(value: Exact | int, found: Exact) -> str:
-    """By how much a number is off, where it is."""
+def _error(value: Exact | int, rounded: Exact) -> str:
+    """The rounding error in words."""
     try:
-        error = Fraction(found) - Fraction(value)
-    except (ValueError, OverflowError):  # one of them is no number
+        error = Fraction(rounded) - Fraction(value)
+    except (ValueError, OverflowError):  # an infinity or a NaN
         return ""
     if not error:
         return "   exactly"
@@ -95,7 +95,7 @@ def _error(value: Exact | int, found: Exact) -> str:
 
 
 def field_of(one: Format, place: int) -> str:
-    """What the bit at `place` belongs to; place 0 is the sign."""
+    """The field of the bit at `place`; place 0 is the sign."""
     if place == 0:
         return "sign"
     if place <= one.exponent_bits:

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, IDLE, INK, MUTED, ORANGE, PURPLE, SKY, VERMILION
 from labkit.replaying.planning.calibration import Calibration
 from labkit.replaying.planning.calibration import calibration as stored

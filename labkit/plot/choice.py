@@ -1,4 +1,4 @@
-"""Which step and which ranks a picture shows, and what it says when they are not there."""
+"""Which step and which ranks a picture shows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,11 +6,10 @@ from labkit.trace import Trace
 
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
-    """`step`, or the one that never ended, or the first timed one that is not the run's first,
-    which has to warm up.
+    """`step`, or the one that never ended, or the first timed one after the run's first, which
+    warms up. None for a run without steps, which is shown whole.
 
-    None where the run counted no steps: then all of it is shown. Raises ValueError when there is
-    no such step, or nothing at all.
+    Raises ValueError for a step that is not in the trace, and for an empty trace.
     """
     if not any(True for one in trace.ranks.values() for _ in one.things()):
         raise ValueError(
@@ -27,14 +26,14 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
 
 def usual_steps(trace: Trace) -> list[int]:
-    """The timed steps without the run's first; what there is where that leaves none."""
+    """The timed steps but the run's first; if there are none, the timed ones, or all."""
     every = trace.steps()
     timed = trace.steps(detail=False)
     return [step for step in timed if step != every[0]] or timed or every
 
 
 def only_step(trace: Trace, step: int | None) -> Trace:
-    """That step alone, or all where no steps were counted; its earliest time is 0 s."""
+    """That step alone, or the whole run without steps; the earliest time is 0 s."""
     return trace.from_zero() if step is None else trace.step(step)
 
 
@@ -54,7 +53,7 @@ def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """`0 to 3` for a row of numbers, `0, 2, 5` for others."""
+    """`0 to 3` for consecutive numbers, else `0, 2, 5`."""
     if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers)) or "none"

@@ -1,4 +1,4 @@
-"""What each format can hold: its range from end to end, and its numbers near zero, one by one."""
+"""The range of each number format, and its numbers near zero, one by one."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,14 +11,14 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, name_rows, styled
 from labkit.plot.style import BLUE, FAINT, GREY, INK, MUTED, ORANGE, SMALL_PT
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of
 from labkit.precision.rounding import rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
-ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and what is shorter are seen whole
-VALUES_10 = (-16.0, 7.0)  # with values: fp16 and what is shorter; more, if the values go beyond
+ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and shorter formats are seen whole
+VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or as far as the values go
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 LEFT, RIGHT = 0.09, 0.70
 MOST_NUMBERS = 2000
@@ -37,10 +37,10 @@ def number_line(
     """The range of each format, on an axis of powers of ten; below, single numbers near zero.
 
     Args:
-        formats: those in the upper part, names or `Format`s.
-        near_zero: those whose numbers from 0 to `upto` are drawn, one line each; () for none.
-        values: numbers, as all gradients of a step: their sizes are drawn above the ranges, and
-            each format says how many of them it makes zero. The axis then shows the middle, and
+        formats: in the upper part, names or `Format`s.
+        near_zero: formats whose numbers from 0 to `upto` are drawn, one line each; () for none.
+        values: numbers, as all gradients of a step: their magnitudes are drawn above the ranges,
+            with the share that each format turns into zeros. The axis then shows the middle, and
             the lower part is left out.
         figure: draw into this one instead of a new one.
 
@@ -70,13 +70,9 @@ def number_line(
 
 
 def lost(values: torch.Tensor, one: Format) -> float:
-    """The share of those numbers, not zero before, that are zero in this format."""
+    """The share of the nonzero numbers that become zero in this format."""
     some = values[values != 0]
     return float((rounded(some.float(), one) == 0).double().mean()) if len(some) else 0.0
-
-
-def _log10(exponent_of_2: float) -> float:
-    return exponent_of_2 * log10(2)
 
 
 def _ranges(
@@ -84,9 +80,9 @@ def _ranges(
 ) -> None:
     left, right = ends
     for row, one in enumerate(formats):
-        smallest = _log10(floor_log2(one.smallest_subnormal))
-        normal = _log10(one.min_exponent)
-        largest = _log10(floor_log2(one.largest) + 1)
+        smallest = log10(2) * floor_log2(one.smallest_subnormal)
+        normal = log10(2) * one.min_exponent
+        largest = log10(2) * (floor_log2(one.largest) + 1)
         for begin, end, colour in ((smallest, normal, SUBNORMAL), (normal, largest, NORMAL)):
             begin, end = max(begin, left), min(end, right)
             if begin < end:
@@ -106,9 +102,8 @@ def _ranges(
         if values is not None:
             words = f"{lost(values, one):.1%} become zero"
         axes.text(right + (right - left) / 60, row, words, va="center", fontsize=SMALL_PT)
-    axes.set_yticks(range(len(formats)), [one.name for one in formats])
-    axes.tick_params(axis="y", length=0, labelsize=SMALL_PT + 0.5)
-    axes.set(ylim=(len(formats) - 0.4, -0.6))
+    name_rows(axes, [one.name for one in formats])
+    axes.tick_params(axis="y", labelsize=SMALL_PT + 0.5)
     _powers_of_ten(axes, ends)
     axes.set_title("What each format can hold", loc="left")
     axes.legend(
@@ -128,7 +123,7 @@ def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
 
 
 def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
-    """How many of the values have which size. Returns the ends of the axis, as powers of ten."""
+    """A histogram of the magnitudes. Returns the ends of the axis, as powers of ten."""
     flat = values.detach().double().cpu().flatten()
     some = flat[(flat != 0) & flat.isfinite()].abs()
     sizes = np.log10(some.numpy())
@@ -146,7 +141,7 @@ def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
 
 
 def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
-    """One line for each number; those with the step of the subnormals in their colour."""
+    """One line for each number, subnormals in their colour."""
     for row, one in enumerate(formats):
         last = one.rank(Fraction(upto)) if upto < one.largest else one.count // 2
         if last > MOST_NUMBERS:
@@ -164,9 +159,9 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
             upto * 1.015, row, f"{words}{decimal(one.smallest_subnormal, 2)}", va="center",
             fontsize=SMALL_PT,
         )  # fmt: skip
-    axes.set_yticks(range(len(formats)), [one.name for one in formats])
-    axes.tick_params(axis="y", length=0, labelsize=SMALL_PT + 0.5)
-    axes.set(ylim=(len(formats) - 0.4, -0.6), xlim=(0, upto))
+    name_rows(axes, [one.name for one in formats])
+    axes.tick_params(axis="y", labelsize=SMALL_PT + 0.5)
+    axes.set_xlim(0, upto)
     axes.spines["left"].set_visible(False)
     axes.set_title("Their numbers near zero, each a line", loc="left")
     axes.set_xlabel("value", color=MUTED)

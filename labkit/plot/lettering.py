@@ -1,17 +1,30 @@
 """Many short names in one collection of outlines: 150 `Text` objects take matplotlib 100 ms to
-draw, these 2 ms, and the pixels look the same.
+draw, these 2 ms, and the pixels look the same. And titles that fit.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
 from labkit.foreign import literal
+from labkit.plot.style import TITLE_PT
+
+NAME_PT = 7.5
+LETTER_EM = 0.56  # mean width of a letter in a title, in font sizes
+
+
+def fit_title(axes: Axes, title: str) -> None:
+    """A title on the left, in smaller letters where it would leave the figure."""
+    figure = cast(Figure, axes.figure)
+    room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
+    size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
+    axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
 
 
 class Name(NamedTuple):
@@ -28,7 +41,7 @@ class Lettering(PathCollection):
 
     Args:
         where: the transform of the places, as `axes.transData`.
-        align: 0.5 centres a name on its place, 1.0 ends it there.
+        align: 0.0 begins a name at its place, 0.5 centres it there, 1.0 ends it there.
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):
@@ -39,7 +52,7 @@ class Lettering(PathCollection):
         self.names: list[Name] = []
 
     def write(self, names: list[Name]) -> None:
-        """Show these, and no longer those before."""
+        """Show these names in place of the previous ones."""
         self.names = names
         self.set_paths([self._outline(name.text) for name in names])
         self.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
@@ -51,14 +64,15 @@ class Lettering(PathCollection):
     def boxes(self) -> list[Bbox]:
         """Where each name lies, in pixels of the figure."""
         points, places = self.get_transform(), self.get_offset_transform()
-        found = []
-        for name in self.names:
-            box = self._outline(name.text).get_extents(points)
-            found.append(box.translated(*places.transform((name.x, name.y))))
-        return found
+        return [
+            self._outline(name.text)
+            .get_extents(points)
+            .translated(*places.transform((name.x, name.y)))
+            for name in self.names
+        ]
 
     def get_window_extent(self, renderer: object = None) -> Bbox:
-        """Of all of them; what layouts and `bbox_inches="tight"` ask for."""
+        """The box of all names, for layouts and `bbox_inches="tight"`."""
         return Bbox.union(self.boxes()) if self.names else Bbox.null()
 
     def _outline(self, text: str) -> Path:
@@ -77,7 +91,7 @@ def _path(text: str, size_pt: float) -> Path:
 
 @cache
 def _aligned(text: str, size_pt: float, align: float) -> Path:
-    """Its outline around (0, 0), where the middle of small letters is at height 0."""
+    """The outline around (0, 0), with the middle of small letters at height 0."""
     x_height = _extents("x", size_pt).y1
     shift = Affine2D().translate(-align * _extents(text, size_pt).x1, -0.62 * x_height)
     return _path(text, size_pt).transformed(shift)

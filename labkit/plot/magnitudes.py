@@ -1,11 +1,11 @@
-"""How large the numbers of some tensors are, over what a type can hold.
+"""The magnitudes of tensors, over the range of a dtype.
 
        becomes 0  │  loses digits  │          as exact as it gets         │ becomes inf
                   │          ▂▅▇█▇▅│▂                                     │
     ──────────────┴────────────────┴──────────────────────────────────────┴────────────
              2⁻²⁵             2⁻¹⁴                                      2¹⁶      (fp16)
 
-One panel for each entry, all on one axis: so a scale is seen as what moves the hill.
+One panel for each entry, all on one axis: a loss scale moves the hill.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import FAINT, INK, MUTED, ORANGE, SMALL_PT, VERMILION
 
 PANEL_IN, MARGIN_IN = 1.25, 0.75
@@ -26,8 +26,8 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Picture:
     """Histograms of log2 |x| for each entry, with the range of `dtype` drawn.
 
-    named: a name for each panel; a tensor, or several (None is left out). What is 0 already is
-    counted apart. The shares are those of a real cast. Raises ValueError for nothing to draw.
+    named: a tensor or several for each panel (None is left out). Numbers that are 0 already are
+    counted apart; the shares come from a real cast. Raises ValueError for nothing to draw.
     """
     numbers = {name: _numbers(tensors) for name, tensors in named.items()}
     if not numbers or not all(len(x) for x in numbers.values()):
@@ -84,13 +84,13 @@ def _word(axes: Axes, where: float, text: str) -> None:
 
 
 def _shares(x: np.ndarray, dtype: torch.dtype) -> str:
-    """What a cast does to them, in words."""
-    there = x[x != 0]
-    cast = torch.from_numpy(there).to(dtype).double().numpy()
-    lost = np.mean(cast == 0) if len(there) else 0.0
+    """What a cast does to the numbers, in words."""
+    nonzero = x[x != 0]
+    cast = torch.from_numpy(nonzero).to(dtype).double().numpy()
+    lost = np.mean(cast == 0) if len(nonzero) else 0.0
     words = [f"{lost:.1%} become 0"]
-    if over := np.mean(np.isfinite(there) & ~np.isfinite(cast)) if len(there) else 0.0:
+    if over := np.mean(np.isfinite(nonzero) & ~np.isfinite(cast)) if len(nonzero) else 0.0:
         words.append(f"{over:.1%} become inf")
-    if (zero := 1 - len(there) / len(x)) >= 0.0005:
+    if (zero := 1 - len(nonzero) / len(x)) >= 0.0005:
         words.append(f"{zero:.1%} are 0 already")
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""What held how many bytes during the step recorded in detail, rank by rank."""
+"""Memory by category during the step recorded in detail, rank by rank."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -9,20 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWN
 from matplotlib.patches import Patch, Rectangle
 
+from labkit.plot import style
 from labkit.plot.choice import choose_ranks, listed
-from labkit.plot.picture import Picture, styled
-from labkit.plot.style import (
-    CATEGORIES,
-    INK,
-    MUTED,
-    PAPER,
-    PHASES,
-    SMALL_PT,
-    TITLE_PT,
-    byte_unit,
-    text_on,
-)
-from labkit.trace import RankTrace, Step, Trace
+from labkit.plot.figure import constrained, legend_row, note, styled
+from labkit.plot.style import CATEGORIES, INK, MUTED, PAPER, SMALL_PT, TITLE_PT
+from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import peak_memory, union
 
 if TYPE_CHECKING:
@@ -44,8 +35,8 @@ def memory(
 
     Args:
         ranks: global ranks; if None all, or the first eight of more.
-        predicted: bytes of parameters, gradients and optimizer state on a rank, or a Footprint
-            that says so; if None what the run itself noted, if anything.
+        predicted: bytes of parameters, gradients and optimizer state on a rank, or their Footprint;
+            if None what the run recorded, if anything.
         figure: draw into this one instead of a new one.
 
     Raises ValueError when no step was recorded in detail, or for a rank that is not there.
@@ -54,15 +45,12 @@ def memory(
     chosen = choose_ranks(part, ranks)[: MOST_RANKS if ranks is None else None]
     across = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 4
     down = -(-len(chosen) // across)
-    if figure is None:
-        figure = Picture(min(1.0 + 2.4 * down, 12.0))
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    figure = constrained(figure, min(1.0 + 2.4 * down, 12.0))
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     panels = grid.flatten()
     predicted_bytes = _held_bytes(part.about.get("predicted") if predicted is None else predicted)
     most_bytes = max(predicted_bytes or 0, *(peak_bytes(part.ranks[rank]) for rank in chosen))
-    scale, unit = byte_unit(most_bytes)
+    scale, unit = style.byte_unit(most_bytes)
     inches = 0.88 * figure.bbox.width / figure.dpi / across  # of a panel
     for place, (axes, rank) in enumerate(zip(panels, chosen)):
         _draw_rank(axes, part.ranks[rank], scale, unit, inches)
@@ -86,12 +74,18 @@ def memory(
             f"{predicted_bytes / scale:.3g} {unit}"
         )
     figure.suptitle("  ·  ".join(words), x=0.01, ha="left", fontsize=TITLE_PT)
-    category_legend(figure, [p.held_bytes for r in chosen for p in part.ranks[r].memory])
+    held = [point.held_bytes for rank in chosen for point in part.ranks[rank].memory]
+    entries = [
+        Patch(facecolor=colour, label=category)
+        for i, (category, colour) in enumerate(CATEGORIES.items())
+        if any(point[i] for point in held)
+    ]
+    legend_row(figure, entries, handlelength=1.4, handleheight=0.9, columnspacing=1.5)
     return figure
 
 
 def detailed_step(trace: Trace) -> Trace:
-    """The step that has memory, alone; the first of several. Raises ValueError without one."""
+    """The first step that has memory, alone. Raises ValueError without one."""
     for index in trace.steps():
         part = trace.step(index)
         if any(one.memory for one in part.ranks.values()):
@@ -103,21 +97,8 @@ def detailed_step(trace: Trace) -> Trace:
 
 
 def peak_bytes(one: RankTrace) -> int:
-    """The most it held at once; 0 where nothing is known."""
+    """Of all categories together; 0 where no memory was recorded."""
     return sum(peak_memory(one).values())
-
-
-def category_legend(figure: Figure, held: list[tuple[int, ...]]) -> None:
-    """Below the figure: the categories of which there is anything."""
-    entries = [
-        Patch(facecolor=colour, label=category)
-        for i, (category, colour) in enumerate(CATEGORIES.items())
-        if any(one[i] for one in held)
-    ]
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=len(entries) or 1,
-        handlelength=1.4, handleheight=0.9, columnspacing=1.5,
-    )  # fmt: skip
 
 
 def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
@@ -125,7 +106,9 @@ def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: floa
     if not one.memory or not one.steps:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
         return
-    begin_s, percent_per_s = _progress(one, one.steps[0])
+    begin_s = one.steps[0].began_s
+    end_s = one.steps[0].ended_s or max(point.when_s for point in one.memory)
+    percent_per_s = 100 / ((end_s - begin_s) or 1.0)
     when = [(point.when_s - begin_s) * percent_per_s for point in one.memory]
     held = np.array([point.held_bytes for point in one.memory]) / scale
     axes.stackplot(
@@ -136,24 +119,16 @@ def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: floa
     at = int(totals.argmax())
     axes.plot(when[at], totals[at], marker=CARETDOWN, color=INK, markersize=6, zorder=4)
     place = "right" if when[at] > 75 else "left" if when[at] < 25 else "center"
-    axes.annotate(
-        f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 7), ha=place, va="bottom",
-        textcoords="offset points", fontweight="bold", fontsize=SMALL_PT,
-    )  # fmt: skip
+    note(axes, f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 7), ha=place,
+         va="bottom", fontweight="bold", fontsize=SMALL_PT)  # fmt: skip
     _draw_phases(axes, one, begin_s, percent_per_s, inches)
-
-
-def _progress(one: RankTrace, step: Step) -> tuple[float, float]:
-    """When the step began, and how many percent of it pass in a second."""
-    ended_s = step.ended_s or max(point.when_s for point in one.memory)
-    return step.began_s, 100 / ((ended_s - step.began_s) or 1.0)
 
 
 def _draw_phases(
     axes: Axes, one: RankTrace, begin_s: float, percent_per_s: float, inches: float
 ) -> None:
-    """A ribbon over the axes, which are so many inches wide."""
-    for phase, colour in PHASES.items():
+    """A ribbon of phases over the axes, which are `inches` wide."""
+    for phase, colour in style.PHASES.items():
         spans = [x for x in one.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
             left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s
@@ -168,14 +143,14 @@ def _draw_phases(
             if name:
                 axes.text(
                     left + width / 2, 1.045, name, transform=axes.get_xaxis_transform(),
-                    ha="center", va="center_baseline", fontsize=7.5, color=text_on(colour),
+                    ha="center", va="center_baseline", fontsize=7.5, color=style.text_on(colour),
                 )  # fmt: skip
             if left + width < 99.5:
                 axes.axvline(left + width, color=MUTED, linewidth=0.6, linestyle=":", zorder=3)
 
 
 def _held_bytes(predicted: object) -> float | None:
-    """Bytes that stay on a rank: of a Footprint, of a dict with its fields, or as given."""
+    """Bytes of a rank's states, from a Footprint, from a dict with its fields, or as given."""
     if predicted is None or isinstance(predicted, (int, float)):
         return predicted
     if isinstance(predicted, dict):

@@ -1,7 +1,8 @@
-"""A mesh as a picture: where each rank stands, who is in whose group, and what crosses nodes."""
+"""A mesh as a picture: the place of each rank, its groups, and which links cross nodes."""
 
 from collections.abc import Mapping
 from itertools import cycle, pairwise
+from math import prod
 
 from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
@@ -10,11 +11,11 @@ from matplotlib.patches import Circle, FancyBboxPatch
 
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
 
-NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # the same in every order
-AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # of the others, innermost first
+NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # in every order of the axes
+AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # other axes, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
 
@@ -82,11 +83,9 @@ def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """The innermost axis to the right; each further one beside or below all that, whichever keeps
-    the picture wider than high, but not a ribbon."""
-    total = 1
-    for size in sizes.values():
-        total *= size
+    """The innermost axis to the right; each further one beside or below, whichever keeps the
+    picture wider than high, but no ribbon."""
+    total = prod(sizes.values())
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
@@ -105,7 +104,7 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
 ) -> tuple[list[list[Place]], list[str]]:
-    """A line between neighbours on `axis`; a little bent, so that it passes by what is between."""
+    """A line between neighbours on `axis`, bent a little where other ranks lie between them."""
     segments, styles = [], []
     for line in lines(sizes, axis):
         for one, other in pairwise(line):

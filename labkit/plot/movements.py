@@ -1,8 +1,8 @@
 """How a collective moves data: one small picture for each step, all beside each other.
 
 A column is a rank, a row a chunk. A cell has one stripe for each rank, coloured when that rank's
-number is in it: a cell with all stripes is a finished sum. What is sent in the step is framed, and
-an arrow leads to the rank that gets it. Everything in it was recorded (labkit.watch_collective).
+number is in the sum: a cell with all stripes is finished. What the step sends is framed, with an
+arrow to the rank that receives it. Everything was recorded (labkit.watch_collective).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,34 +14,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
-from labkit.plot.picture import Picture, styled
-from labkit.plot.style import (
-    BLUE,
-    BROWN,
-    FAINT,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    SKY,
-    SMALL_PT,
-    TITLE_PT,
-    VERMILION,
-    WIDTH_IN,
-    YELLOW,
-)
+from labkit.plot import style
+from labkit.plot.figure import Picture, styled
+from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, TITLE_PT, VERMILION, WIDTH_IN
 from labkit.trace.movement import Content, Message, Movement
 
-RANKS = [BLUE, ORANGE, GREEN, PURPLE, SKY, BROWN, YELLOW, GREY]  # vermilion is for what is wrong
+RANKS = [  # vermilion marks errors
+    style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.SKY, style.BROWN, style.YELLOW,
+    style.GREY,
+]  # fmt: skip
 
 # Inches; all is drawn in one pair of axes that count inches.
 CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # a cell, and from one to the next
 SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
-BOW = 0.16  # how far an arrow that passes by a rank bends
-LARGEST = 1.8  # times this size, where few steps leave room
+BOW = 0.16  # how far an arrow bends around ranks between its ends
+LARGEST = 1.8  # the scale, where few steps leave room
 
 
 @styled
@@ -55,7 +42,7 @@ def movement(
         steps: only these, 1 being the first; the number of steps plus 1 is the end.
         figure: draw into this one instead of a new one.
 
-    Raises ValueError for a step that is not there.
+    Raises ValueError for a step that does not exist.
     """
     last = len(shown.frames) + 1
     chosen = list(range(1, last + 1) if steps is None else steps)
@@ -114,7 +101,7 @@ def _panel(
 
 
 def _stripes(content: Content, x: float, y: float, size: int) -> list[tuple[Rectangle, str]]:
-    """One for each rank, in its colour where its number is in it."""
+    """One for each rank, in the rank's colour where the sum has its number."""
     wide = CELL / size
     counts = content.counts or (0,) * size
     return [
@@ -124,7 +111,7 @@ def _stripes(content: Content, x: float, y: float, size: int) -> list[tuple[Rect
 
 
 def _mark(axes: Axes, word: str, x: float, y: float) -> None:
-    """A cell that holds what it should not."""
+    """Mark a cell with wrong content."""
     axes.add_patch(Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4))
     axes.text(
         x + CELL / 2, y + HIGH / 2, word, ha="center", va="center", fontsize=SMALL_PT,
@@ -134,16 +121,16 @@ def _mark(axes: Axes, word: str, x: float, y: float) -> None:
 
 
 def _wrong(content: Content, chunk: int) -> str:
-    """In a word: what the cell should not hold."""
+    """What is wrong, in a word."""
     if not content.counts:
-        return "?"  # no sum of the ranks' numbers
+        return "?"  # not a sum of the ranks' numbers
     if content.chunk != chunk:
         return "mix" if content.chunk is None else f"c{content.chunk}"
-    return f"{max(content.counts)}×"  # so often is a number in it
+    return f"{max(content.counts)}×"  # a number was added so often
 
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
-    """A frame around each run of chunks that are sent, and an arrow to where they go."""
+    """A frame around each run of chunks sent, and an arrow to their target."""
     for first, count in _runs(sorted(set(message.chunks))):
         y, high = top + first * ROW, (count - 1) * ROW + HIGH
         x = left + message.source * COLUMN
@@ -168,7 +155,7 @@ def _message(axes: Axes, message: Message, left: float, top: float, size: int) -
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours together, as (first, how many): [0, 1, 3] gives (0, 2) and (3, 1)."""
+    """Runs of neighbours, as (first, how many): [0, 1, 3] gives (0, 2) and (3, 1)."""
     grouped = groupby(enumerate(chunks), lambda pair: pair[1] - pair[0])
     runs = [[chunk for _, chunk in group] for _, group in grouped]
     return [(run[0], len(run)) for run in runs]

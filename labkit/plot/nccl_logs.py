@@ -1,7 +1,7 @@
 """A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from math import ceil, cos, pi, sin
+from math import ceil, cos, hypot, pi, sin
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
 from labkit.foreign import literal
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 
@@ -32,8 +32,8 @@ Place = tuple[float, float]
 def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
-    """Who talks to whom over what: each different ring as a circle with arrows, then each
-    different tree; channels that share one share its picture. Ranks of a host share a tint.
+    """The connections and their transports: each different ring as a circle with arrows, then each
+    different tree; channels with the same one share its picture. Ranks of a host share a tint.
 
     Args:
         log: what `read_nccl_log` returns.
@@ -99,15 +99,15 @@ def over(connection: Connection | None) -> str:
 
 
 def _alike(items: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
-    """The numbers of the channels, those together that have the same."""
-    found: dict[Hashable, list[int]] = {}
+    """The channels, grouped by equal rings or trees."""
+    channels: dict[Hashable, list[int]] = {}
     for channel, what in sorted(items, key=lambda item: item[0]):
-        found.setdefault(what, []).append(channel)
-    return list(found.values())
+        channels.setdefault(what, []).append(channel)
+    return list(channels.values())
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The ranks on a circle by host and number, an arrow from each to its next."""
+    """The ranks on a circle by host and number, an arrow from each to the next."""
     order = [rank for ranks in group.hosts().values() for rank in ranks]
     order += [rank for rank in group.rings[channel] if rank not in order]
     step = 2 * pi / max(2, len(order))
@@ -135,14 +135,14 @@ def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
 
 
 def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The root on top, children below; arrows go up, as the sums do first."""
+    """The root on top, children below; arrows point up, as the reduction does."""
     tree = group.trees[channel]
     place: dict[int, Place] = {}
     leaves = 0
 
     def put(rank: int, depth: int) -> None:
         nonlocal leaves
-        place[rank] = (0.0, 0.0)  # a damaged tree may come back to it
+        place[rank] = (0.0, 0.0)  # marks it as visited: a damaged tree may have cycles
         children = [x for x in tree.get(rank, TreeNode(None, ())).children if x not in place]
         for child in children:
             put(child, depth + 1)
@@ -154,7 +154,7 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
     for rank, node in sorted(tree.items()):
         if node.parent is None:
             put(rank, 0)
-    if not place:  # of a damaged tree without a root
+    if not place:  # a damaged tree without a root
         put(min(tree), 0)
     depth = max((-y for _, y in place.values()), default=0.0)
     scale = max(2.6 / max(1.0, leaves), 0.4)
@@ -174,10 +174,9 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
 
 
 def _arrow(axes: Axes, one: Place, other: Place, radius: float, link: Connection | None) -> str:
-    """From the rim of one dot to that of the other; returns the name in the legend."""
+    """From the edge of one dot to that of the other; returns the name in the legend."""
     (x, y), (u, v) = one, other
-    length = max(1e-9, ((u - x) ** 2 + (v - y) ** 2) ** 0.5)
-    cut = radius / length
+    cut = radius / max(1e-9, hypot(u - x, v - y))
     begin = (x + cut * (u - x), y + cut * (v - y))
     end = (u - cut * (u - x), v - cut * (v - y))
     name = over(link)
@@ -201,6 +200,6 @@ def _tint(host: int) -> str:
 
 
 def _upright(degrees: float) -> float:
-    """The angle of a text along the circle that is never upside down."""
+    """The angle of a text along the circle, never upside down."""
     degrees = (degrees + 180) % 360 - 180
     return degrees if abs(degrees) <= 90 else degrees - 180

@@ -1,5 +1,5 @@
-"""What the picture of a pipeline shows, before it is drawn: who does what when, the bubble, what is
-held; of a schedule by its costs, or of a recorded run of it.
+"""What the picture of a pipeline shows, before it is drawn: the actions of each stage, the bubble,
+the activations held; for a schedule by its costs, or for a recorded run of it.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Lanes:
 
     @property
     def step(self) -> float:
-        """The longest that a stage is at it (`pipeline_step_s`): the next step may begin on each
-        stage so much later."""
+        """The longest time from a stage's first action to its last (`pipeline_step_s`): the next
+        step may begin on each stage so much later."""
         return max(done[-1].ended_s - done[0].began_s for done in self.of_stage if done)
 
     @property
@@ -41,7 +41,7 @@ class Lanes:
 
     @property
     def windows(self) -> list[tuple[float, float]]:
-        """Where the step lies on each stage: of what is in it and not computing, the bubble."""
+        """When the step runs on each stage; in it, all but computing is bubble."""
         ends = [done[-1].ended_s if done else self.step for done in self.of_stage]
         return [(begin, begin + self.step) for end in ends for begin in [max(0.0, end - self.step)]]
 
@@ -52,14 +52,14 @@ class Lanes:
 
     @property
     def held(self) -> list[float]:
-        """Of how many micro-batches each stage has the activations at most: from a forward until
-        its backward or its weights' gradients; those of one chunk are a part of the stage's."""
+        """The most micro-batches whose activations each stage holds, from a forward until its
+        backward or its weights' gradients; one chunk counts as a part of a micro-batch."""
         order = [[x.action for x in done] for done in self.of_stage]
         return [peak / self.chunks for peak in peak_in_flight(order)]
 
     @property
     def phases(self) -> set[str]:
-        """Of its actions."""
+        """The phases of its actions."""
         return {x.action.phase for actions in self.of_stage for x in actions}
 
     @property
@@ -85,8 +85,7 @@ def lanes_of(
     recorded: Trace | None = None,
     step: int | None = None,
 ) -> Lanes:
-    """What `schedule` draws: who does what when, the length of a step, its bubble, what is held.
-    Arguments and errors as there."""
+    """What `plot.schedule` draws. Arguments and errors as there."""
     if isinstance(what, Trace):
         if recorded is not None:
             raise ValueError("give the schedule first, then recorded=trace: here are two traces")
@@ -101,7 +100,7 @@ def lanes_of(
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of it; all where a stage's own update ends its step."""
+    """One step of the trace; all of it where a stage's own update ends its step."""
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]
@@ -111,15 +110,11 @@ def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
 def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
     zero_s = min(x.began_s for actions in found for x in actions)
     scale = 1e3 if unit == "ms" else 1.0
-    return Lanes(
-        name,
+    of_stage = [
         [
-            [
-                TimedAction(x.action, (x.began_s - zero_s) * scale, (x.ended_s - zero_s) * scale)
-                for x in actions
-            ]
-            for actions in found
-        ],
-        unit,
-        note,
-    )
+            TimedAction(x.action, (x.began_s - zero_s) * scale, (x.ended_s - zero_s) * scale)
+            for x in actions
+        ]
+        for actions in found
+    ]
+    return Lanes(name, of_stage, unit, note)

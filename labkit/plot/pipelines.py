@@ -3,11 +3,10 @@
     stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
     stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
 
-One drawing for what a schedule would take by given costs, and for what a recorded run of it took.
+One drawing for a schedule by its costs, and for a recorded run of it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,27 +14,15 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.lettering import Lettering, Name
-from labkit.plot.picture import Picture, styled
+from labkit.plot.figure import Picture, legend_strip, styled
+from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
 from labkit.plot.pipeline_lanes import Lanes, lanes_of
-from labkit.plot.style import (
-    FAINT,
-    INK,
-    MUTED,
-    PAPER,
-    PHASES,
-    SMALL_PT,
-    TITLE_PT,
-    text_on,
-    tint,
-)
-from labkit.plot.timelines import LETTER_EM
+from labkit.plot.style import FAINT, INK, MUTED, PAPER, PHASES, SMALL_PT, text_on, tint
 from labkit.replaying.pipeline import Seconds
 from labkit.schedules import Action, Schedule
 from labkit.trace import Trace
 
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
-NAME_PT = 7.5
 LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # of a stage's height, the part that its boxes fill
@@ -54,25 +41,25 @@ def schedule(
     name: str = "",
     figure: Figure | None = None,
 ) -> Figure:
-    """A pipeline's schedule over time: who computes which micro-batch when, and who idles.
+    """A pipeline's schedule over time: which stage computes which micro-batch when, and idles.
 
-    At the right end of each lane stands how many micro-batches' activations that stage holds at
-    most: from a forward until its backward (or the gradients of the weights) is over.
+    At the right end of each lane: the most micro-batches whose activations the stage holds, from
+    a forward until the end of its backward (or of the gradients of the weights).
 
     Args:
         what: a schedule, or a trace whose spans are named after micro-batches (`by_microbatch`).
         costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
-            where backward is apart), or a function of stage and action. If None, a stage's forward
+            where backward is split), or a function of stage and action. If None, a stage's forward
             takes 1 and its backward 2, all chunks together; input and weight 1 each.
-        message_s: what a message takes, in the same unit.
-        recorded: a recorded run of that schedule: its times are drawn instead. Of stages that
-            sleep (`PacedStage`), `record(paced=True)` has the title say so.
-        step: of the recorded run; as `plot.timeline` chooses if None.
-        name: stands first in the title.
+        message_s: of a message, in the same unit.
+        recorded: a recorded run of that schedule, whose times are drawn instead. For stages that
+            sleep (`PacedStage`), `record(paced=True)` makes the title say so.
+        step: of the recorded run; chosen as in `plot.timeline` if None.
+        name: the beginning of the title.
         figure: draw into this one instead of a new one.
 
-    Raises ValueError for a schedule without an action, for one that cannot be run, for costs that
-    do not know an action, and for a trace that is not one of this schedule.
+    Raises ValueError for a schedule without an action, for an invalid one, for an action without
+    costs, and for a trace of another schedule.
     """
     return _draw([lanes_of(what, name, costs, message_s, recorded, step)], figure)
 
@@ -85,7 +72,7 @@ def schedules(
     *,
     figure: Figure | None = None,
 ) -> Figure:
-    """Several, below each other and on one axis of time: what is shorter is faster.
+    """Several, below each other on one time axis: shorter is faster.
 
     Args:
         many: name -> a schedule, or a recorded trace as in `plot.schedule`.
@@ -99,11 +86,8 @@ def schedules(
     return _draw(lanes, figure)
 
 
-# --- drawing ---
-
-
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
-    """The panels below each other; those of one unit end at the same time on their axes."""
+    """The panels below each other; those of one unit share the length of their time axes."""
     units = {one.unit for one in panels}
     lane_in = min(LANE_IN, LANES_IN / max(len(one.of_stage) for one in panels))
     heights = [lane_in * len(one.of_stage) for one in panels]
@@ -135,53 +119,48 @@ def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
     axes.set(xlim=(0, longest * 1.005), ylim=(stages, 0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
-    figure, title = cast(Figure, axes.figure), one.title
-    room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
-    size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
-    axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
+    fit_title(axes, one.title)
     edge = (1 - LANE) / 2
-    boxes = [
-        (stage + edge, stage + 1 - edge, x) for stage, done in enumerate(one.of_stage) for x in done
-    ]
     box = axes.get_window_extent()
     px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
     idle = [(stage + edge, stage + 1 - edge, *when) for stage, when in enumerate(one.windows)]
-    colours = [_colour(x.action, one.chunks) for _, _, x in boxes]
-    wide = [(x.ended_s - x.began_s) * px_per_unit > EDGE_PX for _, _, x in boxes]
-    for rectangles, faces, edges in (
-        (idle, [FAINT] * stages, [FAINT] * stages),
-        (
-            [(top, bottom, x.began_s, x.ended_s) for top, bottom, x in boxes],
-            colours,
-            [PAPER if is_wide else colour for is_wide, colour in zip(wide, colours)],
-        ),
-    ):
-        corners = np.array(rectangles)
-        top, bottom, began, ended = (corners[:, i] for i in range(4))
-        x = np.stack([began, ended, ended, began], axis=1)
-        y = np.stack([top, top, bottom, bottom], axis=1)
-        polygons = PolyCollection(
-            list(np.stack([x, y], axis=2)), facecolors=faces, edgecolors=edges, linewidths=0.7,
-            joinstyle="miter", zorder=2,
-        )  # fmt: skip
-        axes.add_collection(polygons, autolim=False)
+    _draw_boxes(axes, idle, [FAINT] * stages, [FAINT] * stages)
+    actions = [(stage, x) for stage, done in enumerate(one.of_stage) for x in done]
+    widths_px = [(x.ended_s - x.began_s) * px_per_unit for _, x in actions]
+    colours = [_colour(x.action, one.chunks) for _, x in actions]
+    edges = [PAPER if px > EDGE_PX else colour for px, colour in zip(widths_px, colours)]
+    boxes = [(stage + edge, stage + 1 - edge, x.began_s, x.ended_s) for stage, x in actions]
+    _draw_boxes(axes, boxes, colours, edges)
     numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
-    px_per_pt = figure.dpi / 72
-    numbers.write(
-        [
-            Name(text, (x.began_s + x.ended_s) / 2, (top + bottom) / 2, text_on(colour))
-            for (top, bottom, x), colour in zip(boxes, colours)
-            for text in [str(x.action.microbatch)]
-            if numbers.width_pt("0" * len(text)) * px_per_pt + 2
-            < (x.ended_s - x.began_s) * px_per_unit
-            and px_per_lane * LANE > LINE_PX - 2
-        ]
-    )
+    px_per_pt = axes.figure.dpi / 72
+    if px_per_lane * LANE > LINE_PX - 2:
+        numbers.write(
+            [
+                Name(text, (x.began_s + x.ended_s) / 2, stage + 0.5, text_on(colour))
+                for (stage, x), colour, px in zip(actions, colours, widths_px)
+                for text in [str(x.action.microbatch)]
+                if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < px
+            ]
+        )
     _label_lanes(axes, one, px_per_lane)
 
 
+def _draw_boxes(
+    axes: Axes, boxes: Sequence[tuple[float, ...]], faces: list[str], edges: list[str]
+) -> None:
+    """Rectangles from (top, bottom, begin, end), as one collection."""
+    top, bottom, began, ended = np.array(boxes).T
+    x = np.stack([began, ended, ended, began], axis=1)
+    y = np.stack([top, top, bottom, bottom], axis=1)
+    polygons = PolyCollection(
+        list(np.stack([x, y], axis=2)), facecolors=faces, edgecolors=edges, linewidths=0.7,
+        joinstyle="miter", zorder=2,
+    )  # fmt: skip
+    axes.add_collection(polygons, autolim=False)
+
+
 def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
-    """The stages' names on the left, what each holds on the right, as far as there is room."""
+    """The stages' names on the left, what each holds on the right, where there is room."""
     every = 1
     while every * px_per_lane < LINE_PX and every < len(one.of_stage):
         every *= 2
@@ -195,7 +174,7 @@ def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
 
 
 def _colour(action: Action, chunks: int) -> str:
-    """Of the phase, lighter from chunk to chunk."""
+    """That of the phase, lighter for later chunks."""
     return tint(PHASES[action.phase], LIGHTEST * action.chunk / max(chunks - 1, 1))
 
 
@@ -208,7 +187,4 @@ def _legend(figure: Figure, panels: Sequence[Lanes]) -> None:
         entries["later chunks: lighter"] = Patch(
             facecolor=_colour(Action("forward", 0, chunks - 1), chunks)
         )
-    figure.legend(
-        list(entries.values()), list(entries), loc="lower center", ncols=len(entries),
-        handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
-    )  # fmt: skip
+    legend_strip(figure, entries)

@@ -1,33 +1,29 @@
-"""Recorded runs side by side: where the time of a step goes, what travels, what is held.
+"""Strategies side by side.
 
-`labkit.plot.comparison` draws the same strategies' losses, and bytes against their prediction.
+compare          from recorded runs: where the time of a step goes, what travels, what is held
+draw_comparison  their losses, and the bytes that one rank sends and holds against the prediction
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from labkit.plot import style
 from labkit.plot.choice import choose_step, usual_steps
+from labkit.plot.figure import BarPart, constrained, legend_below, name_rows, stacked_bars, styled
 from labkit.plot.memories import detailed_step, peak_bytes
-from labkit.plot.picture import Picture, styled
-from labkit.plot.stacks import Part, name_bars, stack
-from labkit.plot.style import (
-    CATEGORIES,
-    COMPUTING,
-    HIDDEN,
-    IDLE,
-    OPERATIONS,
-    UNFINISHED,
-    WAITING,
-    byte_unit,
-    in_order,
-    shade,
-)
+from labkit.plot.style import CATEGORIES, IDLE
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import common, communicating, computing, length_s, waiting
+
+if TYPE_CHECKING:
+    from labkit.compare import Result
 
 
 @styled
@@ -48,17 +44,14 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     for trace in named.values():
         choose_step(trace)  # says what to do when it is empty
     held = [_held_at_peak(trace) for trace in named.values()]
-    if figure is None:
-        figure = Picture(2.3 + 0.5 * len(named))
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    figure = constrained(figure, 2.3 + 0.5 * len(named))
     panels = figure.subplots(1, 2 + any(held), squeeze=False, sharey=True)[0]
-    _draw_times(panels[0], [step_times(trace) for trace in named.values()])
-    _draw_bytes(panels[1], [sent_bytes(trace) for trace in named.values()])
+    names = [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()]
+    _draw_times(panels[0], [step_times(trace) for trace in named.values()], names)
+    _draw_bytes(panels[1], [sent_bytes(trace) for trace in named.values()], names)
     if any(held):
-        _draw_held(panels[2], held)
+        _draw_held(panels[2], held, names)
     for axes in panels:
-        name_bars(axes, [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()])
         axes.label_outer()
     return figure
 
@@ -139,34 +132,81 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
     return named
 
 
-def _draw_times(axes: Axes, times: Sequence[StepTimes]) -> None:
-    stack(axes, [
-        Part("computing", [x.alone_s * 1e3 for x in times], COMPUTING),
-        Part("computing, hiding communication", [x.hidden_s * 1e3 for x in times], HIDDEN),
-        Part("waiting", [x.waiting_s * 1e3 for x in times], WAITING, "////", UNFINISHED),
-        Part("neither", [x.neither_s * 1e3 for x in times], IDLE),
-    ])  # fmt: skip
+def _draw_times(axes: Axes, times: Sequence[StepTimes], names: Sequence[str]) -> None:
+    stacked_bars(axes, [
+        BarPart("computing", [x.alone_s * 1e3 for x in times], style.COMPUTING),
+        BarPart("computing, hiding communication", [x.hidden_s * 1e3 for x in times], style.HIDDEN),
+        BarPart("waiting", [x.waiting_s * 1e3 for x in times], style.WAITING, "////",
+                style.UNFINISHED),
+        BarPart("neither", [x.neither_s * 1e3 for x in times], IDLE),
+    ], names)  # fmt: skip
     axes.set(title="Time of a step", xlabel="ms")
 
 
-def _draw_bytes(axes: Axes, sent: Sequence[dict[str, float]]) -> None:
-    scale, unit = byte_unit(max(sum(one.values()) for one in sent))
-    ops = in_order(op for one in sent for op, count in one.items() if count)
-    others = [op for op in ops if op not in OPERATIONS]
+def _draw_bytes(axes: Axes, sent: Sequence[dict[str, float]], names: Sequence[str]) -> None:
+    scale, unit = style.byte_unit(max(sum(one.values()) for one in sent))
+    ops = style.in_order(op for one in sent for op, nbytes in one.items() if nbytes)
+    others = [op for op in ops if op not in style.OPERATIONS]
     parts = [
-        Part(op, [one.get(op, 0.0) / scale for one in sent],
-             shade(op, others.index(op) if op in others else 0))
+        BarPart(op, [one.get(op, 0.0) / scale for one in sent],
+                style.shade(op, others.index(op) if op in others else 0))
         for op in ops
     ]  # fmt: skip
-    stack(axes, parts or [Part("nothing", [0.0] * len(sent), IDLE)])
+    stacked_bars(axes, parts or [BarPart("nothing", [0.0] * len(sent), IDLE)], names)
     axes.set(title="Sent by one rank in a step", xlabel=unit)
 
 
-def _draw_held(axes: Axes, held: Sequence[tuple[int, ...]]) -> None:
-    scale, unit = byte_unit(max(map(sum, held)))
-    stack(axes, [
-        Part(category, [one[i] / scale if one else 0.0 for one in held], colour)
+def _draw_held(axes: Axes, held: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
+    scale, unit = style.byte_unit(max(map(sum, held)))
+    stacked_bars(axes, [
+        BarPart(category, [one[i] / scale if one else 0.0 for one in held], colour)
         for i, (category, colour) in enumerate(CATEGORIES.items())
         if any(one and one[i] for one in held)
-    ])  # fmt: skip
+    ], names)  # fmt: skip
     axes.set(title="Held by one rank at its peak", xlabel=unit)
+
+
+@styled
+def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
+    """Draw `results` and save the picture as `path` (PNG)."""
+    figure = constrained(None, max(3.6, 1.8 + 0.5 * len(results)))
+    losses, sent, held = figure.subplots(1, 3, width_ratios=[1.2, 1, 1])
+    held.sharey(sent)
+    _draw_losses(losses, results)
+    names = [f"{one.strategy}\n{one.ranks} rank{'s' * (one.ranks > 1)}" for one in results]
+    for offset, footprints, label, colour in [
+        (-0.2, [one.measured for one in results], "measured", style.MEASURED),
+        (0.2, [one.predicted for one in results], "predicted", style.PREDICTED),
+    ]:
+        places = [place + offset for place in range(len(results))]
+        lengths = [one.bus_bytes / 1e6 for one in footprints]
+        sent.barh(places, lengths, 0.38, color=colour, label=label)
+    most = max(one.predicted.bus_bytes for one in results) / 1e6 or 1
+    sent.set(title="Sent by one rank in a step", xlabel="MB", xlim=(0, most * 1.05))
+    name_rows(sent, names)
+    legend_below(sent)
+    measured = [one.measured for one in results]
+    stacked_bars(held, [
+        BarPart(name, [nbytes / 1e6 for nbytes in some], CATEGORIES[name])
+        for name, some in {
+            "parameters": [x.parameter_bytes for x in measured],
+            "gradients": [x.gradient_bytes for x in measured],
+            "optimizer state": [x.optimizer_bytes for x in measured],
+        }.items()
+    ], names)  # fmt: skip
+    held.set(title="Held by one rank", xlabel="MB")
+    held.tick_params(labelleft=False)
+    figure.savefig(path, dpi=120)
+    return figure
+
+
+def _draw_losses(axes: Axes, results: Sequence["Result"]) -> None:
+    for i, one in enumerate(results):
+        axes.plot(
+            range(1, len(one.losses) + 1), one.losses, style.DASHES[i % len(style.DASHES)],
+            color=style.COLOURS[i % len(style.COLOURS)], lw=5 - 1.5 * min(i, 2),
+            label=one.strategy, alpha=0.9,
+        )  # fmt: skip
+    axes.set(title="Loss: the lines lie on each other", xlabel="step", ylabel="nats per token")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()

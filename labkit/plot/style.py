@@ -110,7 +110,7 @@ SETTINGS: Any = {
 
 
 def shade(op: str, number: int) -> str:
-    """The colour of the `number`-th operation of its kind."""
+    """The colour of the `number`-th operation `op`."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
 
 
@@ -121,7 +121,7 @@ def tint(colour: str, part: float) -> str:
 
 
 def in_order(ops: Iterable[str]) -> list[str]:
-    """As they stand in OPERATIONS, then the others by name."""
+    """In the order of OPERATIONS, then the others by name."""
     known = list(OPERATIONS)
     return sorted(set(ops), key=lambda op: (known.index(op) if op in known else len(known), op))
 

@@ -3,32 +3,30 @@
 from collections.abc import Iterable
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from labkit.plot.bars import RankBars, bars_of, lane_place
-from labkit.plot.choice import choose_ranks, choose_step, only_step
-from labkit.plot.frame import (
-    BOTTOM_IN,
-    TOP_IN,
-    add_legend,
+from labkit.plot.bars import (
+    RankBars,
+    bars_of,
     group_name,
+    lane_place,
     legend_entries,
-    new_axes,
     title_of,
     unfinished,
 )
-from labkit.plot.lettering import Lettering, Name
-from labkit.plot.picture import Picture, styled
-from labkit.plot.style import INK, MUTED, PAPER, SMALL_PT, TITLE_PT, text_on
+from labkit.plot.choice import choose_ranks, choose_step, only_step
+from labkit.plot.figure import Picture, legend_strip, styled
+from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
+from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, text_on
 from labkit.trace import Trace
 from labkit.trace.measures import end_of
 
-NAME_PT = 7.5
-MOST_NAMES = 300  # the widest bars get theirs
-LETTER_EM = 0.56  # how wide a letter of a title is, on average, in sizes of the letters
+LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
+MOST_NAMES = 300  # only the widest bars are named
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
-EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge: it would be all one sees
+EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge, which would cover them
 EDGE_PT = 0.7
 ARROW_PX = 12  # the tip of what never ended
 
@@ -40,7 +38,7 @@ def timeline(
     figure: Figure | None = None,
     zoom: tuple[float, float] = (0.0, 1.0),
 ) -> Figure:
-    """Who computed, communicated and waited when, in one step of a recorded run.
+    """Computing, communication and waits of each rank, in one step of a recorded run.
 
     Args:
         step: its number; if None the first timed one after the run's first, which warms up.
@@ -56,8 +54,8 @@ def timeline(
 class TimelineView:
     """A timeline that can be drawn again with other data, on the same axes.
 
-    All bars are one collection of polygons: that is what makes `redraw` and `show` fast enough for
-    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those drawn now.
+    All bars are one collection of polygons, which makes `redraw` and `show` fast enough for
+    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those shown now.
     """
 
     @styled
@@ -76,8 +74,8 @@ class TimelineView:
         rows = sum(self._of(step)[2][rank].height for rank in chosen)
         axes_in = min(max(1.3, rows * 0.46), 8.0)
         self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
-        self.axes = new_axes(self.figure)
-        self._legend = add_legend(self.figure, {})
+        self.axes = _new_axes(self.figure)
+        self._legend = legend_strip(self.figure, {})
         self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
         self.axes.add_collection(self.polygons, autolim=False)
         self.names = Lettering(self.axes, NAME_PT, self.axes.transData, align=0.5, clip=True)
@@ -94,7 +92,7 @@ class TimelineView:
         until_s: float = 0.0,
     ) -> Figure:
         """Show that step, those ranks and that part of the step; defaults as in `timeline`. The
-        axis of time is `until_s` long, or longer where the step is."""
+        time axis is `until_s` long, or as long as a longer step."""
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
@@ -112,7 +110,7 @@ class TimelineView:
         self._draw_bars()
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
-        self._entitle(title_of(part, step, chosen, len(self.trace.steps())))
+        fit_title(self.axes, title_of(part, step, chosen, len(self.trace.steps())))
         detail = any(x.detail for one in part.ranks.values() for x in one.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
@@ -127,12 +125,12 @@ class TimelineView:
         zoom: tuple[float, float] = (0.0, 1.0),
         until_s: float = 0.0,
     ) -> Figure:
-        """Show another trace in place of this one, as `redraw` does."""
+        """Show another trace, as `redraw` does."""
         self.trace, self._steps = trace, {}
         return self.redraw(step, ranks, zoom, until_s)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
-        """A step, its end in seconds, and the bars of each rank; worked out once."""
+        """A step, its end in seconds, and the bars of each rank; computed once."""
         if step not in self._steps:
             part = only_step(self.trace, step)
             end_s = end_of(part)
@@ -143,14 +141,14 @@ class TimelineView:
         return self._steps[step]
 
     def _explain(self, shown: Trace) -> None:
-        """A legend of what this step and these ranks have, however far one zooms in."""
+        """A legend of all that this step and these ranks have, whatever the zoom."""
         entries = legend_entries(shown)
         if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
             self._legend.remove()
-            self._legend = add_legend(self.figure, entries)
+            self._legend = legend_strip(self.figure, entries)
 
     def _show(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
-        """Set the limits of the axes, and work out what a pixel is."""
+        """Set the limits of the axes, and the scale in pixels."""
         whole_ms = (end_ms or 1.0) * 1.02
         self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
         self.axes.set(xlim=(self._from_ms, self._to_ms), ylim=(rows, -0.1))
@@ -159,15 +157,15 @@ class TimelineView:
         self._px_per_row = box.height / (rows + 0.1)
 
     def _draw_bars(self) -> None:
-        """Five corners each: a rectangle, whose right side is an arrow where it never ended."""
+        """Five corners each: a rectangle, whose right side is an arrow if it never ended."""
         bars = self.bars
         top, bottom, begin, end = (np.array([x[i] for x in bars]) for i in range(4))
         is_open = np.array([x.open for x in bars], dtype=bool)
         tip = end + is_open * ARROW_PX / self._px_per_ms
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
-        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that the edge
-        top, bottom = top - rim, bottom + rim  # of one does not make it flatter than its neighbour
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that an edge
+        top, bottom = top - rim, bottom + rim  # does not make a bar flatter than its neighbour
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [bar.edge or (PAPER if roomy[i] else bar.colour) for i, bar in enumerate(bars)]
@@ -194,18 +192,12 @@ class TimelineView:
                 names.append(Name(fitting[0], *middle, text_on(bar.colour)))
         self.names.write(names)
 
-    def _entitle(self, title: str) -> None:
-        """Smaller where it would leave the figure."""
-        room_pt = (self.figure.bbox.x1 - self.axes.bbox.x0) / self.figure.dpi * 72
-        size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
-        self.axes.set_title(title, loc="left", fontsize=max(size_pt, NAME_PT))
-
     def _label_rows(
         self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]
     ) -> None:
-        """Name the ranks, and the groups of their lanes, as far as there is room."""
+        """Name the ranks and the groups of their lanes, where there is room."""
         labels = []
-        every = 1  # rank is labelled, or every second, fourth, ...
+        every = 1  # label every rank, or every second, fourth, ...
         while every < len(tops) - 1 and np.diff(tops[::every]).min() * self._px_per_row < LINE_PX:
             every *= 2
         for (rank, whole), top in list(zip(complete.items(), tops))[::every]:
@@ -218,3 +210,21 @@ class TimelineView:
                     y = top + (lane_top + lane_bottom) / 2
                     labels.append(Name(group_name(group), -0.007, y, MUTED))
         self.labels.write(labels)
+
+
+def _new_axes(figure: Figure) -> Axes:
+    """Axes with room for the names of ranks and the legend, whatever the figure's size."""
+    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    place = (
+        LEFT_IN / width_in,
+        BOTTOM_IN / height_in,
+        1 - (LEFT_IN + RIGHT_IN) / width_in,
+        1 - (TOP_IN + BOTTOM_IN) / height_in,
+    )
+    axes = figure.add_axes(place)
+    axes.spines["left"].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
+    return axes

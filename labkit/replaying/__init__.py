@@ -4,7 +4,7 @@ dry_run     record a rank of many without data
 replay      a recorded run with the times of a cluster
 what_if     the same with sliders
 engine      the virtual clock
-costs       what things take on a cluster
+costs       times of operations and collectives on a cluster
 """
 
 from labkit.lazy import lazy

@@ -1,4 +1,4 @@
-"""A cluster with other wires, or cut into other nodes: what the sliders of `what_if` ask for."""
+"""A cluster with other wires or other nodes, as the sliders of `what_if` ask for."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,13 +15,13 @@ def changed(
     between_latency_s: float | None = None,
     devices_per_node: int | None = None,
 ) -> Cluster:
-    """The cluster with just enough nodes for `ranks`, and with what is given in place of its own.
+    """The cluster with just enough nodes for `ranks`, and the given values in place of its own.
 
-    Where each device of a node had a port of its own, each still has when nodes become larger or
-    smaller; otherwise a node keeps its number of ports.
+    Where each device of a node has its own port, it keeps one when nodes become larger or smaller;
+    otherwise a node keeps its number of ports.
 
-    A cluster of a single node has no wires between nodes. Where it needs some, or they are given a
-    speed, they are like those inside, but for what is given: as if one switch joined all nodes.
+    A cluster of a single node has no wires between nodes. Where it needs some, or is given their
+    speed, they are like those inside but for the given values, as if one switch joined all nodes.
 
     Raises ValueError for a bandwidth that is not above 0, a latency below it, or no ranks.
     """
@@ -57,7 +57,7 @@ def _with(
     bytes_per_s: float | None,
     latency_s: float | None,
 ) -> Level:
-    """This level with what is given, in nodes of `per_node` devices."""
+    """This level with the given values, in nodes of `per_node` devices."""
     changes: dict[str, Any] = {}
     if level.ports == cluster.devices_per_node:
         changes["ports"] = per_node

@@ -1,22 +1,20 @@
-"""What things take on a cluster: the roofline of an operation, the alpha-beta time of a collective.
+"""Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
 
-    operation     the longest of   operations / rate of a product with these sides
+    operation     the longest of   FLOPs / rate of a matmul with these sides
                                    bytes read and written / memory bandwidth
                                    a launch
     collective    start + steps x latency + bytes sent by a rank / bandwidth
-    message       bytes / bandwidth on the wire, there one latency later
+    message       bytes / bandwidth on the wire, arrives one latency later
 
-Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a tensor in very
-small pieces, which follow each other closely: the latency of a step is paid once, and not by
-each piece.
-Where a collective has several algorithms, the fastest is taken, as NCCL does.
+Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a tensor pipelined in
+very small pieces: each step pays its latency once, not once for each piece. Of several algorithms
+the fastest is taken, as NCCL does.
 
-Ranks of a group stand on some nodes. A ring passes through all ranks of a node before it leaves it,
-so that it leaves each node once, over all the ports that these ranks have: n GPUs of a node with n
-ports drive them together, and a node with few of them holds up the others. What goes straight from
-each rank to each other, all at once, has its own port only. A port is shared as if all devices of
-its node sent; the latencies are those of NCCL's protocol for long tensors (Simple), so that small
-collectives seem slower than they are.
+A ring passes through all ranks of a node before it leaves it, so that it leaves each node once,
+over all ports of these ranks: n GPUs of a node with n ports drive them together, and the node with
+the fewest limits the others. Where each rank sends directly to each other, all at once, it has only
+its own port. A port is shared as if all devices of its node sent. The latencies are those of NCCL's
+protocol for long tensors (Simple), so small collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -24,15 +22,16 @@ nodes.
 """
 
 from collections import Counter
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from labkit.clusters import Cluster
 from labkit.comm.collectives.costs import cost, rounds
 from labkit.events import CommEvent
 from labkit.trace import Operation
 
-ALGORITHMS = {  # of each collective: what the fastest is chosen from
+ALGORITHMS = {  # of each collective, to choose the fastest from
     "all_reduce": ("ring", "double_tree"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
@@ -45,29 +44,40 @@ ALGORITHMS = {  # of each collective: what the fastest is chosen from
     "barrier": ("dissemination",),
 }
 TREES = ("double_tree", "tree", "dissemination")  # steps double the reach: few leave a node
-DIRECT = ("flat", "pairwise")  # each rank to each other
+DIRECT = ("flat", "pairwise")  # from each rank to each other
 VERY_LONG_BYTES = 1 << 50
+T = TypeVar("T")
 
 
 class Sending(NamedTuple):
-    """What an operation takes: `seconds` on the wires of `port`, there `latency_s` after that."""
+    """The time of an operation: `seconds` on the wires of `port`, and `latency_s` to arrive."""
 
     seconds: float
     latency_s: float
     port: str
     algorithm: str
 
+    @property
+    def total_s(self) -> float:
+        return self.seconds + self.latency_s
+
 
 class Costs:
-    """Of everything on one cluster."""
+    """The times of operations and collectives on one cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._known: dict[tuple[str, int, tuple[int, ...]], Sending] = {}
+        self._remembered: dict[Hashable, Any] = {}
+
+    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find()` returned under this key before; else its result now."""
+        if key not in self._remembered:
+            self._remembered[key] = find()
+        return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Of one operation on a device. Raises ValueError for matrix products in a dtype that the
-        device has no rate for."""
+        """Of one operation on a device. Raises ValueError for a matmul in a dtype that the device
+        has no rate for."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -90,9 +100,7 @@ class Costs:
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
         key = op, nbytes, ranks
-        if key not in self._known:
-            self._known[key] = self._fastest(*key)
-        return self._known[key]
+        return self.remembered(key, lambda: self._fastest(*key))
 
     def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         if len(ranks) == 1:
@@ -103,7 +111,7 @@ class Costs:
 
 
 class _Place:
-    """Where the ranks of a group stand, and the wires that they have there."""
+    """Where the ranks of a group sit, and their wires."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
@@ -121,7 +129,7 @@ class _Place:
         return seconds + (steps - between) * self.cluster.inside.latency_s
 
     def _steps_between(self, algorithm: str, steps: float) -> float:
-        """How many of the steps, one after the other, leave a node."""
+        """The number of sequential steps that leave a node."""
         if self.nodes == 1:
             return 0.0
         if algorithm in TREES:
@@ -129,7 +137,7 @@ class _Place:
         return steps if algorithm in DIRECT else steps * self.nodes / self.n
 
     def _bytes_per_s(self, algorithm: str) -> float:
-        """At which the slowest rank sends what it sends."""
+        """The rate of the slowest rank."""
         cluster, inside, between = self.cluster, self.cluster.inside, self.cluster.between
         of_device = inside.reached * cluster.share_bytes_per_s(inside)
         if self.nodes == 1:
@@ -145,5 +153,5 @@ class _Place:
 
 @cache
 def _sent_of_each_byte(op: str, algorithm: str, n: int) -> float:
-    """How often a byte passes the busiest rank, of a tensor in very many pieces."""
+    """Bytes that the busiest rank sends for each byte of a tensor in very many pieces."""
     return cost(op, algorithm, n, VERY_LONG_BYTES).sent_bytes / VERY_LONG_BYTES

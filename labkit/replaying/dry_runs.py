@@ -1,15 +1,15 @@
 """A dry run: what one rank of many does, recorded without data, memory or other ranks.
 
 The same code runs as on real ranks. Its tensors are torch's fake tensors, which have shapes, dtypes
-and a place in autograd's graph, but no numbers; its process group is a fake one, in which every
-collective is over at once. So a laptop records a rank of a thousand that trains 175B parameters.
+and a place in autograd's graph, but no values; its process group is a fake one, in which every
+collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
 
-What runs so must not look at a number, as `loss.item()` and `if gradient.isnan().any()` do: there
-is none. labkit's strategies do not. Not seen is what is sent past labkit's door.
+The code must not look at a value, as `loss.item()` and `if gradient.isnan().any()` do; labkit's
+strategies do not. Communication past labkit's communicator is not recorded.
 
-The tensors say that they are on a CPU. Where torch would choose otherwise on a GPU, that is asked
-for: its optimizers take all parameters in a few operations ("foreach"). Not so attention with
-dropout: on a CPU that stores its scores, where a GPU has a kernel for it.
+The tensors claim to be on a CPU. Where torch chooses otherwise on a GPU, that is patched in: its
+optimizers take all parameters in a few operations ("foreach"). An exception is attention with
+dropout, which stores its scores on a CPU, where a GPU has a kernel for it.
 """
 
 import gc
@@ -34,8 +34,8 @@ from labkit.trace import RankTrace, Trace
 from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
 
-LONG_S, EVERY_S = 2.0, 0.2  # when it is shown that a run goes on
-LONG_IN_A_NOTEBOOK_S = 10.0  # where what is shown stays in the output of its cell
+LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
+LONG_IN_A_NOTEBOOK_S = 10.0  # where it stays in the output of the cell
 
 
 def dry_run(
@@ -51,16 +51,16 @@ def dry_run(
     """Record a training step of `fn(*args, **kwargs)` on a world of so many ranks, without data.
 
     Args:
-        fn: builds its model and trains it, on a rank. (A model that was built outside has numbers
-            and takes memory.)
-        alike: the ranks to run, each with those that do the same, for which it stands:
-            {0: range(512), 512: range(512, 1024)}. By default rank 0 stands for all.
-        step: the training step to keep. The second by default: then all state is there.
-        as_on: the device whose ways of computing torch is to choose.
+        fn: builds its model and trains it, on a rank. (A model built outside has values and takes
+            memory.)
+        alike: the ranks to run, each with those that do the same, which it represents:
+            {0: range(512), 512: range(512, 1024)}. By default rank 0 represents all.
+        step: the training step to keep. The second by default: then all state exists.
+        as_on: the device for which torch chooses its kernels.
 
     Returns that step, with operations and memory; its times mean nothing: see `replay`.
 
-    Raises ValueError when `fn` makes fewer steps or looks at a number, RuntimeError on a rank.
+    Raises ValueError when `fn` makes fewer steps or looks at a value, RuntimeError on a rank.
 
     >>> def train():
     ...     model = DDP(GPT.preset("1M"))
@@ -72,7 +72,7 @@ def dry_run(
     >>> trace = dry_run(train, ranks=1024)
     """
     found = Trace(about={"what": "dry run", "world_size": ranks})
-    for rank, others in _stand_for(alike, ranks).items():
+    for rank, others in _others(alike, ranks).items():
         what = f"rank {rank} of {ranks:,}, without data"
         with _nothing_from_before(), on_paper(rank, ranks), _without_data(what, as_on):
             torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def dry_run(
 
 
 def _kept(trace: Trace, rank: int, step: int) -> RankTrace:
-    """Raises ValueError when it is the step of a second optimizer."""
+    """That step of the rank. Raises ValueError for the step of a second optimizer."""
     forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
     if forward and step not in forward:
         raise ValueError(
@@ -100,8 +100,8 @@ def _kept(trace: Trace, rank: int, step: int) -> RankTrace:
     return trace.step(step).ranks[rank]
 
 
-def _stand_for(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Each rank to run -> the others that it stands for. Raises ValueError where they overlap."""
+def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
+    """Each rank to run -> the others that it represents. Raises ValueError where they overlap."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
     found = {
@@ -129,8 +129,8 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
 
 @contextmanager
 def _nothing_from_before() -> Iterator[None]:
-    """A recording in detail goes through all objects that Python keeps track of, for the tensors
-    among them. What was there before is none of this run's memory, and much to go through."""
+    """A detailed recording searches all objects that Python tracks for tensors. Objects from before
+    are not this run's memory, and there are many."""
     gc.freeze()
     try:
         yield
@@ -140,8 +140,8 @@ def _nothing_from_before() -> Iterator[None]:
 
 @contextmanager
 def _without_data(label: str, as_on: str) -> Iterator[None]:
-    """Tensors that are made in this block have no data."""
-    mode = _ShownFake(label)
+    """Tensors created in this block have no data."""
+    mode = _FakeWithProgress(label)
     with ExitStack() as changes:
         changes.enter_context(patch.object(nn.Module, "_apply", _converted))
         if as_on == "cuda":
@@ -161,8 +161,8 @@ def _foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
     return False, True
 
 
-class _ShownFake(FakeTensorMode):
-    """Fake tensors, and on screen that it goes on, where it takes long."""
+class _FakeWithProgress(FakeTensorMode):
+    """Fake tensors; the number of operations is shown when a run takes long."""
 
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
@@ -176,7 +176,7 @@ class _ShownFake(FakeTensorMode):
         self._operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_DEVICE:  # most of what comes, and no operation
+        if func is ASKS_DEVICE:  # most calls, and no operation
             return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:
@@ -199,8 +199,8 @@ class _ShownFake(FakeTensorMode):
 def _converted(
     module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """What `module.to(...)` does to parameters and buffers. torch's own would swap the insides of
-    fake tensors, which it then refuses to do."""
+    """Converts parameters and buffers as `module.to(...)` does. torch's own would swap the contents
+    of fake tensors, which they refuse."""
     for part in module.modules() if recurse else (module,):
         for parameter in part._parameters.values():
             if parameter is not None:

@@ -1,23 +1,22 @@
-"""The virtual clock: when does everything happen that these ranks do?
+"""The virtual clock: programs of ranks, and when each of their instructions runs.
 
-Each rank has a program, a list of three kinds of things, which it does in order:
+Each rank has a program, a list of three kinds of instructions that it runs in order:
 
-    Compute   takes its seconds
-    Issue     hands an operation to a port of this rank and goes on at once
-    Wait      stands still until the operation is over
+    Compute   takes a number of seconds
+    Issue     hands an operation to a port of this rank and continues at once
+    Wait      blocks until the operation has ended
 
-An operation begins when all its ranks have issued it and it is the first in the queue of its port
-on each of them; it then holds those ports for its seconds, and is over some latency later. A port
-is one wire out of a rank: what is handed to it leaves in that order, one after the other. The
-latency is what the wire takes until the other end; what the steps of a collective take, one after
-the other, belongs to its seconds.
+An operation begins when all its ranks have issued it and it is first in the queue of its port on
+each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
+one wire out of a rank: operations leave it one after the other, in the order of issue. The latency
+is that of the wire to the other end; the steps of a collective count into its seconds.
 
 A message is an operation that only its sender issues; its receiver waits for it. So it leaves
-whether or not the receiver is ready, and many can come in at once. Where both must be there, as for
+whether or not the receiver is ready, and many can arrive at once. Where both must be ready, as for
 a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
-No time is drawn by lot and none is measured: each is a sum of given numbers and the latest of
-others, so a replay is the same to the last digit, whichever rank is looked at first.
+No time is random or measured: each is a sum of given numbers and a maximum of others, so a replay
+is the same to the last digit, whichever rank runs first.
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Compute:
-    """Takes `seconds`. `what` is for whoever reads the result."""
+    """Takes `seconds`. `what` is a label for readers of the result."""
 
     seconds: float
     what: Any = None
@@ -36,8 +35,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key`, of `ranks`: `seconds` on the wire of `port`, and
-    `latency_s` more until it is over. All its ranks must say the same."""
+    """One rank's part in operation `key` of `ranks`: `seconds` on the wire of `port`, and
+    `latency_s` more until its end. All its ranks must issue the same."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -48,7 +47,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until operation `key` is over."""
+    """Blocks until operation `key` has ended."""
 
     key: Hashable
 
@@ -57,16 +56,16 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When it was: of a Compute or a Wait from begin to end, of an Issue the operation itself,
-    from the first byte on the wire to its end."""
+    """When an instruction ran; for an Issue, when its operation did, from the first byte on the
+    wire to its end."""
 
     began_s: float
     ended_s: float
 
 
 class Deadlock(ValueError):
-    """No rank can go on. `cycle` are the ranks that wait for each other, in that order; empty
-    where what is waited for will never be issued, by any order."""
+    """No rank can continue. `cycle`: the ranks that wait for each other, in that order; empty where
+    an operation is never issued."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
@@ -77,7 +76,7 @@ class _Operation:
     def __init__(self, issue: Issue, members: dict[int, "_Rank"]):
         self.issue, self.members = issue, members
         self.issued_s: dict[int, float] = {}
-        self.first = 0  # on so many of its ranks it is the first in the queue
+        self.first = 0  # the number of its ranks on which it is first in the queue
         self.timed: Timed | None = None
 
     @property
@@ -89,8 +88,8 @@ class _Rank:
     def __init__(self, program: Program):
         self.program, self.place, self.now_s = program, 0, 0.0
         self.timed: list[Timed] = []
-        self.queues: dict[str, deque[_Operation]] = {}  # of each port: issued, and not yet begun
-        self.free_s: dict[str, float] = {}  # when what has left each port is out of it
+        self.queues: dict[str, deque[_Operation]] = {}  # by port: issued, but not begun
+        self.free_s: dict[str, float] = {}  # when each port is free
 
     @property
     def at_end(self) -> bool:
@@ -98,9 +97,9 @@ class _Rank:
 
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
-    """When each thing of each rank's program happens, in seconds from the start.
+    """When each instruction of each rank runs, in seconds from the start.
 
-    Raises ValueError for programs that do not fit together, and Deadlock, with the cycle, where
+    Raises ValueError for programs that contradict each other, and Deadlock, with the cycle, where
     ranks wait for each other.
 
     >>> message = Issue("activations", ranks=(0,), seconds=2.0, latency_s=0.5)
@@ -114,7 +113,7 @@ class _Run:
     def __init__(self, programs: Mapping[int, Program]):
         self.ranks = {rank: _Rank(program) for rank, program in programs.items()}
         self.operations: dict[Hashable, _Operation] = {}
-        self.waiting: dict[Hashable, list[int]] = {}  # the ranks that stand before an operation
+        self.waiting: dict[Hashable, list[int]] = {}  # the ranks that wait for an operation
 
     def timed(self) -> dict[int, list[Timed]]:
         ready = deque(self.ranks)
@@ -124,43 +123,43 @@ class _Run:
         if any(one.timed is None for one in self.operations.values()) or any(
             not rank.at_end for rank in self.ranks.values()
         ):
-            raise _Standstill(self.ranks, self.operations).deadlock()
-        return {number: self.filled_in(rank) for number, rank in self.ranks.items()}
+            raise _DeadlockFinder(self.ranks, self.operations).deadlock()
+        return {number: self.times_of(rank) for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
-        """Go on until a wait that has no end yet; returns the operations that can begin now."""
+        """Run until a wait that has no end yet; returns the operations that can begin now."""
         rank, found = self.ranks[number], []
         while not rank.at_end:
-            thing, began_s = rank.program[rank.place], rank.now_s
-            match thing:
+            part, began_s = rank.program[rank.place], rank.now_s
+            match part:
                 case Compute():
-                    if not thing.seconds >= 0:
-                        raise ValueError(f"rank {number}: {thing} takes less than no time")
-                    rank.now_s += thing.seconds
+                    if not part.seconds >= 0:
+                        raise ValueError(f"rank {number}: {part} takes less than no time")
+                    rank.now_s += part.seconds
                 case Issue():
-                    one = self.operation_of(number, thing)
+                    one = self.operation_of(number, part)
                     one.issued_s[number] = began_s
-                    queue = rank.queues.setdefault(thing.port, deque())
+                    queue = rank.queues.setdefault(part.port, deque())
                     queue.append(one)
                     one.first += len(queue) == 1
                     if one.can_begin:
                         found.append(one)
                 case Wait():
-                    awaited = self.operations.get(thing.key)
+                    awaited = self.operations.get(part.key)
                     if awaited is None or awaited.timed is None:
-                        self.waiting.setdefault(thing.key, []).append(number)
+                        self.waiting.setdefault(part.key, []).append(number)
                         break
                     rank.now_s = max(began_s, awaited.timed.ended_s)
                 case _:
                     raise ValueError(
-                        f"rank {number}: {thing!r} in its program; Compute, Issue or Wait is needed"
+                        f"rank {number}: {part!r} in its program; Compute, Issue or Wait is needed"
                     )
             rank.timed.append(Timed(began_s, rank.now_s))
             rank.place += 1
         return found
 
     def operation_of(self, number: int, issue: Issue) -> _Operation:
-        """Raises ValueError where this rank's part does not fit to those of the others."""
+        """Raises ValueError where this rank's part contradicts those of the others."""
         one = self.operations.get(issue.key)
         if one is None:
             if strangers := [rank for rank in issue.ranks if rank not in self.ranks]:
@@ -180,7 +179,8 @@ class _Run:
         return one
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Give it a time, and those behind it that can begin then; returns the ranks that go on."""
+        """Set the times of the operation, and of those behind it that can begin then; returns the
+        ranks that continue."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -201,24 +201,24 @@ class _Run:
             awake += self.waiting.pop(issue.key, [])
         return awake
 
-    def filled_in(self, rank: _Rank) -> list[Timed]:
-        """Its times; an Issue has those of its operation."""
+    def times_of(self, rank: _Rank) -> list[Timed]:
+        """The times of a rank; an Issue has those of its operation."""
         found = []
-        for thing, timed in zip(rank.program, rank.timed, strict=True):
-            timed_there = self.operations[thing.key].timed if isinstance(thing, Issue) else timed
+        for part, timed in zip(rank.program, rank.timed, strict=True):
+            timed_there = self.operations[part.key].timed if isinstance(part, Issue) else timed
             assert timed_there is not None
             found.append(timed_there)
         return found
 
 
-class _Standstill:
-    """Why nothing goes on: what each rank waits for, and what each operation, is followed until
-    something comes a second time, or to what will never be."""
+class _DeadlockFinder:
+    """Why no rank continues: follows what each rank and operation waits for, until a cycle, or an
+    operation that is never issued."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
-        self.to_issue = {  # what stands in the rest of each program
-            number: {thing.key for thing in rank.program[rank.place :] if isinstance(thing, Issue)}
+        self.to_issue = {  # in the rest of each program
+            number: {part.key for part in rank.program[rank.place :] if isinstance(part, Issue)}
             for number, rank in ranks.items()
         }
         self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
@@ -246,9 +246,9 @@ class _Standstill:
         return without_cycle
 
     def follow(self, number: int, does: str, key: Hashable, known: set[Hashable]) -> Deadlock:
-        """From the rank that stands before operation `key`, or has issued it."""
-        steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank it holds up, and how
-        who = f"rank {number} {does} {key!r}"
+        """From the rank that waits for operation `key`, or has issued it."""
+        steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
+        subject = f"rank {number} {does} {key!r}"
         while key not in steps:
             known.add(key)
             one = self.operations.get(key)
@@ -256,7 +256,7 @@ class _Standstill:
                 culprit = self.issuer.get(key)
             else:
                 culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
-            if one is not None and culprit is None:  # all have issued it: it stands in a queue
+            if one is not None and culprit is None:  # all have issued it: it is queued
                 port = one.issue.port
                 number, rank = next(
                     (number, rank)
@@ -264,28 +264,28 @@ class _Standstill:
                     if rank.queues[port][0] is not one
                 )
                 before = rank.queues[port][0].issue.key
-                steps[key] = number, f"{who}, which on rank {number} stands behind {before!r}"
-                key, who = before, "that"
+                steps[key] = number, f"{subject}, which on rank {number} stands behind {before!r}"
+                key, subject = before, "that"
             elif culprit is None:
-                steps[key] = number, f"{who}, which no rank issues"
-                return Deadlock(_said(steps), ())
+                steps[key] = number, f"{subject}, which no rank issues"
+                return Deadlock(_in_words(steps), ())
             elif key not in self.to_issue[culprit]:
-                steps[key] = number, f"{who}, which rank {culprit} never issues"
-                return Deadlock(_said(steps), ())
+                steps[key] = number, f"{subject}, which rank {culprit} never issues"
+                return Deadlock(_in_words(steps), ())
             else:
-                steps[key] = number, f"{who}, which rank {culprit} has yet to issue"
+                steps[key] = number, f"{subject}, which rank {culprit} has yet to issue"
                 number = culprit
-                thing = self.ranks[culprit].program[self.ranks[culprit].place]
-                assert isinstance(thing, Wait)
-                key, who = thing.key, f"rank {culprit} waits for {thing.key!r}"
+                part = self.ranks[culprit].program[self.ranks[culprit].place]
+                assert isinstance(part, Wait)
+                key, subject = part.key, f"rank {culprit} waits for {part.key!r}"
         keys = list(steps)
         cycle = {one: steps[one] for one in keys[keys.index(key) :]}
         ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
-        return Deadlock(_said(cycle), ranks)
+        return Deadlock(_in_words(cycle), ranks)
 
 
-def _said(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """In words; of a long way, its beginning and its end."""
+def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
+    """The steps in words; of many, the first and the last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

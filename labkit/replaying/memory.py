@@ -1,7 +1,7 @@
 """Does it fit? The memory of a recorded strategy at full scale, without the hardware.
 
-A dry run counts every tensor of a step as a real one does, on a model of any size: its peak is what
-a device must hold. What the device's own software takes (the CUDA context, NCCL's buffers, the
+A dry run counts every tensor of a step as a real one does, for a model of any size: its peak is
+what a device must hold. The device's own software (the CUDA context, NCCL's buffers, the
 allocator's fragments: some GB) comes on top.
 """
 
@@ -15,7 +15,7 @@ Size = TypeVar("Size")
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category, at its peak, on the rank that holds the most.
+    """Bytes by category at the peak of the rank that holds the most.
 
     Raises ValueError when the trace has no memory.
     """
@@ -33,8 +33,8 @@ def fits(trace: Trace, memory_bytes: float) -> bool:
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The last of `sizes`, smallest first, whose trace fits; None if none does. Few are recorded:
-    the search halves what is left.
+    """The last of `sizes`, smallest first, whose trace fits; None if none does. Bisection records
+    few of them.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

@@ -3,8 +3,8 @@
     recorded on stage 1     forward  forward  backward  forward  backward  ...
     its list of actions     F0       F1       B0        F2       B1        ...
 
-A stage does its list in order, so the k-th outermost span of computing is the k-th action. Then a
-recorded step can be told, and drawn, as the schedule was before it ran.
+A stage runs its list in order, so the k-th outermost span of computing is the k-th action. Then a
+recorded step can be measured and drawn like the schedule.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Trace
 
 KIND = "microbatch"  # of a span that is an action
-NEXT_S = 1e-4  # what follows at once begins so soon
+NEXT_S = 1e-4  # the longest gap to a span that follows at once
 RECORDED_AS = {
     "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "update": "optimizer",
@@ -24,26 +24,30 @@ RECORDED_AS = {
 
 
 class TimedAction(NamedTuple):
-    """An action, and when it was."""
+    """An action, and when it ran."""
 
     action: Action
     began_s: float
     ended_s: float
 
 
+def span_name(action: Action, chunks: int) -> str:
+    """ "3" for micro-batch 3, or with several chunks "3.1"."""
+    return str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
+
+
 def action_of(span: Span) -> Action:
-    """What a span of kind "microbatch" is."""
+    """The action of a span of kind "microbatch"."""
     return parse(LETTERS[span.phase] + span.module)[0]
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     """The trace of a recorded pipeline with one span for each action of `schedule`, as
-    `pipeline_trace` has them: of its phase and named after its micro-batch, "3", with several
-    chunks "3.1". What was inside of these is left out. Rank k has done the list of stage k, once in
-    every step.
+    `pipeline_trace` has them: with the action's phase, named after its micro-batch, "3", or with
+    several chunks "3.1". Spans inside these are left out. Rank k has run the list of stage k, once
+    in every step.
 
-    Raises ValueError where the ranks are not the stages, or where one has computed other things
-    than its list.
+    Raises ValueError where the ranks are not the stages, or a rank has run another list.
     """
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
@@ -81,27 +85,27 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
                 f"what was recorded is {what}; this trace is not of steps by this schedule"
             )
         place, number = place + len(found), number + 1
-        name = str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
         ended_s = found[-1].ended_s
         if in_loss and actions[number % len(actions)] == action._replace(phase="backward"):
             ended_s = max([ended_s, *_loss_before(one, spans[place:])])
         yield replace(
-            found[0], phase=action.phase, module=name, ended_s=ended_s, kind=KIND, depth=0
-        )
+            found[0], phase=action.phase, module=span_name(action, chunks), ended_s=ended_s,
+            kind=KIND, depth=0,
+        )  # fmt: skip
 
 
-def _forwards(things: Iterable[Span | Action]) -> int:
-    return sum(x.phase == "forward" for x in things)
+def _forwards(some: Iterable[Span | Action]) -> int:
+    return sum(x.phase == "forward" for x in some)
 
 
 def _rounds(spans: Sequence[Span], actions: Sequence[Action]) -> float:
-    """How often the list was done, by what goes backward."""
+    """How often the list was run, by its backwards."""
     wanted = sum(RECORDED_AS[x.phase] == "backward" for x in actions)
     return sum(x.phase == "backward" for x in spans) / max(wanted, 1)
 
 
 def _loss_before(one: RankTrace, following: Sequence[Span]) -> list[float]:
-    """When the loss was there from which this backward begins."""
+    """When the loss was computed from which this backward begins."""
     return [
         x.ended_s
         for x in one.spans
@@ -110,15 +114,15 @@ def _loss_before(one: RankTrace, following: Sequence[Span]) -> list[float]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What it computed, in order. (A recorder calls "loss" what is between the last forward and
-    backward: on the stages before the last it is a wait.)"""
+    """What the rank computed, in order. (The time between the last forward and backward is recorded
+    as "loss": on the stages before the last it is a wait.)"""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """Of each stage, what it did when; of a trace whose spans are named after micro-batches, as
-    `by_microbatch` and `pipeline_trace` give.
+    """The actions of each stage, from a trace whose spans are named after micro-batches, as
+    `by_microbatch` and `pipeline_trace` return.
 
     Raises ValueError where no span is.
     """

@@ -1,8 +1,8 @@
 """A pipeline schedule as programs of ranks, one for each stage.
 
-One micro-batch of each distinct stage is enough of a record: `stage_seconds` has its forward and
-its backward on a cluster, and the schedule says how often and in which order they come. What
-travels follows from the schedule, too (`labkit.schedules.messages`).
+A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
+backward on a cluster, and the schedule says how often and in which order they run. The messages
+follow from the schedule, too (`labkit.schedules.messages`).
 """
 
 from collections import Counter
@@ -11,24 +11,25 @@ from collections.abc import Callable, Mapping
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
 from labkit.replaying.engine import Compute, Issue, Program, Timed, Wait, run
+from labkit.replaying.microbatches import KIND, span_name
 from labkit.replaying.replays import replay, set_times
 from labkit.schedules import Action, Message, Schedule, check, chunks_of, received, sent
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""What an action takes: `seconds(stage, action)`, or by its phase alone, alike on all stages:
-{"forward": 1.0, "backward": 2.0}. An action on one of v chunks takes 1/v of a stage, if they are
-alike: whoever gives the seconds divides them."""
+"""Of an action: `seconds(stage, action)`, or by its phase alone, the same on all stages:
+{"forward": 1.0, "backward": 2.0}. An action on one of v equal chunks takes 1/v of a stage: the
+caller divides."""
 MessageSeconds = float | Callable[[Message], float]
-"""What a message takes until it is there: alike for all, or by the message."""
+"""Of a message until it arrives: the same for all, or by the message."""
 
 
 def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
-    """What each stage does: its actions; before each, it waits for what that needs, and after it
-    sends on what has come out, which is there `message_s` later. (The message is all latency:
-    several may be under way to the same stage.)
+    """The program of each stage: it waits for the input of each action, runs it, and sends the
+    output, which arrives `message_s` later. (A message is all latency: several may be in flight to
+    the same stage.)
 
     Raises ScheduleError, a ValueError, with the first rule that the schedule breaks, and ValueError
     for a phase without seconds.
@@ -41,7 +42,7 @@ def pipeline_programs(
         for action in actions:
             needed = received(action, stage, stages, chunks)
             made = sent(action, stage, stages, chunks)
-            # A single stage with several chunks has made itself what it needs.
+            # A single stage with several chunks makes its own inputs.
             if needed is not None and stages > 1:
                 program.append(Wait(needed))
             program.append(Compute(_seconds_of(seconds, stage, action), action))
@@ -65,9 +66,9 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The part of the step, of all stages together, in which nothing is computed: 0 to 1.
+    """The fraction of the step, over all stages, in which nothing is computed: 0 to 1.
 
-    `step_s`: of `pipeline_step_s`; or from the first action of any stage to the last of any.
+    `step_s`: as `pipeline_step_s` returns, or from the first action of any stage to the last.
     """
     busy_s = sum(
         _seconds_of(seconds, stage, one)
@@ -78,19 +79,17 @@ def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
 
 
 def pipeline_step_s(trace: Trace) -> float:
-    """What a step adds to those before: the longest that a stage is at it, from the begin of its
-    own first action to the end of its own last. If every stage goes on with the next step as soon
-    as it is through with this one, steps come so many seconds after each other.
+    """The time between steps: the longest that a stage takes, from the begin of its own first
+    action to the end of its own last. If every stage starts the next step as soon as it has
+    finished this one, steps follow each other at this interval.
 
     In most schedules the first stage is the first and the last to act, and this is the whole step.
     Zero-bubble schedules end as they begin, one stage after the other, and their bubbles are
-    counted so (arXiv 2401.10241).
+    counted in this way (arXiv 2401.10241).
 
     `trace`: of `pipeline_trace`. Raises ValueError for one without micro-batches.
     """
-    spans = [
-        [span for span in one.spans if span.kind == "microbatch"] for one in trace.ranks.values()
-    ]
+    spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
     if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
     return max(max(x.ended_s for x in one) - min(x.began_s for x in one) for one in spans)
@@ -102,12 +101,12 @@ def pipeline_trace(
     message_s: MessageSeconds = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
-    """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last
-    action; a span has the phase of its action and is named after its micro-batch, "3", with
-    several chunks "3.1". Raises as `pipeline_programs`."""
+    """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last action.
+    A span has the phase of its action and is named after its micro-batch, "3", or with several
+    chunks "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, chunks = run(programs), chunks_of(schedule)
-    ways = Counter[str]()  # the messages on each way so far: as sent, which need not be as needed
+    ways = Counter[str]()  # messages in each direction so far, as sent (not as needed)
     numbers: dict[Message, int] = {}
     when_sent: dict[Message, Timed] = {}
     for stage, program in programs.items():
@@ -122,8 +121,8 @@ def pipeline_trace(
         one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, ended_s)])
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Compute):
-                name = f"{part.what.microbatch}" + (f".{part.what.chunk}" if chunks > 1 else "")
-                one.spans.append(Span(part.what.phase, name, 0, *when, kind="microbatch"))
+                name = span_name(part.what, chunks)
+                one.spans.append(Span(part.what.phase, name, 0, *when, kind=KIND))
                 continue
             message: Message = part.key  # type: ignore[assignment]
             source, target = message.source % len(schedule), message.target % len(schedule)
@@ -141,9 +140,8 @@ def pipeline_trace(
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
-    """Seconds of the forward and of the backward of one micro-batch, "forward" and "backward", on
-    a device of the cluster. `trace`: of one stage, as `dry_run` records it; where it has several
-    micro-batches, their mean.
+    """Seconds of one micro-batch, "forward" and "backward", on a device of the cluster. `trace`: of
+    one stage, as `dry_run` records it; the mean over its micro-batches.
 
     Raises ValueError where there is no forward or no backward, or as `replay`.
     """

@@ -1,12 +1,12 @@
 """A recorded rank as a program for the virtual clock: what it computes, sends and waits for, in the
-order in which it did, and the moments in between that the trace tells of.
+recorded order, with the moments in between at which spans and steps begin and end.
 
     recorded   forward [ mm add mm ]  issue all-reduce  backward [ mm mm ]  wait  step
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
 
-Only the order of the record is used, and not its times; unless they are asked for ("measured"):
-then what is between two moments took as long as it was long.
+Only the order of the record is used, unless its times are asked for ("measured"): then the time
+between two moments is kept.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,9 +19,9 @@ from labkit.trace import Operation, RankTrace, Span, Step
 
 
 class Moment(NamedTuple):
-    """The time of `field` of `thing`: so long after the beginning of a part of the program."""
+    """The time of `field` of `record`: `after_s` after the begin of an instruction."""
 
-    thing: Any
+    record: Any
     field: str
     place: int
     after_s: float
@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class RankProgram:
-    """The program of a rank, and the moments to be found in it."""
+    """The program of a rank, and the moments in it."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
@@ -39,8 +39,8 @@ class RankProgram:
     def compute(self, seconds: float) -> None:
         self._pending_s += seconds
 
-    def moment(self, thing: Any, name: str) -> None:
-        self.moments.append(Moment(thing, name, len(self.parts), self._pending_s))
+    def moment(self, record: Any, name: str) -> None:
+        self.moments.append(Moment(record, name, len(self.parts), self._pending_s))
 
     def issue(self, part: Issue) -> None:
         self._close()
@@ -60,12 +60,12 @@ class RankProgram:
         self._pending_s = 0.0
 
     def times(self, timed: list[Timed]) -> dict[int, dict[str, float]]:
-        """id(thing) -> field -> seconds, of all moments, once the clock has run."""
-        found: dict[int, dict[str, float]] = {}
+        """id(record) -> field -> seconds, of all moments, once the clock has run."""
+        times: dict[int, dict[str, float]] = {}
         for moment in self.moments:
             at_s = timed[moment.place].began_s + moment.after_s
-            found.setdefault(id(moment.thing), {})[moment.field] = at_s
-        return found
+            times.setdefault(id(moment.record), {})[moment.field] = at_s
+        return times
 
 
 def program_of(
@@ -77,52 +77,52 @@ def program_of(
     """The program of one rank.
 
     Args:
-        compute_s: what an operation takes; None: computing takes what it took when recorded.
+        compute_s: seconds of an operation; None: computing takes the recorded time.
         issue_of: the part of this rank in an operation; None for a receive, which only waits.
-        wait_for: what this rank waits for when it waits for an operation.
+        wait_for: the wait of this rank for an operation.
     """
     program = RankProgram()
     measured = compute_s is None
     last_s, waiting = None, 0
-    for when_s, _, what, thing in sorted(things_of(one), key=lambda x: x[:2]):
+    for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
         if measured and last_s is not None and not waiting:
             program.compute(when_s - last_s)
         last_s = when_s
-        match what:
+        match kind:
             case "compute":
                 if compute_s is not None:
-                    program.compute(compute_s(thing))
+                    program.compute(compute_s(record))
             case "issue":
-                program.moment(thing, "issued_s")
-                if (part := issue_of(one, thing)) is not None:
+                program.moment(record, "issued_s")
+                if (part := issue_of(one, record)) is not None:
                     program.issue(part)
             case "wait":
-                program.wait(thing, wait_for(one, thing))
+                program.wait(record, wait_for(one, record))
                 waiting += 1
             case "waited":
                 waiting -= 1
-            case _:
-                program.moment(thing, what)
+            case field_name:
+                program.moment(record, field_name)
     return program.finish()
 
 
-# At the same moment, what ends comes before what begins, and an issue before the wait for it.
+# At the same moment, ends come before begins, and an issue before the wait for it.
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
 
-def things_of(one: RankTrace) -> Iterable[tuple[float, int, str, Any]]:
-    """(when, order at that moment, what, of which)."""
-    told: list[tuple[float, str, Any]] = []
-    lasting: list[Step | Span] = [*one.steps, *one.spans]
-    for thing in lasting:
-        told.append((thing.began_s, "began_s", thing))
-        if thing.ended_s:
-            told.append((thing.ended_s, "ended_s", thing))
+def events_of(one: RankTrace) -> Iterable[tuple[float, int, str, Any]]:
+    """(when, order at that moment, kind, record)."""
+    events: list[tuple[float, str, Any]] = []
+    intervals: list[Step | Span] = [*one.steps, *one.spans]
+    for interval in intervals:
+        events.append((interval.began_s, "began_s", interval))
+        if interval.ended_s:
+            events.append((interval.ended_s, "ended_s", interval))
     for event in one.comms:
-        told.append((event.issued_s, "issue", event))
+        events.append((event.issued_s, "issue", event))
         if event.wait_ended_s:
-            told.append((event.wait_began_s, "wait", event))
-            told.append((event.wait_ended_s, "waited", event))
-    told += [(operation.when_s, "compute", operation) for operation in one.operations]
-    told += [(point.when_s, "when_s", point) for point in one.memory]
-    return [(when_s, ORDER[what], what, thing) for when_s, what, thing in told]
+            events.append((event.wait_began_s, "wait", event))
+            events.append((event.wait_ended_s, "waited", event))
+    events += [(operation.when_s, "compute", operation) for operation in one.operations]
+    events += [(point.when_s, "when_s", point) for point in one.memory]
+    return [(when_s, ORDER[kind], kind, record) for when_s, kind, record in events]

@@ -1,27 +1,27 @@
-"""One picture for many replays: what stands behind the sliders of `what_if`, without them."""
+"""One picture for many replays: what the sliders of `what_if` draw."""
 
 from dataclasses import replace
 
 from labkit.clusters import Cluster
 from labkit.plot.choice import choose_step
-from labkit.plot.picture import png
+from labkit.plot.figure import png
 from labkit.plot.timelines import TimelineView
 from labkit.replaying.replays import replay
 from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
 
-ROOM = 1.5  # a new axis of time is so many times as long as the step
-LEAST_PART = 0.25  # of the axis, before it is made shorter
+ROOM = 1.5  # length of a new time axis, in steps
+LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
 class Redrawing:
     """Replays, drawn one after the other on the same axes.
 
-    The axis of time stays as it is as long as the step takes at least a quarter of it and at most
-    all: so one sees the step grow and shrink.
+    The time axis keeps its length while a step takes between a quarter and all of it, so that one
+    sees the step grow and shrink.
 
     Args:
-        most_ranks: so many are drawn, from the first on.
+        most_ranks: the number of ranks drawn, from the first on.
     """
 
     def __init__(self, most_ranks: int = 8):
@@ -44,13 +44,12 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    """How long the axis of time is for this step, after it was `axis_s` long."""
+    """The length of the time axis for this step, after one of `axis_s`."""
     return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
 
 
 def wires_in_words(cluster: Cluster) -> str:
-    """ "NVLink 3 300 GB/s, 3.4 µs": so that a picture says what it shows, also where what was
-    changed makes no difference."""
+    """ "NVLink 3 300 GB/s, 3.4 µs": a picture names its wires, even if a change had no effect."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -58,14 +57,14 @@ def wires_in_words(cluster: Cluster) -> str:
 
 
 def without_memory(trace: Trace) -> Trace:
-    """Its points are most of a trace, and a timeline does not show them."""
+    """Memory points are most of a trace, and a timeline does not show them."""
     ranks = {number: replace(one, memory=[]) for number, one in trace.ranks.items()}
     return replace(trace, ranks=ranks)
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the
-    last of what the cluster's devices could do in the dtype of most operations."""
+    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the MFU
+    in the dtype of most operations."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

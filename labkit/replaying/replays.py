@@ -1,13 +1,13 @@
-"""`replay(trace, cluster)`: the recorded run as it would be on another machine.
+"""`replay(trace, cluster)`: the recorded run on another machine.
 
     recorded ranks ── programs ── virtual clock ── the same trace, with the times of the cluster
 
-The order of what each rank does is kept, and what waits for what. What things take is the
-cluster's. A rank that stands for others (`RankTrace.alike`) is replayed once for all of them: they
-do the same at the same time. Where their groups stand on the nodes in another way than its own,
-the slowest of these counts.
+The order on each rank and the dependencies are the recorded ones; the times are the cluster's. A
+rank that represents others (`RankTrace.alike`) is replayed once for all of them: they do the same
+at the same time. Where their groups are spread over nodes differently, the slowest counts.
 
-A send does not wait for its receiver, and what comes into a rank is not limited, as over a `Link`.
+A send does not wait for its receiver, and a rank's incoming bandwidth is not limited, as over a
+`Link`.
 """
 
 from collections import Counter
@@ -34,18 +34,18 @@ def replay(
     computing: Computing = "counted",
     steps: Iterable[int] | None = None,
 ) -> Trace:
-    """The trace with the times that it would have on `cluster`.
+    """The trace with the times of `cluster`.
 
     Args:
         trace: recorded with operations (`dry_run`, or `record(detail_step=...)`), or, with
             computing="measured", any.
-        cluster: a description, or `Costs` of your own of one.
+        cluster: a description, or your own `Costs` on one.
         computing: "counted" takes operations and bytes at the rates of the cluster's device;
-            "measured" takes what was recorded, and from the cluster only the wires.
-        steps: to replay; by default all that were recorded in the way that `computing` needs.
+            "measured" keeps the recorded times, and takes only the wires from the cluster.
+        steps: to replay; by default all that were recorded as `computing` needs.
 
-    Returns a trace like any other, of these steps: it can be drawn, compared, exported; the same
-    to the last digit every time.
+    Returns a trace like any other, of these steps, which can be drawn, compared and exported; the
+    same to the last digit every time.
 
     Raises ValueError when the cluster has too few devices, a dtype has no rate on them, or ranks
     or steps are missing; Deadlock, with the cycle, where ranks wait for each other.
@@ -67,14 +67,14 @@ def replay(
         cut = not one.complete and computing == "counted"
         if cut or not all(step.ended_s for step in one.steps):
             raise ValueError(
-                f"the record of rank {one.rank} was cut off: what it lacks of its steps nobody "
-                "knows; replay steps that all ranks have ended, with computing measured"
+                f"the record of rank {one.rank} was cut off, and the rest of its steps is unknown; "
+                "replay steps that all ranks have ended, with computing measured"
             )
     return _Replay(chosen, costs, computing).trace()
 
 
 class _Collective(NamedTuple):
-    """Which one it is. It is read where a deadlock is told."""
+    """A key that a deadlock's message shows."""
 
     group: str
     seq: int
@@ -84,7 +84,7 @@ class _Collective(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Which one it is, of those in its direction with its tag."""
+    """Likewise, of the messages in one direction with one tag."""
 
     group: str
     source: int
@@ -124,8 +124,6 @@ class _Replay:
         about = {**self.recorded.about, "replayed": self.costs.cluster.title}
         return Trace(ranks, about, self.recorded.metrics)
 
-    # --- what the ranks do together ---
-
     def _key(self, one: RankTrace, event: CommEvent) -> "_Collective | _Message":
         """The same for a collective on all its ranks, and for a message at both its ends."""
         if event.op not in ("send", "recv"):
@@ -136,8 +134,8 @@ class _Replay:
         return _Message(event.group, source, target, event.tag, event.seq)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """Of all operations: what all their ranks hand to the clock. Where ranks give unequally,
-        the largest part decides."""
+        """All operations as their ranks issue them. Where ranks send unequally, the largest part
+        decides."""
         found: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
@@ -159,16 +157,16 @@ class _Replay:
         return found
 
     def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
-        """What it takes where, of all the groups for which this one stands, it takes longest."""
+        """The costs on the slowest of all the groups that this one represents."""
         costs = [self.costs.sending(event)]
         if len(event.ranks) == one.size and event.op != "send":
             return costs[0]  # there is one such group
         for place in self._places(one, event):
             costs.append(self.costs.sending(as_seen_by(event, place, one.size)))
-        return max(costs, key=lambda cost: cost.seconds + cost.latency_s)
+        return max(costs, key=lambda cost: cost.total_s)
 
     def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
-        """One rank of each kind of place: by how the group, or the two ends, stand on nodes."""
+        """One rank for each way in which the group, or the two ends, are spread over nodes."""
         key = one.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_places:
             kinds: dict[Any, int] = {}
@@ -197,8 +195,6 @@ class _Replay:
     def _wait_for(self, one: RankTrace, event: CommEvent) -> Wait:
         return Wait(self._key(one, event))
 
-    # --- the trace that comes out ---
-
     def _with_times(
         self,
         one: RankTrace,
@@ -215,10 +211,10 @@ class _Replay:
             set_times(new, issued_s, when, None if place is None else timed[place])
             return new
 
-        def moved(thing: Any, **changes: Any) -> Any:
-            at = times[id(thing)]
+        def moved(record: Any, **changes: Any) -> Any:
+            at = times[id(record)]
             ended_s = _end(at["ended_s"]) if "ended_s" in at else 0.0
-            return replace(thing, began_s=at["began_s"], ended_s=ended_s, **changes)
+            return replace(record, began_s=at["began_s"], ended_s=ended_s, **changes)
 
         return replace(
             one,
@@ -229,13 +225,13 @@ class _Replay:
                 MemoryPoint(times[id(point)]["when_s"], point.step, point.held_bytes)
                 for point in one.memory
             ],
-            operations=[],  # counted, and no more of use: times are known now
+            operations=[],  # not needed any more: times are known
         )
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
-    """Write into an event when it was issued, on the wire, and waited for, if it was. A message
-    that was there before its receiver asked for it took no time of the receiver's."""
+    """Write into an event when it was issued, carried, and waited for (or not). A message that
+    arrives before its receiver asks for it costs the receiver no time."""
     event.issued_s = issued_s
     event.began_s = max(carried.began_s, issued_s)
     event.ended_s = _end(max(carried.ended_s, issued_s))
@@ -249,7 +245,7 @@ def _end(when_s: float) -> float:
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """Those to replay. Raises ValueError where there is none, or one is not as it must be."""
+    """The steps to replay. Raises ValueError where there are none, or one cannot be replayed."""
     counted = sorted({one.step for rank in trace.ranks.values() for one in rank.operations})
     able = counted if computing == "counted" else trace.steps(detail=False)
     if asked is None:

@@ -15,7 +15,7 @@ from labkit.trace.measures import main_dtype
 
 @dataclass(frozen=True)
 class OnCluster:
-    """What became of the run there; `why_not` where it cannot run there."""
+    """The replay on one cluster, or `why_not`."""
 
     name: str
     replayed: Trace | None = None

@@ -7,25 +7,17 @@ the timeline of the replay
 its time: computing, exposed communication, bubble; MFU
 """
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from itertools import product
 from typing import Any
 
 from labkit.clusters import Cluster
+from labkit.plot.widgets import PictureWidget, ipywidgets
 from labkit.replaying.changes import changed
 from labkit.replaying.redrawing import Redrawing, in_words
 from labkit.runtime.progress import progress
 from labkit.trace import Trace
-
-try:
-    import ipywidgets
-except ImportError as error:
-    raise ImportError(
-        "what_if needs ipywidgets, which is not installed: pip install 'labkit[lab]'; "
-        "plot.timeline(replay(trace, cluster)) draws the same picture without it"
-    ) from error
 
 GB_PER_S, US = 1e9, 1e-6
 WIRES = {  # argument of `changed`: what its slider says, its unit, and the powers of ten it goes to
@@ -43,16 +35,16 @@ def what_if(
     recorded: Recorded, cluster: Cluster, ranks: int = 8, **choices: Iterable[Any]
 ) -> "WhatIf":
     """A replay with sliders: bandwidth and latency inside a node and between nodes, devices per
-    node, and whatever else you choose.
+    node, and your own choices.
 
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records one.
-        ranks: so many are drawn, from the first on; all are replayed.
+        ranks: the number of ranks drawn, from the first on; all are replayed.
         choices: arguments for that function, each with the values to choose from. Every
             combination is recorded once, now; a slider then only replays and draws.
 
-    Raises ValueError for choices without a function or without values, and for what cannot be
-    replayed; ImportError without ipywidgets.
+    Raises ValueError for choices without a function or without values, and for a trace that cannot
+    be replayed; ImportError without ipywidgets.
 
     >>> what_if(dry_run(train, ranks=8), cluster("dgx-h100"))
     >>> def recorded(bucket_mb):
@@ -60,13 +52,13 @@ def what_if(
     >>> what_if(recorded, cluster("dgx-h100"), bucket_mb=(1, 5, 25))
     """
     if ranks < 1:
-        raise ValueError(f"ranks={ranks}: at least 1 is to be drawn")
+        raise ValueError(f"ranks={ranks}: draw at least 1")
     values = {name: _values(name, given) for name, given in choices.items()}
     return WhatIf(_recordings(recorded, values), values, cluster, ranks)
 
 
 def _values(name: str, given: Iterable[Any]) -> list[Any]:
-    """To choose from, each once."""
+    """The values of a choice, each once."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give the values to choose from, as {name}=(1, 5)")
     values = list(dict.fromkeys(given))
@@ -97,7 +89,7 @@ def _recordings(
 
 
 def _counted(trace: Any, what: str) -> Trace:
-    """Raises ValueError where it cannot be replayed."""
+    """The trace. Raises ValueError where it cannot be replayed."""
     if not isinstance(trace, Trace):
         raise ValueError(
             f"{what} is of type {type(trace).__name__}, and a Trace is needed; see dry_run"
@@ -110,13 +102,8 @@ def _counted(trace: Any, what: str) -> Trace:
     return trace
 
 
-class WhatIf(ipywidgets.VBox):
-    """Sliders over one picture. `picture.value` is the PNG that they have made last, `line` says
-    where the time of the step went.
-
-    Where no kernel runs (a page on the web, an exported notebook) the picture is shown as it was
-    when the cell was run, without the sliders.
-    """
+class WhatIf(PictureWidget):
+    """Sliders over the timeline of a replay; `line` says where the time of the step went."""
 
     def __init__(
         self,
@@ -125,6 +112,7 @@ class WhatIf(ipywidgets.VBox):
         cluster: Cluster,
         ranks: int,
     ):
+        super().__init__()
         self._recordings, self._cluster = recordings, cluster
         self._redrawing = Redrawing(ranks)
         self.wires = {name: _wire(name, cluster) for name in WIRES}
@@ -136,25 +124,18 @@ class WhatIf(ipywidgets.VBox):
         self.choices = {name: _selection(name, few, few[0]) for name, few in choices.items()}
         self._at_first = {name: slider.value for name, slider in self.wires.items()}
         self._per_node_at_first, self._step_s_at_first = per_node, 0.0
-        self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
         self.line = ipywidgets.HTML()
-        for slider in (*self.wires.values(), self.devices_per_node, *self.choices.values()):
-            slider.observe(lambda change: self._draw(), names="value")
-        row = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
-        wires = list(self.wires.values())
-        rows = (wires[:2], wires[2:], [self.devices_per_node, *self.choices.values()])
-        boxes = [ipywidgets.Box(sliders, layout=row) for sliders in rows]
-        super().__init__([*boxes, self.picture, self.line])
-        self._draw()
+        wires, others = [*self.wires.values()], [self.devices_per_node, *self.choices.values()]
+        self._arrange([*wires, *others], wires[:2], wires[2:], others, below=[self.line])
 
     @property
     def recorded(self) -> Trace:
-        """The trace of the values that are chosen."""
+        """The trace for the chosen values."""
         return self._recordings[tuple(slider.value for slider in self.choices.values())]
 
     @property
     def cluster(self) -> Cluster:
-        """What the sliders make of the cluster: those that were moved."""
+        """The cluster, changed by the sliders that were moved."""
         wires = {
             name: slider.value * WIRES[name][1]
             for name, slider in self.wires.items()
@@ -175,14 +156,9 @@ class WhatIf(ipywidgets.VBox):
             words += f"; {split.step_s / self._step_s_at_first:.3g} times as long as at first"
         self.line.value = escape(words)
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """The widget, and the picture for whoever cannot show one."""
-        as_text = b64encode(self.picture.value).decode()
-        return {**super()._repr_mimebundle_(**kwargs), "image/png": as_text}
-
 
 def _wire(name: str, cluster: Cluster) -> Any:
-    """A slider over the powers of ten, which begins with what the cluster has."""
+    """A slider over powers of ten, which begins at the cluster's value."""
     label, unit, (low, high) = WIRES[name]
     inside = name.startswith("inside") or cluster.between is None
     level = cluster.inside if inside else cluster.between

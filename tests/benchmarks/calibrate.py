@@ -54,8 +54,7 @@ from labkit.replaying.planning.calibration import (
     step_rows,
 )
 from labkit.replaying.planning.clock import Timing, pipeline_timing
-from labkit.replaying.planning.places import data_groups
-from labkit.replaying.planning.seconds import slowest
+from labkit.replaying.planning.placement import data_groups, slowest
 from labkit.replaying.planning.steps import Planned, plan_step
 from robust_fit import Bounds, Fit, fit, refit
 

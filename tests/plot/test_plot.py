@@ -26,12 +26,11 @@ from labkit import plot
 from labkit.events import CommEvent
 from labkit.parallel.common.footprint import Footprint
 from labkit.plot import style
-from labkit.plot.comparison import draw_comparison
+from labkit.plot.figure import Picture, png
 from labkit.plot.lettering import Lettering
 from labkit.plot.memories import peak_bytes
-from labkit.plot.picture import Picture, png
 from labkit.plot.pipelines import LIGHTEST
-from labkit.plot.strategies import sent_bytes, step_times
+from labkit.plot.strategies import draw_comparison, sent_bytes, step_times
 from labkit.plot.timelines import LINE_PX, TimelineView
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.measures import overlap, waiting
@@ -977,7 +976,7 @@ def test_a_view_of_a_run_without_detail_or_without_steps():
 
 def test_without_ipywidgets_a_view_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "labkit.plot.widget", raising=False)
+    monkeypatch.delitem(sys.modules, "labkit.plot.widgets", raising=False)
     monkeypatch.delitem(vars(plot), "view", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
         plot.view(sample_trace(2))

@@ -18,7 +18,7 @@ from labkit.replaying.pipeline import pipeline_programs
 from labkit.replaying.planning.clock import pipeline_timing, schedule_of
 from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.places import boundary, data_groups, tensor_groups
+from labkit.replaying.planning.placement import boundary, data_groups, tensor_groups
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.stages import virtual_stages

@@ -20,8 +20,8 @@ from labkit import (
 from labkit.clusters import cluster
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.replaying.planning.communication import message_bytes
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.sends import message_bytes
 from labkit.replaying.planning.steps import step_report
 from labkit.trace import CATEGORIES
 

@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 from labkit import fits, largest_that_fits, plan, plot
 from labkit.cli import app
 from labkit.clusters import cluster, write_clusters
-from labkit.plot.plans import chosen
+from labkit.plot.plans import compared_with_best
 from labkit.replaying.planning import ranking
-from labkit.replaying.planning.fits import Report, deepest, least
-from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.layouts import layouts
-from labkit.replaying.planning.models import MODELS, model
+from labkit.replaying.planning.feasibility import Report, deepest, lowest_peak
+from labkit.replaying.planning.layout import Layout, Sizes, layouts
+from labkit.replaying.planning.published import MODELS, model
 from labkit.replaying.planning.ranking import Plan
-from labkit.replaying.planning.reasons import seconds
+from labkit.replaying.planning.report import seconds
 from plan_cases import formula_step
 
 SELENE = cluster("selene")
@@ -160,7 +159,7 @@ def test_the_layout_that_holds_the_least_is_found_without_asking_all() -> None:
         asked.append(one)
         return formula_step(sizes, one, ROWS, SELENE)
 
-    found = least(every, GPT, ROWS, 80e9, report)
+    found = lowest_peak(every, GPT, ROWS, 80e9, report)
     truth = min(formula_step(GPT, one, ROWS, SELENE).peak_bytes for one in every)
     assert found.report.peak_bytes == truth and found.fits
     assert len(asked) + found.others == len(every) and len(asked) < len(every) / 2
@@ -269,7 +268,7 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
 
 def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan) -> None:
     for report, bars in ((None, 1), (planned.best, 1), (planned.reports[1], 2)):
-        names = chosen(planned, report).axes[0].get_yticklabels()
+        names = compared_with_best(planned, report).axes[0].get_yticklabels()
         assert len(names) == bars
 
 

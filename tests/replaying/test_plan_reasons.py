@@ -6,7 +6,7 @@ import pytest
 
 from labkit.clusters import cluster
 from labkit.replaying.planning.layout import Layout
-from labkit.replaying.planning.reasons import PARTS, cause, reached, seconds, why, why_not
+from labkit.replaying.planning.report import PARTS, cause, reached, seconds, why, why_not
 from plan_cases import step_of
 
 SELENE = cluster("selene")

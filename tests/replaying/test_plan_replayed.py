@@ -12,14 +12,12 @@ import pytest
 
 from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
-from labkit.replaying.planning.fits import Report, described, least_bytes
+from labkit.replaying.planning.feasibility import Report, least_bytes
 from labkit.replaying.planning.layers import recorded
-from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.layouts import layouts
-from labkit.replaying.planning.models import MODELS
+from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
+from labkit.replaying.planning.published import MODELS
 from labkit.replaying.planning.ranking import Plan, reporter
-from labkit.replaying.planning.reasons import cause, reached, why
-from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.report import StepReport, cause, reached, why
 from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from labkit import replaying
 from labkit.clusters import Cluster, cluster, known_clusters
 from labkit.events import CommEvent
-from labkit.plot.picture import png
+from labkit.plot.figure import png
 from labkit.plot.timelines import TimelineView
 from labkit.replaying import changed, replay
 from labkit.replaying.redrawing import (
@@ -339,7 +339,8 @@ def test_what_cannot_be_is_told(given: object, choices: dict, message: str) -> N
 
 def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "labkit.replaying.what_ifs", raising=False)
+    for module in ("labkit.replaying.what_ifs", "labkit.plot.widgets"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delitem(vars(replaying), "what_if", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
         replaying.what_if(recorded(), POD)

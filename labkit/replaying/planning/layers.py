@@ -3,12 +3,13 @@
     source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
 
 A model of a trillion parameters has three kinds of layers. Each is recorded once, through labkit's
-own code (GPT's parts, `tensor_parallel`, `Recompute`), between a source that makes
-its input and a sink that takes its output: so what a stage computes, sends and keeps is the sum
-over its layers, to the byte. A recording is kept for whoever asks next; what it takes on a cluster
-is another matter (`seconds.py`).
+own code (GPT's parts, `tensor_parallel`, `Recompute`, and `MasterWeights` for the optimizer's step
+on it), between a source that makes its input and a sink that takes its output. So what a stage
+computes, sends and keeps is the sum over its layers, to the byte. Recordings are cached; how long
+they take on a cluster is in `stages.py`.
 
-Parameters and gradients are bfloat16, 2 + 2 bytes. Dropout is 0.
+Parameters and gradients are bfloat16, 2 + 2 bytes; the optimizer keeps 12: an fp32 master copy and
+two moments of AdamW. Dropout is 0.
 
 Legend: b rows of a micro-batch, s positions, w width, t ranks.
 """
@@ -31,17 +32,18 @@ from labkit.models.gpt import GPT
 from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.precision import MasterWeights
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.programs import things_of
-from labkit.trace import RankTrace
+from labkit.replaying.programs import events_of
+from labkit.trace import Operation, RankTrace
 from labkit.trace.recording import span
 
 Kind = Literal["embedding", "block", "head"]
 Bytes = tuple[int, ...]  # by category, as labkit.trace.CATEGORIES
 DTYPE = torch.bfloat16
 ELEMENT_BYTES = 2
-GRADIENT = "gradient"  # a span of ours
+GRADIENT = "gradient"  # the name of a span that marks a complete gradient
 
 
 class Shape(NamedTuple):
@@ -55,34 +57,34 @@ class Shape(NamedTuple):
     sequence: bool = False  # parallelism
     heads: int = 1  # of a block
     recompute: str = "none"
-    core: str = "fused"  # of attention; "plain" stores every score
-    vocab: int = 1  # of an embedding, or a head
+    core: str = "fused"  # attention; "plain" stores every score
+    vocab: int = 1  # of an embedding or a head
 
 
-class Part(NamedTuple):
-    """What a rank does, in order: "compute" an Operation, "issue" and "wait" for a CommEvent, and
-    "gradient": backward is done with a parameter of so many elements."""
+class LayerEvent(NamedTuple):
+    """What a rank does next: "compute" an Operation, "issue" a CommEvent or "wait" for it, or
+    "gradient": the gradient of a parameter of so many elements is complete."""
 
-    what: str
-    of: Any
+    kind: str
+    what: Any
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or the backward of one micro-batch. `peak`: when it holds the most, what it holds
-    above what was held before the forward."""
+    """The forward or the backward of one micro-batch. `peak`: the most it holds above what was held
+    before the forward."""
 
-    parts: tuple[Part, ...]
+    events: tuple[LayerEvent, ...]
     peak: Bytes
 
-    def all_of(self, what: str) -> list[Any]:
-        return [part.of for part in self.parts if part.what == what]
+    def all_of(self, kind: str) -> list[Any]:
+        return [event.what for event in self.events if event.kind == kind]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A recorded layer. `kept`: by a micro-batch between forward and backward, its input among it,
-    and not its output."""
+    """A recorded layer. `kept`: bytes between forward and backward of a micro-batch, with its input
+    and without its output."""
 
     forward: LayerPass
     backward: LayerPass
@@ -90,15 +92,14 @@ class Layer:
 
     @cached_property
     def gradients(self) -> list[int]:
-        """Elements of each parameter on this rank, as backward is done with them."""
+        """Elements of each parameter on this rank, in the order in which gradients complete."""
         return self.backward.all_of("gradient")
 
     @cached_property
     def sent_bytes(self) -> int:
         """Bus bytes of rank 0, for one micro-batch."""
-        return sum(
-            x.bus_bytes for one in (self.forward, self.backward) for x in one.all_of("issue")
-        )
+        issued = [*self.forward.all_of("issue"), *self.backward.all_of("issue")]
+        return sum(event.bus_bytes for event in issued)
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
@@ -112,26 +113,24 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape; recorded when somebody asks for the first time.
-
-    Raises ValueError for sizes that do not divide, as `tensor_parallel` does.
-    """
+    """The layer of this shape. Raises ValueError for sizes that do not divide, as
+    `tensor_parallel` does."""
     return record_layers([shape])
 
 
 def record_layers(shapes: Sequence[Shape]) -> Layer:
-    """These layers one after the other, in one recording: the whole of a stage."""
+    """These layers one after the other in one recording: a whole stage."""
     trace = dry_run(_micro_batch, shapes, ranks=shapes[0].tp)
     return _layer_of(trace.ranks[0])
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
-    """On a rank: forward and backward. (Gradients lie in buckets, as DDP's: they are there
-    before.) A span of no length says that backward is done with a parameter."""
+    """Forward and backward on a rank. Gradients exist from the start, as in DDP's buckets; an empty
+    span marks each one that is complete."""
     stage = _Stage(shapes)
     for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
-        parameter.register_post_accumulate_grad_hook(_note)
+        parameter.register_post_accumulate_grad_hook(_mark_complete)
     optimizer = torch.optim.SGD([stage.anchor], lr=0.0)
     optimizer.step()  # ends step 0, in which the model was built
     end = stage()
@@ -139,7 +138,7 @@ def _micro_batch(shapes: Sequence[Shape]) -> None:
     optimizer.step()
 
 
-def _note(parameter: Tensor) -> None:
+def _mark_complete(parameter: Tensor) -> None:
     with span(f"{GRADIENT} {parameter.numel()}"):
         pass
 
@@ -152,16 +151,15 @@ class _Stage(nn.Module):
         self.first = shapes[0]
         model = _model(shapes)
         blocks = iter(model.blocks)
-        made: list[nn.Module] = []
+        self.layers = nn.ModuleList()
         for shape in shapes:
             if shape.kind == "embedding":
-                made.append(_Embedding(model.embed, shape))
+                self.layers.append(_Embedding(model.embed, shape))
             elif shape.kind == "block":
-                made.append(_edited(next(blocks), shape))
+                self.layers.append(_edited(next(blocks), shape))
             else:
-                made.append(_Head(model.norm, model.head, shape))
-        self.layers = nn.ModuleList(made)
-        self.anchor = nn.Parameter(torch.empty(0))  # for autograd, where nothing comes in
+                self.layers.append(_Head(model.norm, model.head, shape))
+        self.anchor = nn.Parameter(torch.empty(0))  # gives the source's output a gradient
 
     def forward(self) -> Tensor:
         rows, positions = self.first.rows, self.first.context
@@ -176,12 +174,12 @@ class _Stage(nn.Module):
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
-    """A GPT that has these layers, in bfloat16 and cut over the ranks. What is not among them is
-    small. (A tied head is recorded as one of its own.)"""
+    """A GPT that has these layers, in bfloat16 and sharded over the ranks. All other layers are
+    small. (A tied head is recorded untied.)"""
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
-    with _without_numbers():
+    with _uninitialised():
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
         if first.tp > 1:
             tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
@@ -189,20 +187,20 @@ def _model(shapes: Sequence[Shape]) -> GPT:
 
 
 @contextmanager
-def _without_numbers() -> Iterator[None]:
-    """Models are built in bfloat16, and their numbers, which are not there, neither drawn nor made
-    the same on all ranks."""
+def _uninitialised() -> Iterator[None]:
+    """Models are built in bfloat16; their parameters have no values, so none are drawn, and none
+    copied from rank 0."""
     default = torch.get_default_dtype()
-    with ExitStack() as left_out:
+    with ExitStack() as patches:
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
-            left_out.enter_context(patch.object(kind, "reset_parameters", _nothing))
-        left_out.enter_context(patch.object(tensor, "copy_from_rank_0", _nothing))
-        left_out.callback(torch.set_default_dtype, default)
+            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
+        patches.enter_context(patch.object(tensor, "copy_from_rank_0", _do_nothing))
+        patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         yield
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 
@@ -215,7 +213,7 @@ def _edited(block: Any, shape: Shape) -> nn.Module:
 
 
 class _Source(torch.autograd.Function):
-    """Makes an input [b, s, w] out of nothing; its gradient goes nowhere."""
+    """Makes an input [b, s, w]; its gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *shape: int) -> Tensor:
@@ -227,7 +225,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Takes an output, and makes a gradient for it out of nothing."""
+    """Takes an output, and makes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -256,38 +254,70 @@ class _Head(nn.Module):
     def __init__(self, norm: nn.Module, head: nn.Module, shape: Shape):
         super().__init__()
         self.norm, self.head = norm, head
-        self._batch, self._vocab, self._cut = (shape.rows, shape.context), shape.vocab, shape.tp > 1
+        self._batch, self._vocab = (shape.rows, shape.context), shape.vocab
+        self._vocab_parallel = shape.tp > 1
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.head(self.norm(x))
         targets = torch.zeros(self._batch, dtype=torch.long)
-        if self._cut:
+        if self._vocab_parallel:
             return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self._vocab)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _layer_of(one: RankTrace) -> Layer:
-    """The two phases of a recording."""
+    """The two passes of a recording."""
     forward, backward = (
         next(x for x in one.spans if x.phase == phase and not x.depth)
         for phase in ("forward", "backward")
     )
-    things = [x for x in things_of(one) if x[2] in ("compute", "issue", "wait")]
-    for found in one.spans:
-        if found.phase == "user" and found.module.startswith(GRADIENT):
-            things.append((found.began_s, 0, "gradient", int(found.module.split()[1])))
-    things.sort(key=lambda x: x[:2])
+    events = [x for x in events_of(one) if x[2] in ("compute", "issue", "wait")]
+    for mark in one.spans:
+        if mark.phase == "user" and mark.module.startswith(GRADIENT):
+            events.append((mark.began_s, 0, "gradient", int(mark.module.split()[1])))
+    events.sort(key=lambda x: x[:2])
     before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
-    phases, held = [], []
+    passes, held = [], []
     for began_s, ended_s in (
         (forward.began_s, backward.began_s),
         (backward.began_s, backward.ended_s),
     ):
         held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
-        parts = [Part(what, of) for when_s, _, what, of in things if began_s <= when_s <= ended_s]
-        phases.append(LayerPass(tuple(parts), above(max(held[-1], key=sum), before)))
-    return Layer(phases[0], phases[1], above(held[0][-1], before))
+        during = tuple(
+            LayerEvent(kind, what)
+            for when_s, _, kind, what in events
+            if began_s <= when_s <= ended_s
+        )
+        passes.append(LayerPass(during, _above(max(held[-1], key=sum), before)))
+    return Layer(passes[0], passes[1], _above(held[0][-1], before))
 
 
-def above(held: Bytes, before: Bytes) -> Bytes:
-    return tuple(one - other for one, other in zip(held, before, strict=True))
+def _above(held: Bytes, before: Bytes) -> Bytes:
+    return tuple(now - then for now, then in zip(held, before, strict=True))
+
+
+class Update(NamedTuple):
+    """The optimizer's step on some parameters; `peak` as in a LayerPass."""
+
+    operations: tuple[Operation, ...]
+    peak: Bytes
+
+
+@lru_cache(maxsize=4096)
+def recorded_update(parameters: tuple[int, ...]) -> Update:
+    """`MasterWeights` of AdamW on parameters of so many elements each: its second step."""
+    one = dry_run(_updates, parameters, ranks=1).ranks[0]
+    step = next(x for x in one.spans if x.phase == "optimizer" and not x.depth)
+    held = [x.held_bytes for x in one.memory]
+    during = [point.held_bytes for point in one.memory if point.when_s >= step.began_s]
+    before = held[len(held) - len(during) - 1]
+    return Update(tuple(one.operations), _above(max(during, key=sum, default=before), before))
+
+
+def _updates(parameters: Sequence[int]) -> None:
+    every = [nn.Parameter(torch.empty(numel, dtype=DTYPE)) for numel in parameters]
+    for parameter in every:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = MasterWeights(every, torch.optim.AdamW)
+    for _ in range(2):
+        optimizer.step()

@@ -1,16 +1,37 @@
-"""How a model is laid out on a cluster: the sizes of three axes, and what each of them does.
+"""How a model is laid out on a cluster, and every layout that so many ranks can have.
 
-    Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, counted tensor innermost
+    Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
 
     a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
-    a model of 96 blocks   over pp 8:   12 blocks on each stage, each cut over tp 8
+    a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
 
-This is the mesh `Mesh(pp=8, dp=16, tp=8)` of arXiv 2104.04473, in numbers alone: it knows no torch.
+This is the mesh `Mesh(pp=8, dp=16, tp=8)` of arXiv 2104.04473, in numbers alone, without torch.
+
+`layouts` enumerates all that divide: 1,024 ranks = tp · pp · dp, where tp divides the heads, pp
+times the chunks of a stage divides the blocks, and dp times the rows of a micro-batch divides the
+batch. It does not reject a tp of 16 on nodes of 8: the step time will show what that costs. On an
+axis of one rank, a choice that belongs to the axis keeps its default: ZeRO with one replica,
+sequence parallelism on one rank, chunks of one stage.
+
+Unless others are named, micro-batches and chunks are powers of two: between two of them a step time
+changes little. Micro-batches stop growing at 16,384 positions (8 rows of 2,048), where a matmul in
+tiles of 128 runs at 99 % of its speed and a larger one only lengthens the bubble (arXiv
+2104.04473, section 3.4).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 
+from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import parameters
+
+ZERO_STAGES = (0, 1)
+RECOMPUTE = ("none", "full")
+MOST_POSITIONS = 16_384  # of a micro-batch
+
+Several = int | Iterable[int] | None  # None: all that divide
+Wanted = Mapping[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,7 @@ class Layout:
         zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
         sequence: sequence parallelism, over tp.
         recompute: "none" or "full" (each block keeps its input alone).
-        scatter_gather: a message between stages is cut over tp, and put together on arrival.
+        scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
     """
 
     tp: int = 1
@@ -59,6 +80,16 @@ class Layout:
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def shards(self) -> int:
+        """Of the optimizer's state: dp with ZeRO, else 1."""
+        return self.dp if self.zero else 1
+
+    @property
+    def gathers_messages(self) -> bool:
+        """Whether a stage all-gathers each message over tp (scatter/gather)."""
+        return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
+
     def microbatches(self, global_batch: int) -> int:
         """Of each replica, in a step on so many rows."""
         return global_batch // (self.dp * self.microbatch)
@@ -66,3 +97,192 @@ class Layout:
     @property
     def in_words(self) -> str:
         return f"tp {self.tp} · pp {self.pp} · dp {self.dp} · b {self.microbatch}"
+
+
+def described(layout: Layout) -> str:
+    """The layout in words, with every choice that is not the default."""
+    words = [layout.in_words]
+    if layout.chunks > 1:
+        words.append(f"{layout.chunks} chunks")
+    if layout.zero:
+        words.append(f"zero {layout.zero}")
+    if layout.sequence:
+        words.append("sequence")
+    if layout.recompute != "none":
+        words.append(f"recompute {layout.recompute}")
+    return " · ".join(words)
+
+
+def layouts(
+    sizes: Sizes,
+    ranks: int,
+    global_batch: int,
+    *,
+    tp: Several = None,
+    pp: Several = None,
+    dp: Several = None,
+    microbatch: Several = None,
+    chunks: Several = None,
+    zero: Several = None,
+    sequence: bool | None = None,
+    recompute: str | Iterable[str] | None = None,
+) -> list[Layout]:
+    """All layouts of `ranks` ranks that divide, each once, whether they fit in memory or not.
+
+    Args:
+        global_batch: rows of a step, over all replicas.
+        tp, pp, dp, microbatch, chunks, zero: a number, or several to choose from.
+        sequence: with sequence parallelism or without; both if None.
+        recompute: "none", "full" or several; both if None.
+
+    Raises ValueError for a number that no layout can have, listing those that can; and where no
+    layout is left, naming the nearest numbers of ranks that have one.
+    """
+    check_counts(ranks=ranks, global_batch=global_batch)
+    assert sizes.parameters  # raises ValueError where the heads do not divide the width
+    heads, blocks, rows = f"{sizes.heads} heads", f"{sizes.depth} blocks", f"{global_batch} rows"
+    wanted: Wanted = {
+        "tp": _divisors_of("tp", tp, sizes.heads, heads),
+        "pp": _divisors_of("pp", pp, sizes.depth, blocks),
+        "dp": _divisors_of("dp", dp, global_batch, rows),
+        "microbatch": _divisors_of("microbatch", microbatch, global_batch, rows),
+        "chunks": _divisors_of("chunks", chunks, sizes.depth, blocks),
+        "zero": _zero_stages(zero),
+    }
+    of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
+    if not of_ranks:
+        raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
+    recomputing = _recompute(recompute)
+    found = [
+        replace(one, zero=stage, sequence=sharded, recompute=blocks)
+        for one in of_ranks
+        for stage, sharded, blocks in product(
+            (wanted["zero"] or ZERO_STAGES) if one.dp > 1 else (0,),
+            (False,) if one.tp == 1 else (False, True) if sequence is None else (sequence,),
+            recomputing,
+        )
+        if not (sharded and sizes.context % one.tp)
+    ]
+    if not found:
+        raise ValueError(
+            f"sequence=True: {sizes.context} positions divide over none of these tp: "
+            f"{_either(sorted({one.tp for one in of_ranks}))}; take another context"
+        )
+    return found
+
+
+def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
+    """The layouts by their axes, micro-batch and chunks alone."""
+    for tp, pp in product(
+        wanted["tp"] or divisors(sizes.heads), wanted["pp"] or divisors(sizes.depth)
+    ):
+        dp, left = divmod(ranks, tp * pp)
+        if left or not dp or global_batch % dp or dp not in (wanted["dp"] or (dp,)):
+            continue
+        rows = global_batch // dp
+        for microbatch in wanted["microbatch"] or _microbatches(rows, sizes.context):
+            if rows % microbatch:
+                continue
+            for chunks in (
+                (wanted["chunks"] or powers_of_two(sizes.depth // pp)) if pp > 1 else (1,)
+            ):
+                # Interleaved, a stage goes through its micro-batches in groups of pp.
+                if sizes.depth % (pp * chunks) or (chunks > 1 and rows // microbatch % pp):
+                    continue
+                yield Layout(tp, pp, dp, microbatch, chunks)
+
+
+def _microbatches(rows: int, context: int) -> list[int]:
+    """The micro-batches to try of so many rows; always one row."""
+    return [one for one in powers_of_two(rows) if one == 1 or one * context <= MOST_POSITIONS]
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, from 1 up."""
+    small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
+    return sorted({*small, *(number // one for one in small)})
+
+
+def powers_of_two(number: int) -> list[int]:
+    """Those that divide it, from 1 up."""
+    return [one for one in divisors(number) if not one & (one - 1)]
+
+
+def several(given: Several) -> tuple[int, ...]:
+    """One number or more, each once; empty for None."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
+
+
+# ---- argument validation
+
+
+def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    numbers = several(given)
+    if not numbers:
+        raise ValueError(f"{name} has no numbers to choose from; name some, or leave it out")
+    for number in numbers:
+        check_counts(**{name: number})
+        if whole % number:
+            raise ValueError(
+                f"{name}={number}: {of} do not divide by {number}; "
+                f"{_either(divisors(whole))} would do"
+            )
+    return numbers
+
+
+def _zero_stages(given: Several) -> tuple[int, ...] | None:
+    for stage in several(given):
+        if stage not in ZERO_STAGES:
+            raise ValueError(
+                f"zero={stage}: a plan knows {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
+                "gradients and parameters, which a pipeline needs whole for each of its "
+                "micro-batches"
+            )
+    return several(given) or None
+
+
+def _recompute(given: str | Iterable[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return RECOMPUTE
+    words = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+    for word in words:
+        if word not in RECOMPUTE:
+            raise ValueError(f"recompute={word!r}: a plan knows {' and '.join(RECOMPUTE)}")
+    return words
+
+
+def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> str:
+    """What does not divide, and the nearest numbers of ranks that do."""
+    named = [
+        f"{name} {_either(numbers)}" for name, numbers in wanted.items() if numbers is not None
+    ]
+    counts = {
+        tp * pp * dp
+        for tp in wanted["tp"] or divisors(sizes.heads)
+        for pp in wanted["pp"] or divisors(sizes.depth)
+        for dp in wanted["dp"] or divisors(global_batch)
+    }
+    below = sorted((n for n in counts if n < ranks), reverse=True)
+    above = sorted(n for n in counts if n > ranks)
+    near = [
+        str(n)
+        for side in (below, above)
+        for n in [next((n for n in side if any(_of_ranks(sizes, n, global_batch, wanted))), 0)]
+        if n
+    ]
+    return (
+        f"no layout of {ranks} ranks: tp must divide {sizes.heads} heads, pp {sizes.depth} blocks, "
+        f"dp times the micro-batch {global_batch} rows, and tp · pp · dp be {ranks}"
+        + (f", with {', '.join(named)}" if named else "")
+        + (f"; {' and '.join(near)} ranks would do" if near else "")
+    )
+
+
+def _either(numbers: Iterable[int]) -> str:
+    """ "1, 2 or 4"."""
+    *rest, last = [str(number) for number in numbers]
+    return f"{', '.join(rest)} or {last}" if rest else last

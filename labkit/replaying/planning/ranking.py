@@ -1,11 +1,11 @@
 """`labkit plan`: the layouts that fit, the fastest first, and why each of the others loses.
 
-    layouts(...)  ──>  at least so much  ──>  a step of it, replayed  ──>  ranked, with reasons
-    all that factor    memory, by formula     its seconds, its peak        `Plan`
+    layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
+    all that divide    of its memory     seconds, peak         `Plan`
                             └── more than a device has ──┴──> `too_large`
 
-What a stage costs is kept in one `Costs` by what it depends on, so that a thousand layouts share
-some dozens of recordings.
+All layouts share one `Costs`, which remembers what each stage takes: a thousand layouts need some
+dozens of recordings.
 """
 
 import time
@@ -17,32 +17,29 @@ from typing import Any
 
 from labkit.clusters import Cluster
 from labkit.predict.tables import Table
-from labkit.replaying.planning.fits import (
+from labkit.replaying.planning.feasibility import (
     Fit,
     Report,
     TooLarge,
-    by_promise,
+    by_bound,
     deepest,
-    described,
-    least,
+    lowest_peak,
 )
-from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.layouts import layouts, several
-from labkit.replaying.planning.reasons import why, why_not
-from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.written import plan_json, plan_of, plan_table, trades_table
+from labkit.replaying.planning.layout import Layout, Sizes, described, layouts, several
+from labkit.replaying.planning.render import parse_plan, plan_json, plan_table, trades_table
+from labkit.replaying.planning.report import StepReport, why, why_not
 from labkit.runtime.progress import slow_progress
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What came of it.
+    """All layouts of a model on a cluster, ranked.
 
     Attributes:
-        reports: of the layouts that fit, ranked by the seconds of a step.
+        reports: of the layouts that fit, by the seconds of a step.
         too_large: those that do not, the smallest first.
         budget_bytes: what a device may hold.
-        took_s: of this planning.
+        took_s: seconds that the planning took.
     """
 
     cluster: Cluster
@@ -64,15 +61,14 @@ class Plan:
         """Raises ValueError for a layout that is not among those that fit."""
         if layout in self._reports:
             return self._reports[layout]
-        refused = "is not in this plan; its layouts are plan.layouts"
-        if layout in self._refused:
-            refused = self.why(layout)
-        raise ValueError(f"{described(layout)} {refused}")
+        reason = "is not in this plan; its layouts are plan.layouts"
+        if layout in self._too_large:
+            reason = self.why(layout)
+        raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
         """One sentence: what this layout loses to the best, or by how much it does not fit."""
-        if layout in self._refused:
-            large = self._refused[layout]
+        if large := self._too_large.get(layout):
             return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
         return why(self.best, self.report(layout), self.cluster)
 
@@ -81,12 +77,12 @@ class Plan:
         return {one.layout: one for one in self.reports}
 
     @cached_property
-    def _refused(self) -> dict[Layout, TooLarge]:
+    def _too_large(self) -> dict[Layout, TooLarge]:
         return {one.layout: one for one in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout with each value of "tp", "pp", "microbatch" or another field, by
-        value: what a trade costs where all else is chosen as well as it can be."""
+        """The fastest layout for each value of "tp", "pp", "microbatch" or another field: what a
+        choice costs when all others are optimal."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
@@ -97,11 +93,11 @@ class Plan:
 
     def trades(self, near: int | None = None) -> Table:
         """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
-        takeaways of arXiv 2104.04473, section 3, for this model here.
+        takeaways of arXiv 2104.04473, section 3, for this model.
 
         Args:
-            near: show only so many values to each side of the best, and the first tp that
-                leaves the node; all of them if None.
+            near: show so many values to each side of the best, and the first tp that leaves the
+                node; all of them if None.
         """
         return trades_table(self, near)
 
@@ -110,15 +106,15 @@ class Plan:
         return plan_table(self, top)
 
     def to_json(self) -> str:
-        """All of it, for other programs and for `Plan.from_json`."""
+        """The whole plan, for other programs and for `Plan.from_json`."""
         return plan_json(self)
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """What `to_json` wrote. `cluster` is needed for one that labkit does not know.
+        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know.
 
-        Raises ValueError where the text is none of it."""
-        return plan_of(text, cluster)
+        Raises ValueError for any other text."""
+        return Plan(*parse_plan(text, cluster))
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -141,26 +137,25 @@ def plan(
     Args:
         global_batch: rows of a step, over all replicas.
         gpus: use so many of the cluster's devices; all if None.
-        max_memory_bytes: that one of them may hold; all it has if None.
+        max_memory_bytes: that each may hold; all it has if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as `layouts` takes
             them: a value, or several to choose from.
 
-    Raises ValueError where no layout factors, with the numbers that would, and where none fits, by
+    Raises ValueError where no layout divides, with the numbers that would, and where none fits, by
     how much.
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
     began_s = time.monotonic()
     every = layouts(sizes, devices(cluster, gpus), global_batch, **constraints)
-    budget_bytes = budget(cluster, max_memory_bytes)
-    report = reporter(cluster, global_batch)
-    fitting, large = ranked(every, sizes, global_batch, budget_bytes, report)
-    if not fitting:
+    search = sizes, global_batch, budget(cluster, max_memory_bytes), reporter(cluster, global_batch)
+    reports, large = ranked(every, *search)
+    if not reports:
         raise ValueError(
-            f"no layout fits: {least(every, sizes, global_batch, budget_bytes, report)}; take more "
-            "devices, a smaller model, or recompute full and zero 1 if they were left out"
+            f"no layout fits: {lowest_peak(every, *search)}; take more devices, a smaller "
+            "model, or recompute full and zero 1 if they were left out"
         )
-    return Plan(cluster, fitting, large, budget_bytes, time.monotonic() - began_s)
+    return Plan(cluster, reports, large, search[2], time.monotonic() - began_s)
 
 
 def fits(
@@ -172,12 +167,10 @@ def fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """Whether a model fits at all, and the layout in which its fullest device holds the least.
-
-    Arguments are those of `plan`."""
+    """Whether a model fits at all, and the layout with the lowest peak. Arguments as for `plan`."""
     every = layouts(sizes, devices(cluster, gpus), global_batch, **constraints)
     budget_bytes = budget(cluster, max_memory_bytes)
-    return least(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
+    return lowest_peak(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
 
 
 def largest_that_fits(
@@ -189,16 +182,15 @@ def largest_that_fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """The deepest model of this width that fits; the depth of `sizes` is not looked at.
+    """The deepest model of this width that fits; the depth of `sizes` is ignored.
 
-    Arguments are those of `plan`; if none is named, micro-batches have one row and stages one
-    chunk, which hold the least. Raises ValueError where not even a block for each stage fits."""
-    ranks = devices(cluster, gpus)
+    Arguments as for `plan`; by default micro-batches have one row and stages one chunk, which need
+    the least memory. Raises ValueError where not even one block a stage fits."""
+    ranks, budget_bytes = devices(cluster, gpus), budget(cluster, max_memory_bytes)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
-    # Any number of stages divides some depth: this one, which all of them divide, stands for it.
+    # Any number of stages divides some depth: this one, which all of them divide, represents it.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
     every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
-    budget_bytes = budget(cluster, max_memory_bytes)
     found = deepest(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
     if found is None:
         raise ValueError(
@@ -209,7 +201,7 @@ def largest_that_fits(
 
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
-    """Steps replayed on the cluster, all from the same costs of stages."""
+    """Replays steps on the cluster, all with the same costs of stages."""
     from labkit.replaying.costs import Costs
     from labkit.replaying.planning.steps import step_report
 
@@ -220,25 +212,25 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 def ranked(
     every: Sequence[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
 ) -> tuple[tuple[StepReport, ...], tuple[TooLarge, ...]]:
-    """Reports of those that fit, the fastest first (of equals, the one that holds less), and the
+    """Reports of the layouts that fit, the fastest first (at equal speed, the lower peak), and the
     others, the smallest first."""
-    promised = by_promise(every, sizes, global_batch)
-    large = [one for one in promised if one.peak_bytes > budget_bytes]
-    fitting = []
-    for one in slow_progress(promised[: len(promised) - len(large)], "replaying layouts"):
-        found = report(sizes, one.layout)
+    bounds = by_bound(every, sizes, global_batch)
+    large = [bound for bound in bounds if bound.peak_bytes > budget_bytes]
+    reports = []
+    for bound in slow_progress(bounds[: len(bounds) - len(large)], "replaying layouts"):
+        found = report(sizes, bound.layout)
         if found.peak_bytes <= budget_bytes:
-            fitting.append(found)
+            reports.append(found)
         else:
-            large.append(TooLarge(one.layout, found.memory_bytes))
+            large.append(TooLarge(bound.layout, found.memory_bytes))
     return (
-        tuple(sorted(fitting, key=lambda one: (one.step_s, one.peak_bytes))),
+        tuple(sorted(reports, key=lambda one: (one.step_s, one.peak_bytes))),
         tuple(sorted(large, key=lambda one: one.peak_bytes)),
     )
 
 
 def devices(cluster: Cluster, gpus: int | None) -> int:
-    """How many are used. Raises ValueError for more than there are."""
+    """How many are used. Raises ValueError for more than the cluster has."""
     if gpus is None:
         return cluster.size
     if not 1 <= gpus <= cluster.size:
@@ -251,7 +243,7 @@ def devices(cluster: Cluster, gpus: int | None) -> int:
 
 
 def budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
-    """Bytes that a device may hold. Raises ValueError for more than it has, or nothing."""
+    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
     has = cluster.device.memory_bytes
     if max_memory_bytes is None:
         return has

@@ -1,14 +1,33 @@
-"""What a training step takes, holds and sends in a layout, as replayed on a cluster."""
+"""What a step in a layout takes, holds and sends; and why one step is slower than another.
+
+    best    ███████████ compute ██ tensor █ bubble
+    other   ███████████ compute ██ tensor █████████████ bubble
+                                           └──────────┘ the largest difference is the reason
+
+The seconds of a report add up to its step, so a slower step has more of at least one part. That
+part names the trade of arXiv 2104.04473, section 3, that was lost:
+
+    tensor      collectives of every layer: between nodes they wait for the slower wire (3.2)
+    bubble      (pp - 1) / (m chunks) of the step: more stages, or fewer micro-batches (3.2, 3.3.1)
+    compute     matmuls made thin by tp or a small micro-batch run slower (3.4)
+    data        gradients, once in a step (3.3)
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
+from labkit.clusters import Cluster
 from labkit.replaying.planning.layout import Layout, Sizes
+
+PARTS = ("compute", "optimizer", "tensor", "pipeline", "data", "bubble")
+AS_FAST, ALMOST_AS_FAST = 1e-4, 0.005  # of a step: slower by no more than this
+GB = 1e9
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of `sizes` on `global_batch` rows.
+    """One step of `sizes` on `global_batch` rows, as replayed on a cluster.
 
     The seconds are means over the stages and add up to `step_s`, exactly. Memory is that of the
     stage that holds the most; bytes sent are bus bytes of the rank that sends the most on that
@@ -19,12 +38,12 @@ class StepReport:
     layout: Layout
     global_batch: int
     step_s: float
-    compute_s: float  # forward, backward and what is recomputed
+    compute_s: float  # forward, backward and recomputation
     optimizer_s: float
-    tensor_s: float  # exposed: the stage stands still for a collective of this axis ...
+    tensor_s: float  # exposed: the stage waits for a collective of this axis ...
     data_s: float
-    pipeline_s: float  # ... or for a message that is on its way
-    bubble_s: float  # ... or for a stage that has not come to it
+    pipeline_s: float  # ... or for a message on its way
+    bubble_s: float  # ... or for a stage that has not sent it yet
     memory_bytes: Mapping[str, float]  # by category, at the peak of the fullest stage
     sent_bytes: Mapping[str, float]  # by axis: "tensor", "pipeline", "data"
     model_flops: float  # of the whole step, as an MFU counts them (nothing recomputed)
@@ -33,3 +52,143 @@ class StepReport:
     @property
     def peak_bytes(self) -> float:
         return sum(self.memory_bytes.values())
+
+
+def seconds(report: StepReport) -> dict[str, float]:
+    """The parts of a step, which add up to it."""
+    return {part: getattr(report, f"{part}_s") for part in PARTS}
+
+
+def reached(report: StepReport) -> float:
+    """The fraction of the devices' peak while they compute, recomputation included: 0 to 1."""
+    again = 4 / 3 if report.layout.recompute == "full" else 1.0
+    return report.mfu * report.step_s / report.compute_s * again
+
+
+def cause(best: StepReport, other: StepReport) -> str:
+    """The part of the step in which `other` exceeds `best` the most."""
+    ours, theirs = seconds(best), seconds(other)
+    return max(PARTS, key=lambda part: theirs[part] - ours[part])
+
+
+def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    """One sentence: what the slower `other` loses on, in numbers of the two reports."""
+    if other.layout == best.layout:
+        return "the best"
+    slower = other.step_s / best.step_s - 1
+    if slower <= AS_FAST:
+        more = (other.peak_bytes - best.peak_bytes) / GB
+        return f"as fast; a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
+    explain = {
+        "compute": _compute,
+        "optimizer": _optimizer,
+        "tensor": _tensor,
+        "pipeline": _pipeline,
+        "data": _data,
+        "bubble": _bubble,
+    }[cause(best, other)]
+    reason = explain(best, other, cluster)
+    return f"all but as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
+
+
+def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
+    """One sentence on a layout that does not fit: by how much, and what holds the most."""
+    peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
+    largest = max(memory_bytes, key=lambda name: memory_bytes[name])
+    digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
+    return (
+        f"does not fit: {'at least ' * at_least}{peak:.{digits}f} GB of {budget:.{digits}f} GB, "
+        f"{largest} {memory_bytes[largest] / GB:.1f}"
+    )
+
+
+def _compute(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    again_s = other.compute_s / 4  # forward, once more: one of four equal parts
+    if (
+        other.layout.recompute == "full"
+        and best.layout.recompute == "none"
+        and again_s > (other.compute_s - best.compute_s) / 2
+    ):
+        return (
+            f"computes every block's forward twice: {other.compute_s:.2f} s of computing "
+            f"instead of {best.compute_s:.2f}"
+        )
+    ours, theirs = reached(best), reached(other)
+    if theirs >= ours:
+        return f"computes longer: {other.compute_s:.2f} s, the best {best.compute_s:.2f}"
+    return (
+        f"smaller products: with {_matmul_choices(other)} they reach {theirs:.0%} of the peak, the "
+        f"best's with {_matmul_choices(best)} {ours:.0%}"
+    )
+
+
+def _matmul_choices(report: StepReport) -> str:
+    return f"tp {report.layout.tp} and b {report.layout.microbatch}"
+
+
+def _optimizer(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    return (
+        f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
+        f"{best.optimizer_s * 1e3:,.0f}: zero {other.layout.zero} over dp {other.layout.dp}, "
+        f"there zero {best.layout.zero} over dp {best.layout.dp}"
+    )
+
+
+def _tensor(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    tp, node = other.layout.tp, cluster.devices_per_node
+    if tp > node >= best.layout.tp and cluster.between is not None:
+        return (
+            f"tp {tp} leaves the node of {node}: its collectives go over {cluster.between.name} "
+            f"and stand exposed {_exposed(best, other, 'tensor')}"
+        )
+    return (
+        f"collectives of tp {tp} stand exposed {_exposed(best, other, 'tensor')}; "
+        f"{_sent(best, other, 'tensor')}"
+    )
+
+
+def _pipeline(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    pp, chunks = other.layout.pp, other.layout.chunks
+    parts = f"{pp * chunks} pieces of the model on {pp} stages" if chunks > 1 else f"{pp} stages"
+    return (
+        f"messages between {parts} stand exposed {_exposed(best, other, 'pipeline')}; "
+        f"{_sent(best, other, 'pipeline')}"
+    )
+
+
+def _data(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    return (
+        f"gradients of dp {other.layout.dp} stand exposed {_exposed(best, other, 'data')}; "
+        f"{_sent(best, other, 'data')}"
+    )
+
+
+def _bubble(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    return (
+        f"bubble {_share(other, 'bubble')}: {_filling(other)} (the best: "
+        f"{_share(best, 'bubble')}, {_filling(best)})"
+    )
+
+
+def _filling(report: StepReport) -> str:
+    """The terms of (pp - 1) / (m chunks)."""
+    layout = report.layout
+    count = layout.microbatches(report.global_batch)
+    chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""
+    return f"pp - 1 = {layout.pp - 1} over {count} micro-batch{'es' * (count != 1)}{chunks}"
+
+
+def _exposed(best: StepReport, other: StepReport, part: str) -> str:
+    return f"{_share(other, part)} of the step (the best: {_share(best, part)})"
+
+
+def _share(report: StepReport, part: str) -> str:
+    share = seconds(report)[part] / report.step_s
+    return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
+
+
+def _sent(best: StepReport, other: StepReport, axis: str) -> str:
+    ours, theirs = best.sent_bytes.get(axis, 0.0), other.sent_bytes.get(axis, 0.0)
+    times = theirs / ours if ours else inf
+    more = f", {times:.1f} × the best's" if 1.05 < times < inf else ""
+    return f"a rank sends {theirs / GB:.1f} GB{more}"

@@ -1,30 +1,27 @@
 """`step_report(sizes, layout, global_batch, cluster)`: a training step of a large model on a large
 cluster, from recordings of its layers.
 
-    layers      each kind recorded once, without data                      layers.py
-    seconds     what they take on the cluster's devices and wires          seconds.py, places.py
-    stages      layers added up                                            stages.py
-    clock       the schedule tiles them with all micro-batches             clock.py
-    sends       messages between stages, bytes of each axis                sends.py
-    tail        gradients over dp, the tied embedding, the optimizer       tail.py
-    memory      states, and what is in flight                              holding.py
+    layers          each kind recorded once, without data
+    placement       where ranks sit on nodes, and what a collective takes there
+    stages          what a stage takes: a sum over its layers
+    communication   messages between stages, bytes along each axis
+    clock           the schedule, over all micro-batches
+    step_end        gradients over dp, the tied embedding, the optimizer
+    peak_memory     states, and what is in flight
 
     stage 0   F F F .. B F .. B F .. B . B . B │ data │ tied │ step │
     stage 1     F F B F B F B F B B            │ data │ tied │ step │
 
-    >>> from labkit.clusters import cluster
-    >>> from labkit.replaying.planning.layout import Layout, Sizes
     >>> gpt3 = Sizes(width=12288, depth=96, heads=96)
     >>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
     >>> report = step_report(gpt3, layout, 1536, cluster("selene"))
     >>> report.step_s, report.mfu, report.memory_bytes, report.sent_bytes
 
-Constants of your own: `step_report(..., costs=Costs(cluster))` with a subclass of
-labkit.replaying.costs.Costs; what is recorded is kept apart from what it costs, so that many of
-them are quick.
+Your own constants: `step_report(..., costs=Costs(cluster))` with a subclass of
+labkit.replaying.costs.Costs. Recordings do not depend on costs, so that trying many is quick.
 
-What is assumed: gradients travel as labkit's DDP and ZeRO send them, in buckets, while the last
-micro-batch's backward runs; new parameters of ZeRO after the step, with nothing beside them. A
+Assumptions: gradients travel as labkit's DDP and ZeRO send them, in buckets, while the backward of
+the last micro-batch runs; ZeRO's updated parameters travel after the step, overlapping nothing. A
 message does not wait for its receiver, nor for the messages before it.
 """
 
@@ -38,18 +35,17 @@ from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import step_flops
 from labkit.replaying.costs import Costs
 from labkit.replaying.planning.clock import pipeline_timing
-from labkit.replaying.planning.holding import memory_of
-from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.communication import messages_s, sent_bytes
+from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
+from labkit.replaying.planning.peak_memory import peak_memory
 from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.sends import messages_s, sent_bytes
 from labkit.replaying.planning.stages import (
     ChunkSeconds,
     VirtualStage,
     chunk_seconds,
-    stages_of,
     virtual_stages,
 )
-from labkit.replaying.planning.tail import Tail, tails
+from labkit.replaying.planning.step_end import StageEnd, step_ends
 
 DTYPE = "bfloat16"
 COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
@@ -68,32 +64,31 @@ def step_report(
     """One step of the model on `global_batch` rows.
 
     Args:
-        costs: constants of your own, on the same cluster; or `Costs(cluster)`, shared by many
-            layouts.
+        costs: your own constants, on the same cluster; or `Costs(cluster)`, shared by many layouts.
         core: of attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has.
 
-    Where the cluster tells what its hosts take to launch (`host_s`), no operation begins before it
-    was launched (seconds.py).
+    Where the cluster has a time for launches (`host_s`), no operation begins before its launch.
     """
     planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
     m, chunks, costs = planned.microbatches, planned.chunks, planned.costs
     timing = pipeline_timing(
         m,
-        np.array([[one.forward_s for one in its] for its in chunks]),
-        np.array([[one.backward_s for one in its] for its in chunks]),
+        np.array([[chunk.forward_s for chunk in of_stage] for of_stage in chunks]),
+        np.array([[chunk.backward_s for chunk in of_stage] for of_stage in chunks]),
         np.array(planned.messages_s),
     )
-    ends = planned.tails(timing.ended_s.tolist(), timing.last_s.tolist())
-    step_s = max(one.ended_s for one in ends)
+    ends = planned.ends(timing.ended_s.tolist(), timing.last_s.tolist())
+    step_s = max(end.ended_s for end in ends)
+    every_chunk = [chunk for of_stage in chunks for chunk in of_stage]
     means = {
-        "compute_s": _mean(m * one.compute_s for its in chunks for one in its) * layout.chunks,
-        "tensor_s": _mean(m * one.exposed_s for its in chunks for one in its) * layout.chunks,
-        "optimizer_s": _mean(one.update_s for one in ends),
-        "data_s": _mean(one.data_s for one in ends),
-        "pipeline_s": _mean(timing.pipeline_s) + _mean(one.tied_s for one in ends),
+        "compute_s": _mean(m * chunk.compute_s for chunk in every_chunk) * layout.chunks,
+        "tensor_s": _mean(m * chunk.exposed_s for chunk in every_chunk) * layout.chunks,
+        "optimizer_s": _mean(end.update_s for end in ends),
+        "data_s": _mean(end.data_s for end in ends),
+        "pipeline_s": _mean(timing.pipeline_s) + _mean(end.tied_s for end in ends),
         "bubble_s": _mean(timing.bubble_s) + _mean(x.late_s + step_s - x.ended_s for x in ends),
     }
     flops = step_flops(
@@ -102,7 +97,7 @@ def step_report(
     peak = costs.cluster.device.peak_flops_of(DTYPE)
     return StepReport(
         sizes, layout, global_batch, sum(means.values()), **means,
-        memory_bytes=memory_of(sizes, layout, planned.stages, m),
+        memory_bytes=peak_memory(sizes, layout, planned.stages, m),
         sent_bytes=sent_bytes(sizes, layout, m, planned.stages),
         model_flops=flops, mfu=flops / (step_s * layout.ranks * peak),
     )  # fmt: skip
@@ -114,19 +109,21 @@ def _mean(some: Iterable[float]) -> float:
 
 
 class Planned(NamedTuple):
-    """All that a step's clock needs to know."""
+    """A step's costs before the clock runs: what the report, the trace and the calibration
+    share."""
 
     sizes: Sizes
     layout: Layout
     microbatches: int
     costs: Costs
-    stages: list[list[VirtualStage]]  # of each stage its chunks
+    stages: list[list[VirtualStage]]  # the chunks of each stage
     chunks: list[list[ChunkSeconds]]
     messages_s: list[float]
 
-    def tails(self, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]) -> list[Tail]:
-        of = self.sizes, self.layout, self.stages, self.chunks
-        return tails(*of, ended_s, lasts_s, self.costs)
+    def ends(self, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]) -> list[StageEnd]:
+        """As `step_ends`, of this step."""
+        of_step = self.sizes, self.layout, self.stages, self.chunks
+        return step_ends(*of_step, ended_s, lasts_s, self.costs)
 
 
 def plan_step(
@@ -142,10 +139,11 @@ def plan_step(
     if core not in CORES:
         raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
     costs = Costs(cluster) if costs is None else costs
-    stages = stages_of(virtual_stages(sizes, layout, core), layout)
+    virtual = virtual_stages(sizes, layout, core)
+    stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
     chunks = [
-        [chunk_seconds(chunk, layout, stage, costs) for chunk in its]
-        for stage, its in enumerate(stages)
+        [chunk_seconds(chunk, layout, stage, costs) for chunk in of_stage]
+        for stage, of_stage in enumerate(stages)
     ]
     return Planned(
         sizes, layout, layout.microbatches(global_batch), costs, stages, chunks,
@@ -154,7 +152,7 @@ def plan_step(
 
 
 def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
-    """Raises ValueError for a layout that cannot be, with what would do."""
+    """Raises ValueError for an invalid layout, naming a valid choice."""
     check_counts(**{name: getattr(layout, name) for name in COUNTS}, global_batch=global_batch)
     rows = layout.dp * layout.microbatch
     if global_batch % rows:
@@ -182,10 +180,10 @@ def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> 
             f"{sizes.context} positions do not divide over tp={layout.tp}; choose another context, "
             "or sequence=False"
         )
-    if layout.zero not in (0, 1):
+    if layout.zero not in ZERO_STAGES:
         raise ValueError(
             f"zero={layout.zero}: here are 0 (DDP) and 1; stages 2 and 3 send for each micro-batch "
             "again (labkit.predict.bytes_by_axis counts that)"
         )
-    if layout.recompute not in ("none", "full"):
+    if layout.recompute not in RECOMPUTE:
         raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")

@@ -9,10 +9,8 @@ from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, fail
 from labkit.course.ranks import alone_for_each
 from labkit.predict import step_flops
-from labkit.replaying.planning.fits import described
-from labkit.replaying.planning.layout import Layout
-from labkit.replaying.planning.reasons import seconds
-from labkit.replaying.planning.report import StepReport
+from labkit.replaying.planning.layout import Layout, described
+from labkit.replaying.planning.report import StepReport, seconds
 
 from .scenarios import (
     BEST_S,

@@ -234,20 +234,20 @@ show("replaying/planning/stages.py:_chunk_seconds", since="for shape in")
 # many are in flight besides the one that it works on):
 
 # %%
-show("replaying/planning/holding.py:_in_flight", since="if chunks == 1", until="found = []")
+show("replaying/planning/peak_memory.py:_in_flight", since="if chunks == 1", until="found = []")
 
 # %% [markdown]
 # Which layouts are there? Whatever divides:
 
 # %%
-show("replaying/planning/layouts.py:_of_ranks", since="for tp, pp in product")
+show("replaying/planning/layout.py:_of_ranks", since="for tp, pp in product")
 
 # %% [markdown]
 # And why does one lose? The seconds of a report add up to its step, so the slower one has more of
 # something:
 
 # %%
-show("replaying/planning/reasons.py:cause")
+show("replaying/planning/report.py:cause")
 
 # %% [markdown]
 # ## 5. Run it
@@ -337,7 +337,7 @@ plot.timeline(step_trace(GPT3, RECOMPUTED, 1536 // 8, selene))
 
 # %%
 from labkit.plot.plans import COLOURS
-from labkit.replaying.planning.reasons import seconds
+from labkit.replaying.planning.report import seconds
 
 
 def bars(reports):
@@ -517,7 +517,7 @@ planned = plan(
 plot.plan(planned, top=8)
 
 # %% tags=["nbval-check-output"]
-from labkit.replaying.planning.fits import described
+from labkit.replaying.planning.layout import described
 
 print(len(planned.reports), "layouts fit,", len(planned.too_large), "do not")
 for one in planned.reports[:5]:
@@ -748,7 +748,7 @@ check.can_run(can_run)
 
 # %%
 from labkit.labs.lab_18.scenarios import JOBS, layer_bytes
-from labkit.replaying.planning.layouts import layouts
+from labkit.replaying.planning.layout import layouts
 
 for name, job in JOBS.items():
     print(f"{name}: {job}\n")
@@ -820,7 +820,7 @@ check.choose(choose)
 
 
 # %%
-from labkit.replaying.planning.reasons import why
+from labkit.replaying.planning.report import why
 
 
 def defend(job, mine):

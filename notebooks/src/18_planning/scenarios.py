@@ -18,8 +18,7 @@ from labkit.predict import (
     step_flops,
 )
 from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
-from labkit.replaying.planning.fits import described
-from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.layout import Layout, Sizes, described
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.steps import step_report
 from labkit.schedules import schedule

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
+from labkit.cli.terminal import console
 from labkit.foreign import check_picture, markup
 
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
-    from labkit.replaying.planning.fits import Fit
+    from labkit.predict.tables import Table as Words
+    from labkit.replaying.planning.feasibility import Fit
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.ranking import Plan
 
@@ -24,7 +28,6 @@ EXAMPLES = (
     "labkit plan --model gpt3-175b --cluster selene --gpus 64 --batch 64 --largest"
 )
 WIDTH = 168  # columns of the table
-console = Console()
 
 Numbers = Annotated[str | None, typer.Option(help="Only these, with commas; all if absent.")]
 
@@ -110,7 +113,7 @@ def plan(
     if fits or largest:
         found = _fit(sizes, where, batch, largest, asked)
         if as_json:
-            typer.echo(json.dumps(_told(found), indent=1))
+            typer.echo(json.dumps(_contents(found), indent=1))
         else:
             console.print(
                 f"{'the largest: ' * largest}{markup(found)}", highlight=False, soft_wrap=True
@@ -136,8 +139,6 @@ def plan(
 
 
 def _show(planned: "Plan", top: int) -> None:
-    from labkit.replaying.planning.written import in_terminal
-
     best, large = planned.best, len(planned.too_large)
     count = len(planned.reports)
     console.print(
@@ -147,7 +148,7 @@ def _show(planned: "Plan", top: int) -> None:
         f"planned in {planned.took_s:.1f} s", highlight=False, soft_wrap=True,
     )  # fmt: skip
     wide = Console(width=max(WIDTH, console.width))
-    wide.print(in_terminal(planned.table(top)), in_terminal(planned.trades(near=1)), sep="")
+    wide.print(_in_terminal(planned.table(top)), _in_terminal(planned.trades(near=1)), sep="")
     if large:
         nearest = planned.too_large[0]
         console.print(
@@ -156,11 +157,22 @@ def _show(planned: "Plan", top: int) -> None:
         )  # fmt: skip
 
 
+def _in_terminal(words: "Words") -> Table:
+    """A table whose last column wraps."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in words.heads[:-1]:
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column(words.heads[-1])
+    for row in words.rows:
+        shown.add_row(*row)
+    return shown
+
+
 def _fit(
     sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
 ) -> "Fit":
     from labkit.replaying.planning import ranking
-    from labkit.replaying.planning.models import MODELS
+    from labkit.replaying.planning.published import MODELS
 
     if sizes is not None:
         ask = ranking.largest_that_fits if largest else ranking.fits
@@ -170,16 +182,16 @@ def _fit(
         try:
             found = ranking.fits(one, where, batch, **asked)
         except ValueError as error:  # sizes that do not factor; the next may
-            refused = error
+            invalid = error
             continue
         if found.fits:
             return found
     if found is None:
-        raise refused
-    return found  # the smallest of them, which does not fit
+        raise invalid
+    return found  # the smallest model, which does not fit
 
 
-def _told(found: "Fit") -> dict[str, Any]:
+def _contents(found: "Fit") -> dict[str, Any]:
     report = found.report
     return {
         "fits": found.fits,
@@ -195,21 +207,22 @@ def _sizes(
     name: str | None, width: int | None, depth: int | None, heads: int | None,
     context: int | None, vocab: int | None,
 ) -> "Sizes | None":  # fmt: skip
-    """Of the named model, with what else was said of it; None where nothing was."""
+    """The named model with the given changes, or a model without a name; None if nothing was
+    given."""
     from dataclasses import replace
 
     from labkit.replaying.planning.layout import Sizes
-    from labkit.replaying.planning.models import model
+    from labkit.replaying.planning.published import model
 
     given = {"width": width, "depth": depth, "heads": heads, "context": context, "vocab": vocab}
-    said: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    sizes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if name is not None:
-        return replace(model(name), **said)
-    if not said:
+        return replace(model(name), **sizes)
+    if not sizes:
         return None
-    if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in said]:
+    if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in sizes]:
         raise ValueError(f"a model without a name needs {' and '.join(missing)}, too")
-    return Sizes(**said)
+    return Sizes(**sizes)
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -1,5 +1,7 @@
-"""Pictures of what moves between memories: ways to move a tensor, measured beside predicted, with
-the limit that the bus sets; and the loads of a model beside its computing.
+"""Moving tensors between memories.
+
+transfers  ways to move a tensor, measured beside predicted, with the limit of the bus
+loading    loads of a model's weights beside its computing
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,50 +15,36 @@ from matplotlib.patches import Patch
 from labkit.memory.loading import Run
 from labkit.memory.timing import Measured, rates_of
 from labkit.memory.transfers import Rates, short
-from labkit.plot.picture import Picture, styled
-from labkit.plot.style import (
-    BLUE,
-    BROWN,
-    FAINT,
-    GREEN,
-    INK,
-    MEASURED,
-    MUTED,
-    ORANGE,
-    PAPER,
-    PHASES,
-    SMALL_PT,
-    TITLE_PT,
-    UNFINISHED,
-    WAITING,
-    shade,
-)
+from labkit.plot import style
+from labkit.plot.figure import Picture, legend_row, open_rows, styled
+from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT, TITLE_PT
 from labkit.trace.measures import common, computing, length_s, union
 
-PARTS = {"cast": ORANGE, "stage": GREEN, "copy": BLUE, "bus": BROWN}
+PARTS = {"cast": style.ORANGE, "stage": style.GREEN, "copy": style.BLUE, "bus": style.BROWN}
 WORDS = {
     "cast": "cast (predicted)", "stage": "staging of pageable memory", "copy": "copy in a memory",
     "bus": "bus",
 }  # fmt: skip
+DIAMOND: Any = {"marker": "D", "ms": 6, "ls": "", "mfc": PAPER, "mec": style.UNFINISHED}
 ROW_IN, GAP = 0.36, 0.9
 
 
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Picture:
-    """Each way with two bars: above, what its parts predict; below, what was measured. A black line
-    is the limit: its bytes, over what the bus reaches. A diamond says when the call returned, where
-    that is before the numbers are there.
+    """Two bars for each way: predicted from its parts above, measured below. A black line is the
+    limit: its bytes over the bandwidth of the bus. A diamond marks when the call returned, where
+    that is before the data arrived.
 
     Args:
         measured: of `labkit.memory.timing.measure`, in the order of the rows.
-        rates: to predict by; those that `measured` shows if None.
+        rates: to predict by; if None those of `measured`.
 
-    Raises ValueError for no ways, or for one whose parts have no rate.
+    Raises ValueError for no ways, or for a way without a rate for one of its parts.
     """
     if not measured:
         raise ValueError("there is nothing to draw: measure at least one way")
     rates = rates or rates_of(measured)
-    tops, groups = [0.0], sum(_starts(measured, i) for i in range(len(measured)))
+    groups = sum(_starts(measured, i) for i in range(len(measured)))
     figure = Picture(1.1 + ROW_IN * (len(measured) + GAP * groups), layout="constrained")
     axes = figure.subplots()
     y, names = 0.0, {}
@@ -67,13 +55,10 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
         _draw_way(axes, y, one, rates)
         names[y + 0.42] = _name(one)
         y += 1
-        tops.append(y)
     axes.set_yticks(list(names), list(names.values()))
-    axes.tick_params(axis="y", length=0, labelsize=SMALL_PT)
-    axes.spines["left"].set_visible(False)
+    open_rows(axes)
+    axes.tick_params(axis="y", labelsize=SMALL_PT)
     axes.set(ylim=(y, 0), xlim=(0, None), xlabel="ms until the numbers are there")
-    axes.grid(axis="x", color=FAINT)
-    axes.set_axisbelow(True)
     axes.set_title(title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32", loc="left")
     used = {part.what for one in measured for part in one.way.parts(one.numel)}
     entries: list[Artist] = [
@@ -84,10 +69,8 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
     entries.append(Patch(facecolor=MEASURED, label="measured"))
     entries.append(Line2D([], [], color=INK, lw=2, label="limit of the bus"))
     if any(_early(one) for one in measured):
-        entries.append(_diamond("the call has returned"))
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=len(entries), fontsize=SMALL_PT
-    )
+        entries.append(Line2D([], [], mew=1.5, label="the call has returned", **DIAMOND))
+    legend_row(figure, entries, fontsize=SMALL_PT)
     return figure
 
 
@@ -107,22 +90,12 @@ def _draw_way(axes: Axes, y: float, one: Measured, rates: Rates) -> None:
             axes.plot([width_ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
     axes.barh(y + 0.62, one.done_s * 1e3, 0.34, color=MEASURED)
     if _early(one):
-        mark = _diamond()
-        axes.plot([one.returned_s * 1e3], [y + 0.62], zorder=4, **_style_of(mark))
+        axes.plot([one.returned_s * 1e3], [y + 0.62], zorder=4, **DIAMOND)
 
 
 def _early(one: Measured) -> bool:
-    """The call came back well before the numbers were there."""
+    """The call returned well before the data arrived."""
     return one.returned_s < 0.9 * one.done_s
-
-
-def _diamond(label: str = "") -> Line2D:
-    return Line2D([], [], marker="D", ms=6, ls="", mfc=PAPER, mec=UNFINISHED, mew=1.5, label=label)
-
-
-def _style_of(line: Line2D) -> dict[str, Any]:
-    names = ("marker", "markersize", "linestyle", "markerfacecolor", "markeredgecolor")
-    return {name: getattr(line, f"get_{name}")() for name in names}
 
 
 def _name(one: Measured) -> str:
@@ -137,8 +110,8 @@ def _name(one: Measured) -> str:
 
 @styled
 def loading(runs: Mapping[str, Run]) -> Picture:
-    """Each run with two lanes, what the bus carried and what was computed, all on one axis of time;
-    beside its name the bytes of weights it held on the device. A light bar is a wait.
+    """Two lanes for each run, the bus and the computing, all on one time axis; beside its name the
+    bytes of weights that it held on the device. A light bar is a wait.
 
     Raises ValueError for no runs."""
     if not runs:
@@ -149,27 +122,22 @@ def loading(runs: Mapping[str, Run]) -> Picture:
         (rank,) = run.trace.ranks.values()
         y = 3 * i
         for event in rank.comms:
-            _bar(axes, y + 1, event.began_s, event.ended_s, shade(event.op, event.seq))
+            _bar(axes, y + 1, event.began_s, event.ended_s, style.shade(event.op, event.seq))
         for span in rank.spans:
-            _bar(axes, y + 1.8, span.began_s, span.ended_s, PHASES["forward"])
+            _bar(axes, y + 1.8, span.began_s, span.ended_s, style.PHASES["forward"])
         for event in rank.comms:
             if event.op != "read" and event.wait_ended_s:
-                _bar(axes, y + 1.8, event.wait_began_s, event.wait_ended_s, WAITING)
+                _bar(axes, y + 1.8, event.wait_began_s, event.wait_ended_s, style.WAITING)
         busy = union((x.began_s, x.ended_s) for x in rank.comms)
         hidden = length_s(common(busy, computing(rank))) / (length_s(busy) or 1.0)
         words = f"holds {run.held_bytes / 1e6:.3g} MB, {hidden:.0%} of the bus's time hidden"
         axes.text(0, y + 0.55, name, fontweight="bold", va="center")
-        axes.annotate(
-            words, (1, y + 0.55), xycoords=axes.get_yaxis_transform(), ha="right", va="center",
-            fontsize=SMALL_PT, color=MUTED,
-        )  # fmt: skip
+        axes.text(1, y + 0.55, words, transform=axes.get_yaxis_transform(), ha="right",
+                  va="center", fontsize=SMALL_PT, color=MUTED)  # fmt: skip
     places = [3 * i + dy for i in range(len(runs)) for dy in (1.35, 2.15)]
     axes.set_yticks(places, ["bus", "compute"] * len(runs), fontsize=SMALL_PT)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+    open_rows(axes)
     axes.set(ylim=(3 * len(runs), 0.1), xlim=(0, None), xlabel="ms")
-    axes.grid(axis="x", color=FAINT)
-    axes.set_axisbelow(True)
     links = [run.about["link"]["gbps"] for run in runs.values() if "link" in run.about]  # type: ignore[index]
     paced = f"  ·  bus paced to {links[0]:g} Gbit/s" if links else ""
     axes.set_title(f"Weights from CPU memory{paced}", loc="left", fontsize=TITLE_PT)

@@ -1,0 +1,150 @@
+"""A figure that a notebook shows once, as a PNG; and what several pictures draw alike: stacked
+bars, rows with names, legends, notes."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import BytesIO
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox, ScaledTranslation
+
+from labkit.plot.style import DPI, FAINT, PAPER, SETTINGS, WIDTH_IN
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LEGEND_IN = 0.5  # below the axes: under the tick labels and the unit
+
+
+class Picture(Figure):
+    """A matplotlib Figure that is the value of its cell.
+
+    Once pyplot has been imported, IPython shows any Figure as a PNG; before that, it calls
+    `_repr_png_`.
+    """
+
+    def __init__(self, height_in: float, **options: Any):
+        whole_pixels = round(height_in * DPI)
+        super().__init__(figsize=(WIDTH_IN, whole_pixels / DPI), dpi=DPI, **options)
+        FigureCanvasAgg(self)
+
+    def get_tightbbox(self, *args: Any, **kwargs: Any) -> Bbox:
+        """The whole figure: our margins belong to it, and IPython would cut them off."""
+        return Bbox.from_bounds(0, 0, *self.get_size_inches())
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
+def constrained(figure: Figure | None, height_in: float) -> Figure:
+    """The figure, or a new one of this height, whose layout makes room for labels and legends."""
+    if figure is None:
+        return Picture(height_in, layout="constrained")
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    return figure
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """`draw` in labkit's style, whatever the notebook has set."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
+        with matplotlib.rc_context(SETTINGS):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+@styled
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file, lightly compressed: a slider waits for it."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
+    return file.getvalue()
+
+
+class BarPart(NamedTuple):
+    """One part of every stacked bar."""
+
+    label: str
+    lengths: Sequence[float]
+    colour: str
+    hatch: str = ""
+    edge: str = PAPER
+
+
+def stacked_bars(axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = ()) -> None:
+    """Horizontal bars, the parts of each one after the other, with a legend below. Horizontal, so
+    that there is room for the `names` beside them, however many there are."""
+    base = [0.0] * len(parts[0].lengths)
+    most = max(map(sum, zip(*(part.lengths for part in parts))))
+    for place, part in enumerate(parts):
+        edges = [0.7 if length > 0.005 * most else 0.0 for length in part.lengths]
+        axes.barh(
+            range(len(base)), part.lengths, 0.6, left=base, color=part.colour, label=part.label,
+            hatch=part.hatch, edgecolor=part.edge, linewidth=edges, zorder=2 - place / 100,
+        )  # fmt: skip
+        base = [left + length for left, length in zip(base, part.lengths)]
+    axes.set_xlim(0, most * 1.05 or 1)
+    if names:
+        name_rows(axes, names)
+    legend_below(axes)
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Names beside the bars, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def open_rows(axes: Axes) -> None:
+    """Rows without a line on the left, over vertical grid lines."""
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def legend_below(axes: Axes, columns: int = 1) -> None:
+    """A legend under the axes, aligned with the names of the rows."""
+    below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, axes.figure.dpi_scale_trans)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,
+        handlelength=1.4, ncols=columns,
+    )  # fmt: skip
+
+
+def legend_row(figure: Figure, entries: Iterable[Artist], **options: Any) -> None:
+    """A legend in one row below everything, in a constrained layout."""
+    handles = list(entries)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles) or 1, **options
+    )  # fmt: skip
+
+
+def legend_strip(figure: Figure, entries: Mapping[str, Any]) -> Legend:
+    """A legend at the lower edge of the figure, in one row or two."""
+    inches = sum(0.5 + 0.075 * len(name) for name in entries)
+    rows = 1 if inches < WIDTH_IN else 2
+    return figure.legend(
+        list(entries.values()), list(entries), loc="lower center", ncols=-(-len(entries) // rows),
+        handlelength=1.3, handleheight=0.9, columnspacing=1.5, borderaxespad=0.3,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip
+
+
+def note(
+    axes: Axes, text: str, place: tuple[float, float], offset_pt: tuple[float, float],
+    **options: Any,
+) -> Annotation:  # fmt: skip
+    """A text at an offset from a place on the axes."""
+    return axes.annotate(text, place, offset_pt, textcoords="offset points", **options)

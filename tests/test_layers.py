@@ -1,4 +1,4 @@
-"""Imports run downward only (CONTRIBUTING.md, "Layers").
+"""Imports run downward only (CONTRIBUTING.md, "The house").
 
 The rules are read off the syntax tree, so that an import inside a function, one behind
 `if TYPE_CHECKING:` and `importlib.import_module("labkit.plot")` count like one at the top. The

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit import predict
 from labkit.replaying import bubble, pipeline_programs, pipeline_step_s, pipeline_trace
 from labkit.schedules import (
     SCHEDULES,
@@ -21,33 +20,14 @@ from labkit.schedules import (
     zero_bubble_h2,
 )
 from laws import broken_laws
-from schedule_cases import Case, cases, made
+from schedule_cases import PROMISES, Case, cases, made
 
 UNIT = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
 times = st.integers(1, 40).map(lambda k: k / 8)  # exact in binary
 
 
-def closed_form(case: Case, seconds: dict[str, float]) -> predict.PipelineStep:
-    """`seconds` of whole stages."""
-    name, p, m, v = case
-    forward, backward = seconds["forward"], seconds["backward"]
-    match name:
-        case "naive":
-            return predict.naive(p, m, forward, backward)
-        case "gpipe":
-            return predict.gpipe(p, m, forward, backward)
-        case "1f1b":
-            return predict.one_f_one_b(p, m, forward, backward)
-        case "pipedream":
-            return predict.pipedream(p, m, forward, backward, seconds["update"])
-        case "interleaved":
-            return predict.interleaved(p, m, forward, backward, v)
-    formula = predict.zero_bubble_h1 if name == "zb-h1" else predict.zero_bubble_h2
-    return formula(p, m, forward, seconds["input"], seconds["weight"])
-
-
 def holds(case: Case, seconds: dict[str, float]) -> None:
-    found, form = made(case), closed_form(case, seconds)
+    found, form = made(case), PROMISES[case[0]].step(*case[1:], seconds)
     each = {phase: one_s / case[3] for phase, one_s in seconds.items()}  # of one chunk
     step_s = pipeline_step_s(pipeline_trace(found, each))
     assert step_s == pytest.approx(form.step_s)
@@ -102,25 +82,28 @@ def test_zb_h2_has_no_hole(p: int) -> None:
         assert rank.spans[-1].ended_s == stage + 3 * (2 * p + 3)
 
 
+STEPS_AND_PEAKS = {
+    "naive": (96, 1),
+    "gpipe": (33, 8),
+    "1f1b": (33, 4),
+    "interleaved": (28.5, 5.5),
+    "zb-h1": (27, 4),
+    "zb-h2": (24, 7),
+    "pipedream": (33, 4),
+}
+
+
 def test_each_improves_on_the_one_before() -> None:
     """At 4 stages and 8 micro-batches, F = I = W: what a step takes, and what it holds."""
     found = {}
-    for name in SCHEDULES:
+    for name in STEPS_AND_PEAKS:
         v = 2 if name == "interleaved" else 1
         one = schedule(name, 4, 8, v)
         each = {phase: one_s / v for phase, one_s in UNIT.items()}
         found[name] = (
             pipeline_step_s(pipeline_trace(one, each)), max(peak_in_flight(one)) / v,
         )  # fmt: skip
-    assert found == {
-        "naive": (96, 1),
-        "gpipe": (33, 8),
-        "1f1b": (33, 4),
-        "interleaved": (28.5, 5.5),
-        "zb-h1": (27, 4),
-        "zb-h2": (24, 7),
-        "pipedream": (33, 4),
-    }
+    assert found == STEPS_AND_PEAKS
 
 
 # --- the replay itself ----------------------------------------------------------------------------

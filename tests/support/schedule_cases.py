@@ -1,10 +1,13 @@
 """Schedules for the tests: all there are, at every admissible size up to 8 stages, 32 micro-batches
 and 4 chunks, what each promises to hold, and an oracle that shares nothing with `check`."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from hypothesis import strategies as st
 
+from labkit import predict
 from labkit.schedules import SCHEDULES, Action, Schedule, schedule
 
 Case = tuple[str, int, int, int]  # name, stages p, micro-batches m, chunks v
@@ -25,21 +28,54 @@ def made(case: Case) -> Schedule:
     return schedule(*case)
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What papers and files say of a schedule of p stages, m micro-batches and v chunks.
+
+    peak   (p, m, v, stage) -> micro-batches in flight on a chunk, at the most
+    step   (p, m, v, seconds of each phase) -> the closed form of a step
+    """
+
+    peak: Callable[[int, int, int, int], int]
+    step: Callable[[int, int, int, dict[str, float]], predict.PipelineStep]
+
+
+PROMISES = {
+    "naive": Promise(
+        lambda p, m, v, r: 1,
+        lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"]),
+    ),
+    "gpipe": Promise(
+        lambda p, m, v, r: m,
+        lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"]),
+    ),
+    "1f1b": Promise(
+        lambda p, m, v, r: min(p - r, m),
+        lambda p, m, v, s: predict.one_f_one_b(p, m, s["forward"], s["backward"]),
+    ),
+    "pipedream": Promise(
+        lambda p, m, v, r: min(p - r, m),
+        lambda p, m, v, s: predict.pipedream(p, m, s["forward"], s["backward"], s["update"]),
+    ),
+    "interleaved": Promise(
+        lambda p, m, v, r: min(v * p + p - 1 - 2 * r, v * m),
+        lambda p, m, v, s: predict.interleaved(p, m, s["forward"], s["backward"], v),
+    ),
+    "zb-h1": Promise(
+        lambda p, m, v, r: p,
+        lambda p, m, v, s: predict.zero_bubble_h1(p, m, s["forward"], s["input"], s["weight"]),
+    ),
+    "zb-h2": Promise(
+        lambda p, m, v, r: 2 * p - 1,
+        lambda p, m, v, s: predict.zero_bubble_h2(p, m, s["forward"], s["input"], s["weight"]),
+    ),
+}
+
+
 def promised_peaks(case: Case) -> list[int]:
-    """Of each stage, in micro-batches on a chunk: what the papers and the files promise."""
+    """Of each stage, in micro-batches on a chunk."""
     name, p, m, v = case
-    return [
-        {
-            "naive": 1,
-            "gpipe": m,
-            "1f1b": min(p - r, m),
-            "pipedream": min(p - r, m),
-            "interleaved": min(v * p + p - 1 - 2 * r, v * m),
-            "zb-h1": p,
-            "zb-h2": 2 * p - 1,
-        }[name]
-        for r in range(p)
-    ]
+    return [PROMISES[name].peak(p, m, v, stage) for stage in range(p)]
 
 
 BACK = {"backward", "input"}  # what sends a gradient on

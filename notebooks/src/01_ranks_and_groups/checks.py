@@ -17,7 +17,7 @@ from labkit.course.findings import CheckFailed, brief, equal, fail, kind
 from labkit.course.ranks import WAIT_S, Ran, run
 from labkit.runtime.plain import file_store
 
-from . import scenarios as nodes
+from . import scenarios
 
 ON_RANKS = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE = {"pp": 16, "dp": 8, "tp": 8}
@@ -245,28 +245,28 @@ def _play_batches(comm: Any, student: Student, every: list[list[float]]) -> Any:
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
     """place(rank): the (dp, pp, tp) of each of 12 ranks on 3 nodes; few bytes between nodes."""
-    places = _answers(student, [(rank,) for rank in range(nodes.RANKS)])
+    places = _answers(student, [(rank,) for rank in range(scenarios.RANKS)])
     for rank, found in enumerate(places):
         if not isinstance(found, (list, tuple)) or len(found) != 3:
             fail(f"place({rank}) returned {brief(found)}.", expected="(dp, pp, tp)")
-        if not all(i in range(n) for i, n in zip(found, nodes.SIZES.values())):
+        if not all(i in range(n) for i, n in zip(found, scenarios.SIZES.values())):
             fail(
                 f"place({rank}) is {tuple(found)}, which is outside the mesh.",
-                expected=", ".join(f"{axis} 0 to {n - 1}" for axis, n in nodes.SIZES.items()),
+                expected=", ".join(f"{axis} 0 to {n - 1}" for axis, n in scenarios.SIZES.items()),
             )
     taken = [tuple(found) for found in places]
     for rank, found in enumerate(taken):
         if (first := taken.index(found)) < rank:
             fail(f"ranks {first} and {rank} are both at {found}.", expected="each place once")
-    ran = run(nodes.RANKS, nodes.one_step, taken)
-    crossing = nodes.between_nodes(ran.events)
-    if crossing > nodes.WORST_ALLOWED:
+    ran = run(scenarios.RANKS, scenarios.one_step, taken)
+    crossing = scenarios.between_nodes(ran.events)
+    if crossing > scenarios.WORST_ALLOWED:
         fail(
             f"{crossing:,} bytes cross between nodes.",
-            expected=f"at most {nodes.WORST_ALLOWED:,}",
+            expected=f"at most {scenarios.WORST_ALLOWED:,}",
             hint="Which axis sends most? Its ranks belong into one node.",
         )
     yield "each of the 12 places taken once; a step's messages sent on 12 real ranks"
-    if crossing == nodes.BEST:
+    if crossing == scenarios.BEST:
         yield "none of all 5,775 ways to share the ranks out sends fewer: nobody can do better"
-    yield Score(crossing, nodes.BEST, "bytes between nodes")
+    yield Score(crossing, scenarios.BEST, "bytes between nodes")

@@ -1,4 +1,4 @@
-"""What a sweep has found, as tables for the terminal: the columns of nccl-tests, and the ratios."""
+"""A sweep as tables for the terminal: the columns of nccl-tests, and the ratios."""
 
 from statistics import geometric_mean
 
@@ -13,7 +13,7 @@ TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 
 
 def tables(sweep: Sweep) -> list[Table]:
-    """What nccl-tests prints, one table for each operation and number of ranks, and two columns
+    """As nccl-tests prints it, one table for each operation and number of ranks, and two columns
     more: time over that of the backend's own, busbw over the rate at which memory is copied."""
     backend = markup(sweep.about.get("backend", "backend"))
     shown = []
@@ -53,7 +53,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def _caption(points: list[Point], sweep: Sweep) -> str:
-    """Which time it is, and a summary."""
+    """Which statistic a time is, and a summary."""
     statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
     summary = _summary(points, sweep.about.get("backend", "backend"))
     return "\n".join(filter(None, (statistic, summary)))
@@ -79,23 +79,23 @@ def fit_table(fits: list[Fit]) -> Table:
     )  # fmt: skip
     for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
         table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
-    for one in fits:
+    for fit in fits:
         table.add_row(
-            one.op, str(one.ranks), one.algorithm, f"{one.alpha_s * 1e6:.1f}",
-            f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
+            fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",
+            f"{fit.beta_s_per_byte * 1e9:.3f}", f"{fit.error:.0%}",
         )  # fmt: skip
     return table
 
 
 def doubts(fits: list[Fit]) -> str:
-    """A sentence where a line is so far off that alpha and beta say little; else nothing."""
-    poor = [one for one in fits if one.error > TRUSTED_ERROR]
+    """A warning where a line fits so poorly that alpha and beta say little; else nothing."""
+    poor = [fit for fit in fits if fit.error > TRUSTED_ERROR]
     if not poor:
         return ""
-    worst = max(poor, key=lambda one: one.error)
+    worst = max(poor, key=lambda fit: fit.error)
     return (
         f"{len(poor)} of {len(fits)} lines are off by more than {TRUSTED_ERROR:.0%}, most of all "
         f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks, by {worst.error:.0%}. Do not "
-        "trust their alpha and beta: the machine was busy, or the model is not that of this link. "
+        "trust their alpha and beta: the machine was busy, or the model does not fit this link. "
         "Close other programs and measure with more --turns."
     )

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from labkit import World, bench
-from labkit.bench import data_parallel, harness, pipeline, precision, tensor_parallel
+from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
 from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
 from labkit.cli import app
@@ -253,6 +253,18 @@ def test_a_gpu_times_its_formats() -> None:
     assert {"fp32", "bf16", "fp16"} <= times.seconds.keys()
     assert all(nbytes > 0 for nbytes in times.figures["peak_bytes"].values())
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+# ---- replay
+
+
+@pytest.mark.slow
+def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay.MODELS, "tiny", ("tiny", {}))
+    (times,) = bench.bench_replay(("tiny",), turns=3)
+    assert {len(samples) for samples in times.seconds.values()} == {3}
+    assert 0 < times.ms("computing") < times.ms("replayed") and times.ms("measured") > 0
+    assert replay.table([times]).row_count == 1
 
 
 # ---- the commands

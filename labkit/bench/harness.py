@@ -20,6 +20,7 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import torch
+from rich.box import SIMPLE
 from rich.table import Table
 
 from labkit.foreign import read_file, write_json
@@ -131,7 +132,10 @@ def on_worlds(
 
 def titled(title: str, caption: str, names: Sequence[str], words: Sequence[str]) -> Table:
     """An empty table with these columns; those of `words` are aligned to the left."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
+    )  # fmt: skip
     for name in names:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
     return table

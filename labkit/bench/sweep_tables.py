@@ -2,9 +2,9 @@
 
 from statistics import geometric_mean
 
-from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.foreign import markup
 from labkit.sweeps.alpha_beta import Fit
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
@@ -18,17 +18,12 @@ def tables(sweep: Sweep) -> list[Table]:
     backend = markup(sweep.about.get("backend", "backend"))
     shown = []
     for op, n, points in sweep.tables():
-        table = Table(
-            title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=markup(_caption(points, sweep)), box=SIMPLE, pad_edge=False, show_edge=False,
-            padding=(0, 1, 0, 0), title_justify="left", caption_justify="left",
+        words = ("type", "redop", "root", "algorithm")
+        times = ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy")
+        table = titled(
+            f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
+            markup(_caption(points, sweep)), ("size, B", "count", *words, *times), words,
         )  # fmt: skip
-        for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
-            table.add_column(
-                name, justify="right" if name in ("size, B", "count") else "left", no_wrap=True
-            )
-        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy"):
-            table.add_column(name, justify="right")
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
                 *map(markup, _cells(point)), end_section=point.size_bytes != after.size_bytes,
@@ -73,12 +68,8 @@ def _summary(points: list[Point], backend: str) -> str:
 
 def fit_table(fits: list[Fit]) -> Table:
     """alpha and beta of each algorithm, and how far the line is off."""
-    table = Table(
-        title="time = steps x alpha + bytes x beta",
-        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", show_edge=False,
-    )  # fmt: skip
-    for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
-        table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
+    names = ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error")
+    table = titled("time = steps x alpha + bytes x beta", "", names, ("operation", "algorithm"))
     for fit in fits:
         table.add_row(
             fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",

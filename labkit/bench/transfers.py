@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.foreign import read_file, write_json
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Measured, measure, rates_of
@@ -96,17 +96,14 @@ def bench_transfers(
 def table(times: TransferTimes) -> Table:
     """A row for each way, the fastest of its ends and dtypes bold."""
     numel, rates = times.measured[0].numel, times.rates
-    shown = Table(
-        title=f"{4 * numel / 1e6:g} MB of fp32 from memory to memory, ms: {times.about['device']}, "
-        f"torch {times.about['torch']}, {times.about['date']}",
-        caption="limit: the bytes sent over the rate that the bus reaches. returned: when the "
-        f"program goes on. paced: a bus of {times.about['paced_gbps']:g} Gbit/s, modelled.",
-        title_justify="left", caption_justify="left", box=SIMPLE, pad_edge=False,
-        padding=(0, 1, 0, 0), show_edge=False,
-    )  # fmt: skip
     words = ("from → to", "as", "cast", "memory", "call")
-    for name in (*words, "bus, MB", "limit", "predicted", "measured", "ratio", "returned"):
-        shown.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    shown = titled(
+        f"{4 * numel / 1e6:g} MB of fp32 from memory to memory, ms: {times.about['device']}, "
+        f"torch {times.about['torch']}, {times.about['date']}",
+        "limit: the bytes sent over the rate that the bus reaches. returned: when the "
+        f"program goes on. paced: a bus of {times.about['paced_gbps']:g} Gbit/s, modelled.",
+        (*words, "bus, MB", "limit", "predicted", "measured", "ratio", "returned"), words,
+    )  # fmt: skip
     fastest = fastest_of(times.measured)
     for row, after in zip(times.measured, [*times.measured[1:], times.measured[-1]]):
         way = row.way

@@ -38,7 +38,7 @@ from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
 
 def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
     def events() -> list[tuple[str, int, int, int]]:
-        comm, found = Comm(), []
+        comm, rows = Comm(), []
         for op in OPS:
             buffers = Buffers(op, comm.rank, comm.size, 8, torch.float32, torch.device("cpu"))
             buffers.zero()
@@ -47,8 +47,8 @@ def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> N
             ops = ["send", "recv"] if op == "there_and_back" else [op]
             assert sorted(event.op for event in heard) == sorted(ops)
             bus_bytes = sum(event.bus_bytes for event in heard)
-            found.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
-        return found
+            rows.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
+        return rows
 
     for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
         assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
@@ -114,20 +114,20 @@ def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])
 def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: str) -> None:
     def wrongs() -> dict[tuple[str, str], int]:
-        comm, found = Comm(), {}
+        comm, counts = Comm(), {}
         for op in OPS:
             buffers = Buffers(
                 op, comm.rank, comm.size, 33, getattr(torch, dtype), torch.device("cpu")
             )
-            for door in (comm, NativeCalls(comm.group)):
+            for calls in (comm, NativeCalls(comm.group)):
                 buffers.fill()
-                call(door, buffers, "product", "")
-                kind = type(door).__name__
-                found[op, kind] = buffers.wrong(expected(buffers, "product"))
-        return found
+                call(calls, buffers, "product", "")
+                kind = type(calls).__name__
+                counts[op, kind] = buffers.wrong(expected(buffers, "product"))
+        return counts
 
-    for found in world2.run(wrongs):
-        assert set(found.values()) == {0} and len(found) == 2 * len(OPS), found
+    for counts in world2.run(wrongs):
+        assert set(counts.values()) == {0} and len(counts) == 2 * len(OPS), counts
 
 
 def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
@@ -147,12 +147,12 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
 
     case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
-    for rank, found in enumerate(world2.run(timed, case)):
+    for rank, timed_by in enumerate(world2.run(timed, case)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
-        assert found["ring"].wrong == (alone != both).sum() > 500
-        assert found["tree"].wrong == found[DEFAULT].wrong == found[""].wrong == 0
-        assert found[DEFAULT].chosen == chosen and found["tree"].chosen == "tree"
-        assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in found.values())
+        assert timed_by["ring"].wrong == (alone != both).sum() > 500
+        assert timed_by["tree"].wrong == timed_by[DEFAULT].wrong == timed_by[""].wrong == 0
+        assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
+        assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
     unchecked = world2.run(_on_rank, replace(case, check=False))
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
@@ -198,31 +198,31 @@ def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPat
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
     points = modelled("all_gather", 2, "ring", 1e-5, 1e-9)
-    (told,) = sweep_tables.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
-    assert told.caption == f"time: {collectives.STATISTIC}"
-    (untold,) = sweep_tables.tables(Sweep(points, ABOUT))  # of an older labkit
-    assert untold.caption == ""
+    (table,) = sweep_tables.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
+    assert table.caption == f"time: {collectives.STATISTIC}"
+    (older,) = sweep_tables.tables(Sweep(points, ABOUT))  # of an older labkit
+    assert older.caption == ""
 
 
 def test_a_sweep_on_two_ranks_has_a_line_for_everything_and_comes_back(tmp_path: Path) -> None:
-    found = bench.bench_collectives([256, 1024], ["all_reduce", "gather"], [2], turns=1)
-    kinds = {(point.op, point.size_bytes, point.algorithm, point.own) for point in found.points}
+    swept = bench.bench_collectives([256, 1024], ["all_reduce", "gather"], [2], turns=1)
+    kinds = {(point.op, point.size_bytes, point.algorithm, point.own) for point in swept.points}
     names = {"all_reduce": [*ALGORITHMS["all_reduce"]], "gather": ["flat", "tree"]}
     names["all_reduce"].remove("hierarchical")
     assert kinds == {
         (op, size, name, name == "gloo")
         for op in names for size in (256, 1024) for name in (DEFAULT, "gloo", *names[op])
     }  # fmt: skip
-    for point in found.points:
-        (own,) = (o for o in found.of(point.op, 2, "gloo") if o.size_bytes == point.size_bytes)
+    for point in swept.points:
+        (own,) = (o for o in swept.of(point.op, 2, "gloo") if o.size_bytes == point.size_bytes)
         assert point.time_s > 0 and point.wrong == 0 and own.ratio == 1
         assert point.copy_s == own.copy_s > 0
         assert point.ratio == pytest.approx(point.time_s / own.time_s)
         assert point.root == (0 if point.op == "gather" else None)
         assert point.redop == ("sum" if point.op in REDUCING else "")
-    assert [table.row_count for table in sweep_tables.tables(found)] == [16, 8]
-    assert read_sweep(found.save(tmp_path / "new" / "sweep.json")) == found
-    assert found.about["backend"] == "gloo" and found.about["table"] == table_note()
+    assert [table.row_count for table in sweep_tables.tables(swept)] == [16, 8]
+    assert read_sweep(swept.save(tmp_path / "new" / "sweep.json")) == swept
+    assert swept.about["backend"] == "gloo" and swept.about["table"] == table_note()
 
 
 def test_algorithms_that_cannot_serve_are_left_out() -> None:
@@ -326,9 +326,9 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     path = tmp_path / "table.json"
     path.write_text(text)
     monkeypatch.setenv("LABKIT_TABLE", str(path))
-    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as told:
+    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as refused:
         Chooser(2)
-    assert says in str(told.value) and str(path) in str(told.value)
+    assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)
     monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
     with pytest.raises(ValueError, match="missing.json is no table of algorithms: .*No such file"):

@@ -64,14 +64,14 @@ def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
 )
 def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
     for n in (2, 3, 4):
-        found = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
-        assert (found.op, found.ranks, found.algorithm) == (op, n, algorithm)
-        assert found.alpha_s == pytest.approx(50e-6)
-        assert found.beta_s_per_byte == pytest.approx(0.8e-9)
-        assert found.error < 1e-9
+        fitted = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
+        assert (fitted.op, fitted.ranks, fitted.algorithm) == (op, n, algorithm)
+        assert fitted.alpha_s == pytest.approx(50e-6)
+        assert fitted.beta_s_per_byte == pytest.approx(0.8e-9)
+        assert fitted.error < 1e-9
         for point in modelled(op, n, algorithm, 50e-6, 0.8e-9):
-            assert found.seconds(point.size_bytes) == pytest.approx(point.time_s)
-            busbw = found.busbw_bytes_per_s(point.size_bytes)
+            assert fitted.seconds(point.size_bytes) == pytest.approx(point.time_s)
+            busbw = fitted.busbw_bytes_per_s(point.size_bytes)
             assert busbw == pytest.approx(point.busbw_bytes_per_s)
 
 
@@ -79,10 +79,10 @@ def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported() -> None:
     drawn = np.random.default_rng(0)
     exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
     noisy = [replace(p, time_s=p.time_s * drawn.uniform(0.9, 1.1)) for p in exact * 5]
-    found = alpha_beta.fit(noisy)
-    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
-    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
-    assert 0.03 < found.error < 0.08  # a uniform tenth has a root mean square of 0.058
+    fitted = alpha_beta.fit(noisy)
+    assert fitted.alpha_s == pytest.approx(50e-6, rel=0.05)
+    assert fitted.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
+    assert 0.03 < fitted.error < 0.08  # a uniform tenth has a root mean square of 0.058
 
 
 def test_large_noise_does_not_pull_the_fit_down() -> None:
@@ -91,17 +91,17 @@ def test_large_noise_does_not_pull_the_fit_down() -> None:
     drawn = np.random.default_rng(0)
     exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
     noisy = [replace(p, time_s=p.time_s * drawn.lognormal(0, 0.4)) for p in exact * 400]
-    found = alpha_beta.fit(noisy)
-    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
-    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
-    assert found.error == pytest.approx(0.4, rel=0.05)
+    fitted = alpha_beta.fit(noisy)
+    assert fitted.alpha_s == pytest.approx(50e-6, rel=0.05)
+    assert fitted.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
+    assert fitted.error == pytest.approx(0.4, rel=0.05)
 
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
     """Absolute least squares would give all to the largest, which is half too slow here."""
     exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
-    found = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
-    assert found.alpha_s == pytest.approx(100e-6, rel=0.1)
+    fitted = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
+    assert fitted.alpha_s == pytest.approx(100e-6, rel=0.1)
 
 
 def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
@@ -162,15 +162,15 @@ def pictured() -> Sweep:
 
 
 def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> None:
-    found = pictured()
-    figure = plot.bandwidth(found.save(tmp_path / "sweep.json"))
+    made_up = pictured()
+    figure = plot.bandwidth(made_up.save(tmp_path / "sweep.json"))
     axes = figure.axes[0]
     solid = {line.get_label().split(":")[0]: line for line in axes.lines if len(line.get_xdata())
              == len(SIZES)}  # fmt: skip
     assert solid.keys() == {
         "ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT
     }  # fmt: skip
-    for point in found.of("all_reduce", 4):
+    for point in made_up.of("all_reduce", 4):
         line = solid["gloo's own" if point.own else point.algorithm]
         at = list(line.get_xdata()).index(point.size_bytes)
         assert line.get_ydata()[at] == pytest.approx(point.busbw_bytes_per_s / 1e9)
@@ -182,7 +182,7 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
             assert fitted.get_ydata()[end] == pytest.approx(line.get_ydata()[end])
     assert axes.get_xscale() == "log"
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-    ours = [one for one in alpha_beta.fit_sweep(found) if one.op == "all_reduce"][:3]
+    ours = [fit for fit in alpha_beta.fit_sweep(made_up) if fit.op == "all_reduce"][:3]
     assert marks == [x for x, _, _ in alpha_beta.crossovers(ours, SIZES[0], SIZES[-1])] and marks
     assert_readable(figure)
     assert "all_gather on 2 ranks: busbw = 0.5 algbw" in words(figure)

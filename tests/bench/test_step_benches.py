@@ -24,16 +24,20 @@ SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
 # ---- the harness
 
 
-def test_cases_take_turns_each_in_another_order() -> None:
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
     calls: list[str] = []
 
     def case(name: str) -> float:
         calls.append(name)
         return len(calls)
 
-    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20)
+    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20, "", shuffled)
     turns = ["".join(calls[i : i + 4]) for i in range(0, 80, 4)]
-    assert {"".join(sorted(turn)) for turn in turns} == {"abcd"} and len(set(turns)) > 10
+    assert {"".join(sorted(turn)) for turn in turns} == {"abcd"}
+    assert (
+        len(set(turns)) > 10 if shuffled else turns[:5] == ["abcd", "bcda", "cdab", "dabc", "abcd"]
+    )
     assert sorted(x for column in samples.values() for x in column) == list(range(1, 81))
     assert samples["c"][0] == turns[0].index("c") + 1
 

@@ -1,8 +1,8 @@
-"""A table for the chooser of algorithms, from what was measured on the present link.
+"""A table for the chooser, from what was measured on the present link.
 
-At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less: a
-smaller difference is noise, and among equals the fewest steps decide. labkit/comm/chooser.py reads
-the table that LABKIT_TABLE names. Operations that were not measured keep labkit's own rows.
+At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less:
+what differs by less is noise, and there the fewer steps decide. labkit/comm/chooser.py reads the
+table where LABKIT_TABLE names its file. Operations that were not measured keep labkit's own rows.
 """
 
 import json

@@ -20,9 +20,9 @@ from labkit.runtime.transports.chooser import names, stored_table
 from labkit.sweeps.alpha_beta import cost_of, fit_sweep
 from labkit.sweeps.sweep import Point, Sweep
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # that have a choice
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # with a choice
 RANKS = (2, 3, 4)
-BETTER = 0.9  # of the time of the one before: less than this is worth a change
+BETTER = 0.9  # of the time so far: below this a change is worth it
 
 Times = dict[int, dict[str, float]]  # bytes -> algorithm -> seconds
 
@@ -35,7 +35,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
         raise ValueError("only over gloo labkit chooses its algorithms; NCCL has its own tables")
     if sweep.about.get("transport") == "shm":
         raise ValueError(
-            "ranks that share memory ask no table, and these times are of such ranks; measure "
+            "ranks that share memory use no table, and these times are of such ranks; measure "
             'with transport="gloo", as labkit bench collectives --fit does'
         )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -44,13 +44,13 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
             fitted.setdefault(op, {})[str(ranks)] = _rows(op, ranks, _times(op, points))
     if not fitted:
         raise ValueError(f"nothing to choose: measure at least one of {', '.join(OPS)}")
-    fits = [asdict(one) for one in fit_sweep(sweep) if one.op in OPS]
+    fits = [asdict(fit) for fit in fit_sweep(sweep) if fit.op in OPS]
     own = {collective: stored_table()[collective] for collective in ALGORITHMS}
     return {"source": _source(sweep, list(fitted)), **own, **fitted, "fits": fits}
 
 
 def write_table(sweep: Sweep, path: str | Path) -> Path:
-    """Write the table of `sweep`, in one piece: whoever reads meanwhile has the old or the new."""
+    """Write the table of `sweep`, atomically: a reader gets the old one or the new."""
     path, table = Path(path), table_of(sweep)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
@@ -65,7 +65,7 @@ def user_table() -> Path:
 
 
 def _times(op: str, points: Sequence[Point]) -> Times:
-    """Of what the chooser may take: no default, and of the backend's own only what it knows."""
+    """Of the algorithms that the chooser may take: not the default."""
     times: Times = {}
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
@@ -74,7 +74,7 @@ def _times(op: str, points: Sequence[Point]) -> Times:
 
 
 def _rows(op: str, ranks: int, times: Times) -> list[dict[str, Any]]:
-    """From the smallest size up: which algorithm from which size on."""
+    """Which algorithm from which size on."""
     rows: list[tuple[int, str]] = []
     for nbytes, seconds in sorted(times.items()):
         fastest = min(seconds, key=seconds.__getitem__)
@@ -84,29 +84,29 @@ def _rows(op: str, ranks: int, times: Times) -> list[dict[str, Any]]:
         elif seconds[fastest] < BETTER * seconds[rows[-1][1]]:
             rows.append((nbytes, fastest))
     limits = [from_bytes for from_bytes, _ in rows[1:]] + [max(times) + 1]
-    found = []
+    table = []
     for (from_bytes, name), limit in zip(rows, limits):
         row: dict[str, Any] = {"from_bytes": from_bytes, "algorithm": name}
-        if not _serves_all(op, name):
+        if not _supports_all(op, name):
             within = [times[nbytes] for nbytes in times if from_bytes <= nbytes < limit]
-            row["otherwise"] = _fastest_that_serves_all(op, within)
-        found.append(row)
-    return found
+            row["otherwise"] = _fastest_fallback(op, within)
+        table.append(row)
+    return table
 
 
-def _serves_all(op: str, name: str) -> bool:
+def _supports_all(op: str, name: str) -> bool:
     return name in ALGORITHMS[op] and (op, name) not in POWERS_OF_TWO_ONLY
 
 
-def _fastest_that_serves_all(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """By the mean time relative to the fastest, over several sizes."""
-    measured = [name for name in seconds[0] if _serves_all(op, name)]
+def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
+    """By the mean over several sizes of the time relative to the fastest."""
+    measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(
             f"{op}: for a table, measure an algorithm that serves every call as well: one of "
-            f"{', '.join(name for name in ALGORITHMS[op] if _serves_all(op, name))}"
+            f"{', '.join(name for name in ALGORITHMS[op] if _supports_all(op, name))}"
         )
-    return min(measured, key=lambda name: sum(one[name] / min(one.values()) for one in seconds))
+    return min(measured, key=lambda name: sum(of[name] / min(of.values()) for of in seconds))
 
 
 def _source(sweep: Sweep, ops: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ def _on_rank(case: Case) -> dict[str, Timed]:
         blocking = partial(_then, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
         turn_of[name] = partial(seconds_of, blocking, repeats, comm.barrier)
-    seconds = take_turns(turn_of, case.turns)
+    seconds = take_turns(turn_of, case.turns, shuffled=True)
     return {name: Timed(chosen.get(name, ""), seconds[name], wrong.get(name)) for name in calls}
 
 

@@ -1,8 +1,8 @@
 """The harness of the benches: cases take turns, and a ratio is taken turn by turn.
 
-    turn 1   ddp, torch DDP, zero-1, ...     each turn in another order, the same on all ranks: a
-    turn 2   zero-1, torch DDP, ddp, ...     machine that slows down slows all cases, and what a
-    turn 3   ...                             case leaves behind meets another one next time
+    turn 1   ddp, torch DDP, zero-1     each turn begins with another case: a machine that slows
+    turn 2   torch DDP, zero-1, ddp     down slows all of them
+    turn 3   zero-1, ddp, torch DDP
 
 `take_turns` runs them on ranks that are kept, `StepTimes` holds the samples of one configuration
 and its contests, `contest_table` prints several, `save` and `read` keep them as JSON.
@@ -20,6 +20,7 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import torch
+from rich.box import SIMPLE
 from rich.table import Table
 
 from labkit.foreign import read_file, write_json
@@ -68,12 +69,15 @@ class StepTimes:
 
 
 def take_turns(
-    cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = ""
+    cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
-    """Call each case once a turn; its results, one a turn. A label gives a progress bar."""
-    samples: dict[str, list[Samples]] = {name: [] for name in cases}
+    """Call each case once a turn; its results, one a turn. A label gives a progress bar. `shuffled`
+    (alike on all ranks): no case always follows the same one, and finds its data in the caches."""
+    names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
-        for name in Random(turn).sample(list(cases), len(cases)):
+        first = turn % len(names)
+        order = [*names[first:], *names[:first]]
+        for name in Random(turn).sample(names, len(names)) if shuffled else order:
             samples[name].append(cases[name]())
     return samples
 
@@ -131,7 +135,10 @@ def on_worlds(
 
 def titled(title: str, caption: str, names: Sequence[str], words: Sequence[str]) -> Table:
     """An empty table with these columns; those of `words` are aligned to the left."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
+    )  # fmt: skip
     for name in names:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
     return table

@@ -1,19 +1,19 @@
 """Is the replay right? A step of DDP over a modelled wire, predicted and measured.
 
-Two worlds take turns. In one nothing slows the wires: what it records is how long this machine
+Two worlds take turns. In one nothing slows the wires: its recording says how long this machine
 computes, and how long it takes to move each tensor. A replay gives its steps the wires of a `Link`;
 in the other world the ranks train over that `Link` themselves. Prediction and measurement are
 compared turn by turn.
 """
 
-import time
-from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 from rich.table import Table
 
 from labkit.bench.data_parallel import stepper
+from labkit.bench.harness import StepTimes, seconds_of, take_turns, titled
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Link
 from labkit.events import CommEvent
@@ -21,7 +21,6 @@ from labkit.parallel import DDP
 from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.replays import replay
 from labkit.runtime.attach import attach
-from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 from labkit.trace import Trace
 from labkit.trace.recording import record
@@ -35,23 +34,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is chang
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds of a step, medians over the turns, and the ratio of the same turns."""
-
-    ranks: int
-    model: str
-    computing_s: float  # without any communication
-    predicted_s: float
-    measured_s: float
-    ratio: float  # predicted / measured
-    low: float  # its quartiles
-    high: float
-
-
 def wires_of(link: Link, ranks: int) -> Cluster:
-    """One node whose ranks are joined by such links. Of computing it says nothing: its device is
-    for replays of measured computing."""
+    """One node whose ranks are joined by such links. Its device has no rates: it is for replays of
+    measured computing."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
@@ -59,19 +44,19 @@ def wires_of(link: Link, ranks: int) -> Cluster:
 
 class AfterTheWire(Costs):
     """A modelled wire holds messages back; then the machine really moves them. So an operation
-    takes what the wire takes, and what it took in a run without that wire: from when the last
-    rank began, for whom the others waited, until it was over, in the mean of the ranks."""
+    takes the wire's time, and its time in a run without that wire: from when the last rank began,
+    for which the others waited, until it ended, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
-        self._own_s = {
+        self._moving_s = {
             key: mean(x.ended_s for x in ranks.values()) - max(x.began_s for x in ranks.values())
             for key, ranks in trace.collectives().items()
         }
 
     def sending(self, event: CommEvent) -> Sending:
         on_wire = super().sending(event)
-        return on_wire._replace(seconds=on_wire.seconds + self._own_s[event.group, event.seq])
+        return on_wire._replace(seconds=on_wire.seconds + self._moving_s[event.group, event.seq])
 
 
 def _begin(preset: str, changes: dict[str, Any]) -> None:
@@ -82,67 +67,62 @@ def _begin(preset: str, changes: dict[str, Any]) -> None:
         me.state.step()
 
 
-def _steps() -> float:
+def _turn_s() -> float:
     """On a rank: seconds of a step."""
     me = attach()
-    me.comm.barrier()
-    began_s = time.perf_counter()
-    for _ in range(STEPS):
-        me.state.step()
-    me.comm.barrier()
-    return (time.perf_counter() - began_s) / STEPS
+    return seconds_of(me.state.step, STEPS, me.comm.barrier, me.comm.barrier)
 
 
 def _step_s(trace: Trace) -> float:
-    """Seconds of each of the STEPS, the mean of the ranks; with the barrier after the last, which
-    is recorded as the beginning of one step more."""
-    return mean(
-        (one.steps[-1].ended_s - one.steps[0].began_s) / STEPS for one in trace.ranks.values()
-    )
+    """Seconds of a step, the mean of the ranks; with the barrier after the last, which is recorded
+    as the beginning of another step."""
+    ranks = trace.ranks.values()
+    return mean((x.steps[-1].ended_s - x.steps[0].began_s) / STEPS for x in ranks)
+
+
+def _replayed(world: World) -> tuple[float, float]:
+    """Seconds of a step of this world without any communication, and over the wires of `LINK`."""
+    with record() as trace:
+        world.run(_turn_s)
+    without, wires = (wires_of(link, world.size) for link in (NO_WIRE, LINK))
+    predicted = replay(trace, AfterTheWire(wires, trace), "measured")
+    return _step_s(replay(trace, without, "measured")), _step_s(predicted)
 
 
 def bench_replay(
     models: tuple[str, ...] = tuple(MODELS), ranks: int = 2, turns: int = 10
-) -> list[Prediction]:
-    """Predict and measure, for each model."""
-    found = []
+) -> list[StepTimes]:
+    """Predict and measure each model; the cases are "computing", "replayed" and "measured"."""
+    measured = []
     with (
         World(ranks, link=NO_WIRE, check=False) as fast,
         World(ranks, link=LINK, check=False) as paced,
     ):
-        wires, none = wires_of(LINK, ranks), wires_of(NO_WIRE, ranks)
+        cases: dict[str, Callable[[], Any]] = {
+            "replayed": lambda: _replayed(fast),
+            "measured": lambda: paced.run(_turn_s)[0],
+        }
         for model in models:
-            fast.run(_begin, *MODELS[model])
-            paced.run(_begin, *MODELS[model])
-            told: list[tuple[float, float, float]] = []
-            for _ in progress(range(turns), f"{model} on {ranks} ranks"):
-                with record() as trace:
-                    fast.run(_steps)
-                computing_s = _step_s(replay(trace, none, "measured"))
-                predicted_s = _step_s(replay(trace, AfterTheWire(wires, trace), "measured"))
-                told.append((computing_s, predicted_s, paced.run(_steps)[0]))
-            computing_s, predicted_s, measured_s = (median(column) for column in zip(*told))
-            low, middle, high = quantiles([x[1] / x[2] for x in told], n=4)
-            found.append(
-                Prediction(ranks, model, computing_s, predicted_s, measured_s, middle, low, high)
-            )
-    return found
+            for world in (fast, paced):
+                world.run(_begin, *MODELS[model])
+            seconds = take_turns(cases, turns, f"{model} on {ranks} ranks")
+            computing, replayed = map(list, zip(*seconds["replayed"]))
+            seconds |= {"computing": computing, "replayed": replayed}
+            measured.append(StepTimes({"ranks": ranks, "model": model}, seconds))
+    return measured
 
 
-def table(found: list[Prediction]) -> Table:
-    """What `bench_replay` found."""
-    shown = Table(
-        title=f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a "
-        "run without it, and measured (aim: 0.9 to 1.1)",
-        title_justify="left",
-    )
-    for name in ("model", "ranks", "computing, ms", "replayed, ms", "measured, ms"):
-        shown.add_column(name, justify="right")
-    shown.add_column("replayed / measured", justify="right")
-    shown.add_column("quartiles", justify="right")
-    for one in found:
-        times = (one.computing_s, one.predicted_s, one.measured_s)
-        quartiles = f"{one.low:.2f} to {one.high:.2f}"
-        ms = [f"{seconds * 1e3:.1f}" for seconds in times]
-        shown.add_row(one.model, str(one.ranks), *ms, f"{one.ratio:.2f}", quartiles)
+def table(measured: list[StepTimes]) -> Table:
+    """A row for each model: its times, and how near the replay comes."""
+    names = ("model", "ranks", "computing, ms", "replayed, ms", "measured, ms")
+    shown = titled(
+        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
+        "without it, and measured (aim: 0.9 to 1.1)",
+        "", (*names, "replayed / measured", "quartiles"), (),
+    )  # fmt: skip
+    for times in measured:
+        low, middle, high = times.ratio("replayed", "measured")
+        ms = [f"{times.ms(case):.1f}" for case in ("computing", "replayed", "measured")]
+        about = times.about["model"], str(times.about["ranks"])
+        shown.add_row(*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
     return shown

@@ -1,10 +1,10 @@
-"""What a sweep has found, as tables for the terminal: the columns of nccl-tests, and the ratios."""
+"""A sweep as tables for the terminal: the columns of nccl-tests, and the ratios."""
 
 from statistics import geometric_mean
 
-from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.foreign import markup
 from labkit.sweeps.alpha_beta import Fit
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
@@ -13,22 +13,17 @@ TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 
 
 def tables(sweep: Sweep) -> list[Table]:
-    """What nccl-tests prints, one table for each operation and number of ranks, and two columns
+    """As nccl-tests prints it, one table for each operation and number of ranks, and two columns
     more: time over that of the backend's own, busbw over the rate at which memory is copied."""
     backend = markup(sweep.about.get("backend", "backend"))
     shown = []
     for op, n, points in sweep.tables():
-        table = Table(
-            title=f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            caption=markup(_caption(points, sweep)), box=SIMPLE, pad_edge=False, show_edge=False,
-            padding=(0, 1, 0, 0), title_justify="left", caption_justify="left",
+        words = ("type", "redop", "root", "algorithm")
+        times = ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy")
+        table = titled(
+            f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
+            markup(_caption(points, sweep)), ("size, B", "count", *words, *times), words,
         )  # fmt: skip
-        for name in ("size, B", "count", "type", "redop", "root", "algorithm"):
-            table.add_column(
-                name, justify="right" if name in ("size, B", "count") else "left", no_wrap=True
-            )
-        for name in ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy"):
-            table.add_column(name, justify="right")
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
                 *map(markup, _cells(point)), end_section=point.size_bytes != after.size_bytes,
@@ -53,7 +48,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def _caption(points: list[Point], sweep: Sweep) -> str:
-    """Which time it is, and a summary."""
+    """Which statistic a time is, and a summary."""
     statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
     summary = _summary(points, sweep.about.get("backend", "backend"))
     return "\n".join(filter(None, (statistic, summary)))
@@ -73,29 +68,25 @@ def _summary(points: list[Point], backend: str) -> str:
 
 def fit_table(fits: list[Fit]) -> Table:
     """alpha and beta of each algorithm, and how far the line is off."""
-    table = Table(
-        title="time = steps x alpha + bytes x beta",
-        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left", show_edge=False,
-    )  # fmt: skip
-    for name in ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error"):
-        table.add_column(name, justify="left" if name in ("operation", "algorithm") else "right")
-    for one in fits:
+    names = ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error")
+    table = titled("time = steps x alpha + bytes x beta", "", names, ("operation", "algorithm"))
+    for fit in fits:
         table.add_row(
-            one.op, str(one.ranks), one.algorithm, f"{one.alpha_s * 1e6:.1f}",
-            f"{one.beta_s_per_byte * 1e9:.3f}", f"{one.error:.0%}",
+            fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",
+            f"{fit.beta_s_per_byte * 1e9:.3f}", f"{fit.error:.0%}",
         )  # fmt: skip
     return table
 
 
 def doubts(fits: list[Fit]) -> str:
-    """A sentence where a line is so far off that alpha and beta say little; else nothing."""
-    poor = [one for one in fits if one.error > TRUSTED_ERROR]
+    """A warning where a line fits so poorly that alpha and beta say little; else nothing."""
+    poor = [fit for fit in fits if fit.error > TRUSTED_ERROR]
     if not poor:
         return ""
-    worst = max(poor, key=lambda one: one.error)
+    worst = max(poor, key=lambda fit: fit.error)
     return (
         f"{len(poor)} of {len(fits)} lines are off by more than {TRUSTED_ERROR:.0%}, most of all "
         f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks, by {worst.error:.0%}. Do not "
-        "trust their alpha and beta: the machine was busy, or the model is not that of this link. "
+        "trust their alpha and beta: the machine was busy, or the model does not fit this link. "
         "Close other programs and measure with more --turns."
     )

@@ -1,8 +1,8 @@
-"""Ways to move a tensor between the memories of this machine, timed beside each other and beside
-what their bytes predict; over a paced bus, too, which stands for PCIe where there is no GPU.
+"""Ways to move a tensor between the memories of this machine, timed side by side and compared with
+what their bytes predict; also over a paced bus, which stands for PCIe where there is no GPU.
 
-`labkit bench transfers --save FILE` keeps what was measured, with device, versions and date, for
-machines that have no such device: lab 12 draws the files in labkit/bench/results beside its own.
+`labkit bench transfers --save FILE` keeps the times, with device, versions and date, for machines
+that have no such device: lab 12 draws the files in labkit/bench/results beside its own.
 """
 
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.foreign import read_file, write_json
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Measured, measure, rates_of
@@ -28,23 +28,23 @@ DTYPES = {short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """What was measured, and on what: `about` has device, cores, torch, date and the paced bus."""
+    """The measured times; `about` has device, cores, torch, date and the paced bus."""
 
     about: dict[str, Any]
     measured: list[Measured]
 
     @property
     def rates(self) -> Rates:
-        """Of each memory and bus, from the ways that have one part only."""
+        """Of each memory and bus, from the ways with a single part."""
         return rates_of(self.measured, self.about["paced_gbps"])
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it as JSON."""
-        rows = []
-        for one in self.measured:
-            way = one.way
-            its = {**vars(way), "dtype": short(way.dtype), "to": short(way.to)}
-            rows.append({**its, "done_s": one.done_s, "returned_s": one.returned_s})
+        """Write everything as JSON."""
+        rows = [
+            {**vars(x.way), "dtype": short(x.way.dtype), "to": short(x.way.to)}
+            | {"done_s": x.done_s, "returned_s": x.returned_s}
+            for x in self.measured
+        ]
         contents = {"about": self.about, "numel": self.measured[0].numel, "measured": rows}
         return write_json(path, contents)
 
@@ -52,31 +52,26 @@ class TransferTimes:
 def read_transfers(path: str | Path) -> TransferTimes:
     """What `TransferTimes.save` has written. Raises ValueError for another file."""
     try:
-        found = json.loads(read_file(path))
+        contents = json.loads(read_file(path))
         measured = []
-        for row in found["measured"]:
+        for row in contents["measured"]:
             times = {name: row.pop(name) for name in ("done_s", "returned_s")}
             way = Transfer(**row | {name: DTYPES[row[name]] for name in ("dtype", "to")})
-            measured.append(Measured(way, found["numel"], **times))
-        return TransferTimes(found["about"], measured)
+            measured.append(Measured(way, contents["numel"], **times))
+        return TransferTimes(contents["about"], measured)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is no file of `labkit bench transfers --save`: {error!r}"
         ) from None
 
 
-def stored_transfers(folder: Path = RESULTS) -> list[TransferTimes]:
-    """Those that labkit brings along, measured on other machines; none if there are none."""
-    return [read_transfers(path) for path in sorted(folder.glob("transfers-*.json"))]
-
-
 def bench_transfers(
     mb: float = 64.0, gbps: float = 16.0, turns: int = 9, to: str = "fp16"
 ) -> TransferTimes:
-    """Time `mb` megabytes (1e6 bytes) of fp32 on every way that this machine can do, to fp32 and
-    to the dtype `to`; over a paced bus of `gbps` gigabits per second, or none where that is 0.
+    """Time `mb` megabytes (1e6 bytes) of fp32 on every way that this machine has, to fp32 and to
+    the dtype `to`; over a paced bus of `gbps` gigabits per second, or none where that is 0.
 
-    Raises ValueError for sizes that cannot be.
+    Raises ValueError for impossible sizes.
     """
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
         raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give 4000 MB or less, and turns")
@@ -85,13 +80,8 @@ def bench_transfers(
         raise ValueError(f"to={to!r}: choose fp16 or bf16")
     bus = Bus(gbps) if gbps else None
     measured = measure(ways(bus, DTYPES[to]), numel, bus, turns)
-    return TransferTimes(about_here(gbps, turns), measured)
-
-
-def about_here(gbps: float, turns: int) -> dict[str, Any]:
-    """What a result is worth nothing without; no name of a host."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return {
+    about = {
         "device": gpu or f"CPU, {os.cpu_count()} cores, no GPU",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if gpu else None,
@@ -100,49 +90,42 @@ def about_here(gbps: float, turns: int) -> dict[str, Any]:
         "turns": turns,
         "paced_gbps": gbps,
     }
+    return TransferTimes(about, measured)
 
 
-def table(found: TransferTimes) -> Table:
-    """What `bench_transfers` found: a row for each way, the fastest of its ends and dtypes bold."""
-    numel, rates = found.measured[0].numel, found.rates
-    shown = Table(
-        title=f"{4 * numel / 1e6:g} MB of fp32 from memory to memory, ms: {found.about['device']}, "
-        f"torch {found.about['torch']}, {found.about['date']}",
-        caption="limit: the bytes that travel, over what the bus reaches. returned: when the "
-        f"program goes on. paced: a bus of {found.about['paced_gbps']:g} Gbit/s, modelled.",
-        title_justify="left", caption_justify="left", box=SIMPLE, pad_edge=False,
-        padding=(0, 1, 0, 0), show_edge=False,
-    )  # fmt: skip
+def table(times: TransferTimes) -> Table:
+    """A row for each way, the fastest of its ends and dtypes bold."""
+    numel, rates = times.measured[0].numel, times.rates
     words = ("from → to", "as", "cast", "memory", "call")
-    for name in (*words, "bus, MB", "limit", "predicted", "measured", "ratio", "returned"):
-        shown.add_column(name, justify="left" if name in words else "right", no_wrap=True)
-    fastest = fastest_of(found.measured)
-    for one, after in zip(found.measured, [*found.measured[1:], found.measured[-1]]):
-        way = one.way
+    shown = titled(
+        f"{4 * numel / 1e6:g} MB of fp32 from memory to memory, ms: {times.about['device']}, "
+        f"torch {times.about['torch']}, {times.about['date']}",
+        "limit: the bytes sent over the rate that the bus reaches. returned: when the "
+        f"program goes on. paced: a bus of {times.about['paced_gbps']:g} Gbit/s, modelled.",
+        (*words, "bus, MB", "limit", "predicted", "measured", "ratio", "returned"), words,
+    )  # fmt: skip
+    fastest = fastest_of(times.measured)
+    for row, after in zip(times.measured, [*times.measured[1:], times.measured[-1]]):
+        way = row.way
         on_bus_s = sum(rates.seconds(part) for part in way.parts(numel) if part.what == "bus")
         predicted_s = rates.predict_s(way, numel)
         shown.add_row(
-            " → ".join(way.ends), short(way.to), _cast(way),
+            " → ".join(way.ends), short(way.to),
+            "" if way.dtype == way.to else way.cast or "as torch",
             ("pinned" if way.pinned else "pageable") if way.over_host_bus else "",
             "non-blocking" if way.non_blocking else "", f"{way.bus_bytes(numel) / 1e6:g}",
-            *(f"{x * 1e3:.2f}" for x in (on_bus_s, predicted_s, one.done_s)),
-            f"{one.done_s / predicted_s:.2f}", f"{one.returned_s * 1e3:.2f}",
-            style="bold" if one in fastest else None, end_section=way.ends != after.way.ends,
+            *(f"{x * 1e3:.2f}" for x in (on_bus_s, predicted_s, row.done_s)),
+            f"{row.done_s / predicted_s:.2f}", f"{row.returned_s * 1e3:.2f}",
+            style="bold" if row in fastest else None, end_section=way.ends != after.way.ends,
         )  # fmt: skip
     return shown
 
 
-def _cast(way: Transfer) -> str:
-    if way.dtype == way.to:
-        return ""
-    return way.cast or "as torch"
-
-
 def fastest_of(measured: Sequence[Measured]) -> list[Measured]:
-    """Of those with the same ends and dtypes, the one whose numbers are there first."""
+    """The fastest of those with the same ends and dtypes."""
     best: dict[tuple[Any, ...], Measured] = {}
-    for one in measured:
-        key = *one.way.ends, one.way.dtype, one.way.to
-        if key not in best or one.done_s < best[key].done_s:
-            best[key] = one
+    for x in measured:
+        key = *x.way.ends, x.way.dtype, x.way.to
+        if key not in best or x.done_s < best[key].done_s:
+            best[key] = x
     return list(best.values())

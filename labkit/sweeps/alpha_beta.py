@@ -2,14 +2,14 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes are those of labkit/comm/collectives/costs.py. alpha is the seconds of a message
-however small, beta the seconds per byte; what it takes to reduce a byte is inside beta here, since
-it grows as the bytes do. What has no formula (what a backend chooses by itself) counts as one step
-that sends its bus bytes: a straight line over size.
+steps and bytes are those of labkit/comm/collectives/costs.py. alpha is the seconds of a message of
+any size, beta the seconds per byte, with the time to reduce it, which also grows with the bytes. An
+algorithm without a formula (one that a backend chooses) counts as one step that sends its bus
+bytes: a straight line over size.
 
-The fit is least squares of log(predicted / measured): absolute errors would leave 4 KiB, of
-microseconds, no say beside 64 MiB, and relative ones would have it too low where times vary, since
-none can be too low by more than 100 %. Neither alpha nor beta can be negative.
+The fit is least squares of log(predicted / measured). By absolute errors 4 KiB, of microseconds,
+would not count beside 64 MiB; relative ones would be too low where times vary, since no prediction
+can be too low by more than 100 %. Neither alpha nor beta can be negative.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from labkit.comm.collectives.costs import COSTS, Cost, cost
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
-FAR = 14.0  # a factor of e**14, a million: so far beyond all sizes an end is as good
-TRIED, ZOOMS = 41, 14  # ratios of beta to alpha; each zoom has a twentieth of the one before
+FAR = 14.0  # a factor of e**14, a million: beyond it alpha or beta is as good as 0
+TRIED, ZOOMS = 41, 14  # ratios of beta to alpha; each zoom is a twentieth of the one before
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What one algorithm of an operation costs on so many ranks.
+    """The cost of one algorithm of an operation on so many ranks.
 
     `error` is the root mean square of log(predicted / measured) at the measured sizes: 0.1 means
     that the line is typically a tenth off.
@@ -41,7 +41,7 @@ class Fit:
     error: float
 
     def seconds(self, size_bytes: float) -> float:
-        """What an operation of this size takes by the fit."""
+        """The fitted time of an operation of this size."""
         c = cost_of(self.op, self.algorithm, self.ranks, size_bytes)
         return c.seconds(self.alpha_s, self.beta_s_per_byte)
 
@@ -50,8 +50,8 @@ class Fit:
 
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
-    """By the formula of the algorithm, or the straight line of one that has none. gloo's own
-    all-reduce is a ring whose pieces are not counted as steps."""
+    """By the formula of the algorithm, or as a straight line. gloo's own all-reduce is a ring whose
+    segments are not counted as steps."""
     bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
     if (op, algorithm) == ("all_reduce", "gloo"):
         return Cost(2 * (ranks - 1), bus_bytes)
@@ -80,9 +80,9 @@ def fit(points: Sequence[Point]) -> Fit:
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
     """alpha, beta and the root mean square of log(predicted / measured), which they minimise.
 
-    What is sought is only the ratio beta / alpha: given that, a common factor makes the mean of
-    the logarithms 0, and their spread is the error. The ratio is where the spread is least, or
-    else one of the ends, where alpha or beta is 0.
+    Only the ratio beta / alpha is searched for: a common factor then makes the mean of the
+    logarithms 0, and their spread is the error. The ratio is where the spread is least, or one of
+    the ends, where alpha or beta is 0.
     """
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
@@ -105,14 +105,14 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:
-    """A fit for each operation, number of ranks and algorithm that has two sizes or more. The
-    default has none: it is another algorithm at another size."""
+    """A fit for each operation, number of ranks and algorithm with two sizes or more. The default
+    has none: it is another algorithm at another size."""
     fits = []
     for op, ranks, points in sweep.tables():
         for name in dict.fromkeys(point.algorithm for point in points):
-            own = sweep.of(op, ranks, name)
-            if name != DEFAULT and len({point.size_bytes for point in own}) > 1:
-                fits.append(fit(own))
+            line = sweep.of(op, ranks, name)
+            if name != DEFAULT and len({point.size_bytes for point in line}) > 1:
+                fits.append(fit(line))
     return fits
 
 
@@ -121,7 +121,7 @@ def crossovers(
 ) -> list[tuple[float, str, str]]:
     """Where another algorithm becomes the fastest by the fits: (bytes, before, from there on)."""
     sizes = np.geomspace(from_bytes, to_bytes, FINE)
-    best = [min(fits, key=lambda one: one.seconds(size)).algorithm for size in sizes]
+    best = [min(fits, key=lambda line: line.seconds(size)).algorithm for size in sizes]
     return [
         (float(size), before, after)
         for size, before, after in zip(sizes[1:], best, best[1:])

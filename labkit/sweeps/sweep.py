@@ -1,13 +1,13 @@
 """What a sweep over sizes has measured, as plain data: one `Point` for each operation, number of
 ranks, size and algorithm. It is saved as JSON, printed as a table, drawn by `plot.bandwidth` and
-fitted by `labkit.bench.fit`.
+fitted by `alpha_beta.fit_sweep`.
 
     algbw = S / t                 bytes of the operation over its time
     busbw = algbw x factor        what the busiest link must have carried, whatever the algorithm
 
-S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter and send and receive
+S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive
 from its src/*.cu): S is the whole, n parts where an operation is about parts. Its table has no
-there_and_back: a message of S from an even rank to the next, and then one from there.
+there_and_back: a message of S from an even rank to the next, and then one back.
 
 No torch here.
 """
@@ -24,7 +24,7 @@ from labkit.foreign import brief, plain, read_file
 
 FORMAT = 1
 WHAT = "sweep of collectives"
-DEFAULT = "default"  # among the algorithms: what runs when none is asked for
+DEFAULT = "default"  # among the algorithms: the one that runs when none is named
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -47,11 +47,10 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
 class Point:
     """One line of the table: an operation of `size_bytes` by one algorithm.
 
-    `algorithm` is "default" for what runs when none is asked for, `chosen` says which that was;
-    the backend's own has the backend's name and `own` True. `time_s` is of one call (a turn over
-    its calls, see collectives.py), `ratio` that over the time of the backend's own. `wrong` counts
-    elements on all ranks, None where they were not checked. `copy_s` is what a rank takes to copy
-    as many bytes inside its memory, while the others do the same.
+    `algorithm` is "default" for what runs when none is named, `chosen` says which that was; the
+    backend's own has the backend's name and `own` True. `time_s` is of one call, `ratio` that over
+    the time of the backend's own. `wrong` counts elements on all ranks, None where they were not
+    checked. `copy_s`: a rank copies as many bytes in its memory, while the others do the same.
     """
 
     op: str
@@ -78,7 +77,7 @@ class Point:
 
     @property
     def of_copy_rate(self) -> float:
-        """busbw as a fraction of the bytes that are copied in a second."""
+        """busbw as a fraction of the rate at which memory is copied."""
         return self.busbw_bytes_per_s * self.copy_s / self.size_bytes
 
     @property
@@ -89,13 +88,13 @@ class Point:
 @dataclass(frozen=True)
 class Sweep:
     """All points of one run, and where and how it was made: host, backend, versions, turns, and
-    which time of a call it tells."""
+    which statistic a time is."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)
 
     def tables(self) -> Iterator[tuple[str, int, list[Point]]]:
-        """Operation, ranks, and their points, in the order in which they were measured."""
+        """Operation, ranks, and their points, in the order of measurement."""
         for op, ranks in dict.fromkeys((point.op, point.ranks) for point in self.points):
             yield op, ranks, self.of(op, ranks)
 
@@ -108,10 +107,10 @@ class Sweep:
         ]
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON; `read_sweep` gives it back."""
-        told = {"what": WHAT, "format": FORMAT, "about": self.about}
+        """Write it as JSON, a line for each point; `read_sweep` returns it."""
+        head = {"what": WHAT, "format": FORMAT, "about": self.about}
         lines = ",\n".join(json.dumps(asdict(point)) for point in self.points)
-        text = json.dumps(told, indent=1).removesuffix("\n}") + f',\n "points": [\n{lines}\n]\n}}\n'
+        text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "points": [\n{lines}\n]\n}}\n'
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -119,13 +118,12 @@ class Sweep:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError where the file holds
-    something else."""
+    """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError for another file."""
     try:
-        told = json.loads(read_file(path))
-        if told["what"] != WHAT or told["format"] > FORMAT:
-            raise ValueError(f"its format is {told['format']} of {told['what']!r}")
-        points = [Point(**point) for point in told["points"]]
+        contents = json.loads(read_file(path))
+        if contents["what"] != WHAT or contents["format"] > FORMAT:
+            raise ValueError(f"its format is {contents['format']} of {contents['what']!r}")
+        points = [Point(**point) for point in contents["points"]]
         for point in points:
             for name, kind in Point.__annotations__.items():
                 value = getattr(point, name)
@@ -134,7 +132,7 @@ def read_sweep(path: str | Path) -> Sweep:
                     raise ValueError(f"a {name} is {value!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
-        return Sweep(points, dict(told["about"]))
+        return Sweep(points, dict(contents["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no sweep that this labkit can read ({brief(error)}); write one with "
@@ -143,8 +141,8 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
-    """How many elements an operation of at most `size_bytes` is about (of a part, where it is
-    about parts), and the bytes that it then has. As nccl-tests, it rounds down.
+    """The elements of an operation of at most `size_bytes` (of a part, where it is about parts),
+    and the bytes that it then has. As nccl-tests, it rounds down.
 
     Raises ValueError where not one element fits."""
     parts = ranks if op in PARTED else 1
@@ -178,7 +176,7 @@ def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
 
 
 def in_binary_units(nbytes: int) -> str:
-    """4096 -> "4 KiB", as the sizes of a sweep are given; other numbers in bytes."""
+    """4096 -> "4 KiB"; sizes that are no multiple of 1024 in bytes."""
     for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << bits and nbytes % (1 << bits) == 0:
             return f"{nbytes >> bits} {unit}"

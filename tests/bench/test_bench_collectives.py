@@ -1,5 +1,5 @@
-"""The bench of the collectives: its formulas, its count of wrong elements, the fit, the table that
-it writes for the chooser, and the picture. No time is asserted; where times matter, they are made.
+"""The bench of the collectives: its count of wrong elements, the table that it writes for the
+chooser, and the command. No time is asserted; where times matter, they are made up.
 """
 
 import json
@@ -14,14 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from labkit import Comm, World, bench, listen, plot, read_run, record
+from labkit import Comm, World, bench, listen, read_run, record
 from labkit.bench import chooser_table, collectives, harness, sweep_tables
 from labkit.bench.calls import IN_PLACE, UNTOUCHED, Buffers, NativeCalls, call, expected, input_of
 from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
 from labkit.cli import app
 from labkit.cli import bench as command
 from labkit.comm.collectives import ALGORITHMS
-from labkit.comm.collectives.costs import Cost
 from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
 from labkit.sweeps import alpha_beta, sweep
 from labkit.sweeps.sweep import (
@@ -29,76 +28,17 @@ from labkit.sweeps.sweep import (
     DEFAULT,
     PARTED,
     REDUCING,
-    Point,
     Sweep,
     read_sweep,
 )
-from test_plot import assert_readable, words
-
-OPS = list(BUS_FACTORS)
-SIZES = [1 << bits for bits in range(12, 27, 2)]
-
-
-def points_of(
-    op: str, ranks: int, algorithm: str, seconds: dict[int, float], own: bool = False
-) -> list[Point]:
-    """As if they had been measured."""
-    return [
-        Point(
-            op,
-            ranks,
-            size,
-            size // 4,
-            "float32",
-            "",
-            algorithm,
-            algorithm,
-            own,
-            time_s,
-            1.0,
-            0,
-            1.0,
-        )
-        for size, time_s in seconds.items()
-    ]  # fmt: skip
-
-
-def modelled(
-    op: str, ranks: int, algorithm: str, alpha_s: float, beta: float, own: bool = False
-) -> list[Point]:
-    """As the model says they would be."""
-    cost_at = {size: alpha_beta.cost_of(op, algorithm, ranks, size) for size in SIZES}
-    seconds = {size: cost.seconds(alpha_s, beta) for size, cost in cost_at.items()}
-    return points_of(op, ranks, algorithm, seconds, own)
-
-
-ABOUT = {"backend": "gloo", "host": "made up", "cores": 2, "torch": "2", "turns": 9}
-
+from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
 
 # ---- bandwidths
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 1000])
-def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
-    """Those of nccl-tests: doc/PERFORMANCE.md; gather, scatter and sendrecv from src/*.cu."""
-    published = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n,
-        "broadcast": 1, "reduce": 1, "all_to_all": (n - 1) / n, "gather": (n - 1) / n,
-        "scatter": (n - 1) / n, "ring_exchange": 1, "there_and_back": 1,
-    }  # fmt: skip
-    for op, factor in published.items():
-        (point,) = points_of(op, n, "x", {10_000_000: 0.01})
-        assert point.algbw_bytes_per_s == 1e9
-        assert point.busbw_bytes_per_s == pytest.approx(factor * 1e9)
-        copied = replace(point, copy_s=0.002)  # 5 GB/s
-        assert copied.of_copy_rate == pytest.approx(factor / 5)
-    assert published.keys() == BUS_FACTORS.keys()
-    assert published.keys() - {"there_and_back"} == ALGORITHMS.keys() - {"barrier"}
-
-
 def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
     def events() -> list[tuple[str, int, int, int]]:
-        comm, found = Comm(), []
+        comm, rows = Comm(), []
         for op in OPS:
             buffers = Buffers(op, comm.rank, comm.size, 8, torch.float32, torch.device("cpu"))
             buffers.zero()
@@ -107,25 +47,12 @@ def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> N
             ops = ["send", "recv"] if op == "there_and_back" else [op]
             assert sorted(event.op for event in heard) == sorted(ops)
             bus_bytes = sum(event.bus_bytes for event in heard)
-            found.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
-        return found
+            rows.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
+        return rows
 
     for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
         assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
         assert bus_bytes == BUS_FACTORS[op](2) * nbytes
-
-
-def test_sizes_are_read_counted_and_refused() -> None:
-    assert [sweep.parse_bytes(t) for t in ("12", "4K", "4k", "2MiB", "1 G", "3MB")] == [
-        12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20
-    ]  # fmt: skip
-    for text in ("", "x", "4T", "0", "-4", "1.5K"):
-        with pytest.raises(ValueError, match="is no size; write bytes as 4096, 4K"):
-            sweep.parse_bytes(text)
-    assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
-    assert sweep.sizes_between(4096, 70000, 4) == [4096, 16384, 65536]
-    for op in OPS:  # as nccl-tests: rounded down, and counted for one rank where there are parts
-        assert sweep.count_of(op, 3, 4099, 4) == ((341, 4092) if op in PARTED else (1024, 4096))
 
 
 # ---- right and wrong
@@ -187,20 +114,20 @@ def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])
 def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: str) -> None:
     def wrongs() -> dict[tuple[str, str], int]:
-        comm, found = Comm(), {}
+        comm, counts = Comm(), {}
         for op in OPS:
             buffers = Buffers(
                 op, comm.rank, comm.size, 33, getattr(torch, dtype), torch.device("cpu")
             )
-            for door in (comm, NativeCalls(comm.group)):
+            for calls in (comm, NativeCalls(comm.group)):
                 buffers.fill()
-                call(door, buffers, "product", "")
-                kind = type(door).__name__
-                found[op, kind] = buffers.wrong(expected(buffers, "product"))
-        return found
+                call(calls, buffers, "product", "")
+                kind = type(calls).__name__
+                counts[op, kind] = buffers.wrong(expected(buffers, "product"))
+        return counts
 
-    for found in world2.run(wrongs):
-        assert set(found.values()) == {0} and len(found) == 2 * len(OPS), found
+    for counts in world2.run(wrongs):
+        assert set(counts.values()) == {0} and len(counts) == 2 * len(OPS), counts
 
 
 def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
@@ -220,12 +147,12 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
 
     case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
-    for rank, found in enumerate(world2.run(timed, case)):
+    for rank, timed_by in enumerate(world2.run(timed, case)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
-        assert found["ring"].wrong == (alone != both).sum() > 500
-        assert found["tree"].wrong == found[DEFAULT].wrong == found[""].wrong == 0
-        assert found[DEFAULT].chosen == chosen and found["tree"].chosen == "tree"
-        assert all(len(one.seconds) == 2 and min(one.seconds) > 0 for one in found.values())
+        assert timed_by["ring"].wrong == (alone != both).sum() > 500
+        assert timed_by["tree"].wrong == timed_by[DEFAULT].wrong == timed_by[""].wrong == 0
+        assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
+        assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
     unchecked = world2.run(_on_rank, replace(case, check=False))
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
@@ -271,88 +198,37 @@ def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPat
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
     points = modelled("all_gather", 2, "ring", 1e-5, 1e-9)
-    (told,) = sweep_tables.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
-    assert told.caption == f"time: {collectives.STATISTIC}"
-    (untold,) = sweep_tables.tables(Sweep(points, ABOUT))  # of an older labkit
-    assert untold.caption == ""
+    (table,) = sweep_tables.tables(Sweep(points, {**ABOUT, "time": collectives.STATISTIC}))
+    assert table.caption == f"time: {collectives.STATISTIC}"
+    (older,) = sweep_tables.tables(Sweep(points, ABOUT))  # of an older labkit
+    assert older.caption == ""
 
 
 def test_a_sweep_on_two_ranks_has_a_line_for_everything_and_comes_back(tmp_path: Path) -> None:
-    found = bench.bench_collectives([256, 1024], ["all_reduce", "gather"], [2], turns=1)
-    kinds = {(point.op, point.size_bytes, point.algorithm, point.own) for point in found.points}
+    swept = bench.bench_collectives([256, 1024], ["all_reduce", "gather"], [2], turns=1)
+    kinds = {(point.op, point.size_bytes, point.algorithm, point.own) for point in swept.points}
     names = {"all_reduce": [*ALGORITHMS["all_reduce"]], "gather": ["flat", "tree"]}
     names["all_reduce"].remove("hierarchical")
     assert kinds == {
         (op, size, name, name == "gloo")
         for op in names for size in (256, 1024) for name in (DEFAULT, "gloo", *names[op])
     }  # fmt: skip
-    for point in found.points:
-        (own,) = (o for o in found.of(point.op, 2, "gloo") if o.size_bytes == point.size_bytes)
+    for point in swept.points:
+        (own,) = (o for o in swept.of(point.op, 2, "gloo") if o.size_bytes == point.size_bytes)
         assert point.time_s > 0 and point.wrong == 0 and own.ratio == 1
         assert point.copy_s == own.copy_s > 0
         assert point.ratio == pytest.approx(point.time_s / own.time_s)
         assert point.root == (0 if point.op == "gather" else None)
         assert point.redop == ("sum" if point.op in REDUCING else "")
-    assert [table.row_count for table in sweep_tables.tables(found)] == [16, 8]
-    assert read_sweep(found.save(tmp_path / "new" / "sweep.json")) == found
-    assert found.about["backend"] == "gloo" and found.about["table"] == table_note()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"what": "sweep of collectives", "format": 99, "points": []}',
-             '{"what": "sweep of collectives", "format": 1, "points": [{"op": 1}], "about": {}}'],
-)  # fmt: skip
-def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match="holds no sweep that this labkit can read"):
-        read_sweep(tmp_path / "x.json")
+    assert [table.row_count for table in sweep_tables.tables(swept)] == [16, 8]
+    assert read_sweep(swept.save(tmp_path / "new" / "sweep.json")) == swept
+    assert swept.about["backend"] == "gloo" and swept.about["table"] == table_note()
 
 
 def test_algorithms_that_cannot_serve_are_left_out() -> None:
     assert "recursive_doubling" in collectives._supported("all_gather", 4, None)
     assert "recursive_doubling" not in collectives._supported("all_gather", 3, None)
     assert collectives._supported("all_reduce", 3, ["hierarchical", "flat"]) == ["hierarchical"]
-
-
-# ---- the fit
-
-
-@pytest.mark.parametrize(
-    ("op", "algorithm"), [(op, name) for op in OPS for name in [*ALGORITHMS.get(op, ()), "unknown"]]
-)
-def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
-    for n in (2, 3, 4):
-        found = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
-        assert (found.op, found.ranks, found.algorithm) == (op, n, algorithm)
-        assert found.alpha_s == pytest.approx(50e-6)
-        assert found.beta_s_per_byte == pytest.approx(0.8e-9)
-        assert found.error < 1e-9
-        for point in modelled(op, n, algorithm, 50e-6, 0.8e-9):
-            assert found.seconds(point.size_bytes) == pytest.approx(point.time_s)
-            busbw = found.busbw_bytes_per_s(point.size_bytes)
-            assert busbw == pytest.approx(point.busbw_bytes_per_s)
-
-
-def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported() -> None:
-    drawn = np.random.default_rng(0)
-    exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
-    noisy = [replace(p, time_s=p.time_s * drawn.uniform(0.9, 1.1)) for p in exact * 5]
-    found = alpha_beta.fit(noisy)
-    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
-    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
-    assert 0.03 < found.error < 0.08  # a uniform tenth has a root mean square of 0.058
-
-
-def test_large_noise_does_not_pull_the_fit_down() -> None:
-    """Times a third off, up or down alike: least squares of predicted / measured would be a
-    quarter too low."""
-    drawn = np.random.default_rng(0)
-    exact = modelled("all_reduce", 4, "ring", 50e-6, 0.8e-9)
-    noisy = [replace(p, time_s=p.time_s * drawn.lognormal(0, 0.4)) for p in exact * 400]
-    found = alpha_beta.fit(noisy)
-    assert found.alpha_s == pytest.approx(50e-6, rel=0.05)
-    assert found.beta_s_per_byte == pytest.approx(0.8e-9, rel=0.05)
-    assert found.error == pytest.approx(0.4, rel=0.05)
 
 
 def test_a_poor_fit_is_said_to_be_poor() -> None:
@@ -362,56 +238,6 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
     said = sweep_tables.doubts([good, poor, worst])
     assert said.startswith("2 of 3 lines are off by more than 25%")
     assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
-
-
-def test_small_sizes_count_as_much_as_large_ones() -> None:
-    """Absolute least squares would give all to the largest, which is half too slow here."""
-    exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
-    found = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
-    assert found.alpha_s == pytest.approx(100e-6, rel=0.1)
-
-
-def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
-    line = [Cost(1, 100.0), Cost(1, 1000.0)]
-    alpha, beta, error = alpha_beta.fit_line(
-        line, [1.0, 20.0]
-    )  # a straight line would begin below 0
-    assert alpha == 0 and beta == pytest.approx(np.sqrt(0.01 * 0.02))
-    assert error == pytest.approx(np.log(2) / 2)  # one a factor of the root of 2 above, one below
-    alpha, beta, _ = alpha_beta.fit_line(line, [2.0, 1.0])
-    assert beta == 0 and alpha == pytest.approx(np.sqrt(2.0 * 1.0))
-
-
-def test_gloos_own_all_reduce_is_a_ring_and_what_is_unknown_a_straight_line() -> None:
-    assert alpha_beta.cost_of("all_reduce", "gloo", 4, 1 << 26) == Cost(6, 1.5 * (1 << 26))
-    assert alpha_beta.cost_of("all_gather", "gloo", 4, 1000) == Cost(1, 750)
-    assert alpha_beta.cost_of("all_reduce", "tree", 4, 1000).steps == 4
-
-
-def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
-    ring = modelled("all_reduce", 4, "ring", 1e-5, 1e-9)
-    for points in ([], ring[:1], ring + modelled("all_reduce", 4, "tree", 1e-5, 1e-9)):
-        with pytest.raises(ValueError, match="give the points of one, at two sizes or more"):
-            alpha_beta.fit(points)
-    default = [replace(point, algorithm=DEFAULT) for point in ring]
-    single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
-    assert [one.algorithm for one in alpha_beta.fit_sweep(Sweep(default + ring + single))] == [
-        "ring"
-    ]
-
-
-def test_lines_cross_where_their_times_are_equal() -> None:
-    """Recursive doubling: 2 alpha + 2 S beta; halving and doubling: 4 alpha + 1.5 S beta. Equal
-    at S = 4 alpha / beta."""
-    alpha_s, beta = 50e-6, 1e-9
-    both = [
-        alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta))
-        for name in ("halving_doubling", "recursive_doubling")
-    ]
-    ((size, before, after),) = alpha_beta.crossovers(both, SIZES[0], SIZES[-1])
-    assert (before, after) == ("recursive_doubling", "halving_doubling")
-    assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)
-    assert alpha_beta.crossovers(both, SIZES[0], SIZES[2]) == []
 
 
 # ---- the table for the chooser
@@ -461,7 +287,7 @@ def test_what_gives_no_table_is_refused() -> None:
     made_up = made_up_sweep()
     for points, about, says in [
         (made_up.points, {**ABOUT, "backend": "nccl"}, "only over gloo labkit chooses"),
-        (made_up.points, {**ABOUT, "transport": "shm"}, "ranks that share memory ask no table"),
+        (made_up.points, {**ABOUT, "transport": "shm"}, "ranks that share memory use no table"),
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
     ]:
@@ -500,9 +326,9 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     path = tmp_path / "table.json"
     path.write_text(text)
     monkeypatch.setenv("LABKIT_TABLE", str(path))
-    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as told:
+    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as refused:
         Chooser(2)
-    assert says in str(told.value) and str(path) in str(told.value)
+    assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)
     monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
     with pytest.raises(ValueError, match="missing.json is no table of algorithms: .*No such file"):
@@ -544,56 +370,6 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
     with record(tmp_path / "alone"):
         pass
     assert read_run(tmp_path / "alone").about["table"] == own
-
-
-# ---- the picture
-
-
-def pictured() -> Sweep:
-    points = []
-    for name, alpha_s, beta in [
-        ("recursive_doubling", 50e-6, 1e-9), ("halving_doubling", 50e-6, 1e-9),
-        ("ring", 60e-6, 0.9e-9), ("gloo", 15e-6, 1.5e-9),  # gloo's: ahead at first, not ours
-    ]:  # fmt: skip
-        points += modelled("all_reduce", 4, name, alpha_s, beta, own=name == "gloo")
-    points += [replace(point, algorithm=DEFAULT) for point in points if point.algorithm == "ring"]
-    return Sweep(points + modelled("all_gather", 2, "ring", 50e-6, 1e-9), ABOUT)
-
-
-def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> None:
-    found = pictured()
-    figure = plot.bandwidth(found.save(tmp_path / "sweep.json"))
-    axes = figure.axes[0]
-    solid = {line.get_label().split(":")[0]: line for line in axes.lines if len(line.get_xdata())
-             == len(SIZES)}  # fmt: skip
-    assert solid.keys() == {
-        "ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT
-    }  # fmt: skip
-    for point in found.of("all_reduce", 4):
-        line = solid["gloo's own" if point.own else point.algorithm]
-        at = list(line.get_xdata()).index(point.size_bytes)
-        assert line.get_ydata()[at] == pytest.approx(point.busbw_bytes_per_s / 1e9)
-    dashed = {line.get_color(): line for line in axes.lines if line.get_linestyle() == "--"}
-    assert len(dashed) == 4 and solid[DEFAULT].get_color() not in dashed
-    for name in solid.keys() - {DEFAULT}:  # exact times: the fit goes through the points
-        line, fitted = solid[name], dashed[solid[name].get_color()]
-        for end in (0, -1):
-            assert fitted.get_ydata()[end] == pytest.approx(line.get_ydata()[end])
-    assert axes.get_xscale() == "log"
-    marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-    ours = [one for one in alpha_beta.fit_sweep(found) if one.op == "all_reduce"][:3]
-    assert marks == [x for x, _, _ in alpha_beta.crossovers(ours, SIZES[0], SIZES[-1])] and marks
-    assert_readable(figure)
-    assert "all_gather on 2 ranks: busbw = 0.5 algbw" in words(figure)
-    assert figure._repr_png_()
-
-
-def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
-    assert len(plot.bandwidth(pictured(), op="all_gather").axes) == 2  # the lines, the legend
-    with pytest.raises(ValueError, match="it has all_reduce on 4 ranks, all_gather on 2 ranks"):
-        plot.bandwidth(pictured(), "all_reduce", ranks=2)
-    with pytest.raises(ValueError, match="it has nothing"):
-        plot.bandwidth(Sweep([]))
 
 
 # ---- the command

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from labkit import World, bench
-from labkit.bench import data_parallel, harness, pipeline, precision, tensor_parallel
+from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
 from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
 from labkit.cli import app
@@ -24,16 +24,20 @@ SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
 # ---- the harness
 
 
-def test_cases_take_turns_each_in_another_order() -> None:
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
     calls: list[str] = []
 
     def case(name: str) -> float:
         calls.append(name)
         return len(calls)
 
-    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20)
+    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20, "", shuffled)
     turns = ["".join(calls[i : i + 4]) for i in range(0, 80, 4)]
-    assert {"".join(sorted(turn)) for turn in turns} == {"abcd"} and len(set(turns)) > 10
+    assert {"".join(sorted(turn)) for turn in turns} == {"abcd"}
+    assert (
+        len(set(turns)) > 10 if shuffled else turns[:5] == ["abcd", "bcda", "cdab", "dabc", "abcd"]
+    )
     assert sorted(x for column in samples.values() for x in column) == list(range(1, 81))
     assert samples["c"][0] == turns[0].index("c") + 1
 
@@ -253,6 +257,18 @@ def test_a_gpu_times_its_formats() -> None:
     assert {"fp32", "bf16", "fp16"} <= times.seconds.keys()
     assert all(nbytes > 0 for nbytes in times.figures["peak_bytes"].values())
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+# ---- replay
+
+
+@pytest.mark.slow
+def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(replay.MODELS, "tiny", ("tiny", {}))
+    (times,) = bench.bench_replay(("tiny",), turns=3)
+    assert {len(samples) for samples in times.seconds.values()} == {3}
+    assert 0 < times.ms("computing") < times.ms("replayed") and times.ms("measured") > 0
+    assert replay.table([times]).row_count == 1
 
 
 # ---- the commands

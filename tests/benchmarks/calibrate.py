@@ -279,7 +279,9 @@ def main(
     for shown in tables(fitted, folder):
         print_table(shown)
     console.print("\nFor labkit/clusters/known.toml:")
-    console.print(toml_lines(fitted, fitted.dated or str(date.today())), markup=False)
+    console.print(
+        toml_lines(fitted, fitted.dated or str(date.today())), markup=False, soft_wrap=True
+    )
     if save is not None:
         console.print(f"Saved: {save_calibration(fitted, save)}")
     if plot is not None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
 from labkit.bench import machine
-from labkit.bench import replay as replay_bench
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
 from labkit.parallel.common.footprint import Footprint, parameter_bytes
@@ -362,12 +361,3 @@ def two_steps() -> None:
     for _ in range(2):
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
         optimizer.step()
-
-
-@pytest.mark.slow
-def test_the_bench_of_replays_predicts_what_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(replay_bench.MODELS, "tiny", ("tiny", {}))
-    (found,) = replay_bench.bench_replay(("tiny",), turns=3)
-    assert 0 < found.computing_s < found.predicted_s and found.measured_s > 0
-    assert found.low <= found.ratio <= found.high
-    assert replay_bench.table([found]).row_count == 1

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from worlds import world_fixture
+
 if TYPE_CHECKING:
     from labkit import World
 
@@ -92,19 +94,7 @@ def worlds() -> Iterator[Callable[..., "World"]]:
         yield world
 
 
-@pytest.fixture(scope="module")
-def world2(worlds: Callable[..., "World"]) -> "World":
-    return worlds(2)
-
-
-@pytest.fixture(scope="module")
-def world3(worlds: Callable[..., "World"]) -> "World":
-    return worlds(3)
-
-
-@pytest.fixture(scope="module")
-def world4(worlds: Callable[..., "World"]) -> "World":
-    return worlds(4)
+world2, world3, world4 = world_fixture(2), world_fixture(3), world_fixture(4)
 
 
 @pytest.fixture(autouse=True)

@@ -230,7 +230,7 @@ def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_and_the_space_given_back(
+def test_a_full_disk_is_reported_and_the_space_freed(
     world2: World, tiny_disk: pathlib.Path
 ) -> None:
     def fill() -> None:
@@ -343,7 +343,7 @@ def test_various_groups_cannot_become_one(world2: World, tmp_path: pathlib.Path)
     assert "are in one parameter group here and were in several" in text
 
 
-def test_what_is_no_checkpoint_is_told(world2: World, tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: pathlib.Path) -> None:
     assert "there is no such folder" in refused(world2, load, tmp_path / "nowhere")
     assert "it is no checkpoint" in refused(world2, load, tmp_path)
     world2.run(save, tmp_path, 1)
@@ -354,7 +354,7 @@ def test_what_is_no_checkpoint_is_told(world2: World, tmp_path: pathlib.Path) ->
     assert world2.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2
 
 
-def test_a_newer_format_is_told(world2: World, tmp_path: pathlib.Path) -> None:
+def test_a_newer_format_is_refused(world2: World, tmp_path: pathlib.Path) -> None:
     def newer() -> None:
         saving.FORMAT = contents.FORMAT + 1
         try:

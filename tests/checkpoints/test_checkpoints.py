@@ -23,20 +23,17 @@ from checkpoint_cases import (
     save_and_go_on,
     train,
 )
-from each_rank import on_each_rank
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
 from labkit.runtime import progress
+from worlds import on_each_rank, world_fixture
 
 AGREE = 1e-10
 SHAPES = [(), (5,), (1, 1), (4, 4), (1, 4), (4, 1), (3, 4, 5), (2, 3, 1, 4)]
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(3) as world:
-        yield world
+world = world_fixture(3)
 
 
 def ranges(numel: int) -> Iterator[tuple[int, int]]:
@@ -267,7 +264,7 @@ def test_one_box_at_a_time_is_in_memory(tmp_path: pathlib.Path) -> None:
     assert len(read) > 10 and max(read) <= 2000
 
 
-def test_folders_are_told_apart_by_step_and_old_ones_go(
+def test_folders_are_named_by_step_and_old_ones_are_removed(
     world: World, tmp_path: pathlib.Path
 ) -> None:
     def save(step: int, keep: int) -> str:

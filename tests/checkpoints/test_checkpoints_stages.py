@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from each_rank import on_each_rank
 from labkit import (
     GPT,
     Comm,
@@ -33,6 +32,7 @@ from labkit.checkpoints.contents import Contents
 from labkit.checkpoints.owners import Owners
 from pipeline_cases import batch, layers, tokens_loss
 from stage_cases import Layout, alone, built, gpt, tokens, train
+from worlds import on_each_rank
 
 AGREE = 1e-10
 OTHER = partial(torch.optim.AdamW, lr=3e-3)
@@ -237,7 +237,7 @@ def counting(seed: int, value: float = 0.0) -> list[nn.Module]:
     return [Counting(shared, cache) for _ in range(4)]
 
 
-def test_buffers_frozen_parameters_and_stages_of_ones_own(
+def test_buffers_frozen_parameters_and_a_users_own_stages(
     world4: World, tmp_path: pathlib.Path
 ) -> None:
     """Names are those of nn.Sequential(*stages); DDP's and ZeRO's replicas have the same."""

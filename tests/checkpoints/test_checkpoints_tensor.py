@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from each_rank import on_each_rank
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
+from worlds import on_each_rank
 
 AGREE = 1e-10
 LAYOUTS = [  # every strategy, tensor sizes 1, 2 and 4
@@ -246,7 +246,7 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: pathlib.Path)
 
 
 @on_each_rank("world4")
-def test_replicas_along_another_axis_are_told_by_the_comm_of_the_mesh(
+def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
     tmp_path: pathlib.Path,
 ) -> None:
     """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""

@@ -30,19 +30,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_cases import first_ranks
-from each_rank import on_each_rank
 from labkit import World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import folders, stored, unpickling
 from test_checkpoint_failures import Net, refused
+from worlds import on_each_rank, world_fixture
 
 EXTRA = {"seen": 12, "generator": torch.Generator().manual_seed(3).get_state()}
 RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[World]:
-    with World(RANKS) as world:
-        yield world
+ranks = world_fixture(RANKS)
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -449,7 +446,7 @@ def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: pathlib.Path)
     model, optimizer = trained()
     load_checkpoint(tmp_path, model, optimizer)
     lr = optimizer.param_groups[0]["lr"]
-    assert (type(lr), lr) == (float, float(np.cos(1) / 3))
+    assert type(lr) is float and lr == float(np.cos(1) / 3)
 
 
 # ---- checkpoints without checksums

@@ -23,7 +23,6 @@ from algorithm_cases import (
     uneven,
 )
 from comm_contract import given, ops_of, reduced
-from each_rank import on_each_rank
 from labkit import Comm, World, listen
 from labkit.comm.collectives import (
     ALGORITHMS,
@@ -38,6 +37,7 @@ from labkit.comm.collectives.sent import SENT
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import nodes_of
 from timed_wire import TimedMailbox
+from worlds import on_each_rank
 
 # --- results and bytes -------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ def test_between_nodes_a_hierarchical_all_reduce_sends_one_part_of_each_rank() -
     assert (between.steps, between.sent_bytes) == (6, 1500)
 
 
-def test_the_two_trees_are_trees_and_nearly_nobody_is_inside_both() -> None:
+def test_nearly_no_rank_is_an_inner_node_of_both_trees() -> None:
     for n in range(1, 70):
         inside = []
         for parents in costs.double_tree(n):

@@ -31,11 +31,11 @@ from comm_contract import (
     given,
     reduced,
 )
-from each_rank import on_each_rank
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
 from labkit.runtime.transports.wire import Wire
 from places import ROOT
+from worlds import on_each_rank, world_fixture
 
 FILE = Path(__file__).name
 
@@ -185,7 +185,7 @@ def recorded() -> list[list[CommEvent]]:
         return world.run(lambda: many_events(Comm()))
 
 
-def test_times_stand_in_order(recorded: list[list[CommEvent]]) -> None:
+def test_times_of_an_event_are_in_order(recorded: list[list[CommEvent]]) -> None:
     for events in recorded:
         issued = [event.issued_s for event in events]
         assert issued == sorted(issued)
@@ -313,10 +313,10 @@ def test_listening_nests_and_ends() -> None:
     assert handle is not None
     handle.wait()  # nobody listens any more, but the event has its end
     assert outer[1] is inner[0] and broken == [inner[1]] and inner[2].wait_ended_s > 0
-    assert ([len(outer), len(inner), len(broken)], len(here.listeners)) == ([5, 3, 1], 0)
+    assert [len(outer), len(inner), len(broken)] == [5, 3, 1] and len(here.listeners) == 0
 
 
-def test_comparing_ranks_is_no_communication(recorded: list[list[CommEvent]]) -> None:
+def test_comparing_ranks_does_not_count_as_communication(recorded: list[list[CommEvent]]) -> None:
     def counts(events: list[CommEvent]) -> list[tuple[Any, ...]]:
         return [(e.op, e.payload_bytes, e.bus_bytes, e.wire_bytes) for e in events]
 
@@ -326,7 +326,7 @@ def test_comparing_ranks_is_no_communication(recorded: list[list[CommEvent]]) ->
 
 
 @on_each_rank("world2")
-def test_operations_of_torch_itself_are_no_events_and_disturb_none() -> None:
+def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
     comm = Comm()
     peer = 1 - comm.rank
     with listen() as events:
@@ -623,7 +623,7 @@ def test_errors_of_rooted_operations(world2: World) -> None:
         assert all(words in text for words, text in told.items()), told
 
 
-def test_a_door_needs_ranks_and_membership(world2: World) -> None:
+def test_a_communicator_needs_ranks_and_membership(world2: World) -> None:
     with pytest.raises(RuntimeError, match="not a rank yet. Run the function with World"):
         Comm()
 
@@ -678,14 +678,14 @@ def sized(comm: Comm, times: int = 1) -> torch.Tensor:
     ids=["shape", "dtype", "reduction", "root", "operation", "a part of a list", "gathered size",
          "scattered size", "message", "members", "subgroup against barrier"],
 )  # fmt: skip
-def test_ranks_that_disagree_are_told_and_named(world2: World, call: Callable[[Comm], Any]) -> None:
+def test_ranks_that_disagree_are_named(world2: World, call: Callable[[Comm], Any]) -> None:
     words = f"(?s)disagree about.*rank 0: .* at {FILE}.*rank 1: .* at {FILE}"
     with pytest.raises(RankError, match=words) as told:
         world2.run(lambda: call(Comm()))
     assert told.value.kind == "disagree"
 
 
-def test_a_rank_that_does_not_come_to_a_subgroup_is_told(world2: World) -> None:
+def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World) -> None:
     with pytest.raises(RankError, match="rank 1 returned without calling what rank 0 waits for"):
         world2.run(lambda: Comm().rank or Comm().subgroup([0, 1]))
 
@@ -696,10 +696,7 @@ def test_a_rank_that_does_not_come_to_a_subgroup_is_told(world2: World) -> None:
 MEGABYTE_S = 0.080
 
 
-@pytest.fixture(scope="module")
-def slow_wire() -> Iterator[World]:
-    with World(2, link=Link(gbps=0.1)) as world:
-        yield world
+slow_wire = world_fixture(2, link=Link(gbps=0.1))
 
 
 def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World) -> None:
@@ -791,14 +788,10 @@ def test_an_asynchronous_operation_returns_before_the_wire_delivers() -> None:
         computed_s = time.monotonic()
         handle.wait()
         message.wait()
-    assert (busy, message_busy, events[0].issued_s < computed_s < events[0].ended_s) == (
-        True,
-        True,
-        True,
-    )
+    assert busy and message_busy and events[0].issued_s < computed_s < events[0].ended_s
 
 
-def test_a_message_that_nobody_takes_yet_does_not_hold_up_the_others() -> None:
+def test_an_unreceived_message_does_not_block_the_others() -> None:
     """The wire is in order, the receivers need not be."""
 
     def out_of_order() -> bool:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from matplotlib.collections import LineCollection
 
-from each_rank import on_each_rank
 from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
 from labkit.events import ranks_in_words
+from worlds import on_each_rank
 
 SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
 
@@ -58,10 +58,10 @@ def test_a_mesh_that_is_made_again_has_the_groups_of_the_first() -> None:
     same = again.tp.group is first.tp.group and turned.dp.group is first.tp.group
     anew = Comm().subgroup(first.tp.ranks if Comm().rank < 2 else [0, 1])
     assert (
-        same,
-        anew is None or anew.group is not first.tp.group,
-        dist.get_pg_count() - count,
-    ) == (True, True, 1)
+        same
+        and (anew is None or anew.group is not first.tp.group)
+        and dist.get_pg_count() - count == 1
+    )
 
 
 def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, int]]:
@@ -131,7 +131,7 @@ def test_a_mesh_over_ranks_at_a_place() -> None:
     assert found[3][1] == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
 
 
-def test_wrong_sizes_are_told_with_sizes_that_would_do() -> None:
+def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     with pytest.raises(ValueError, match=r"takes 6 ranks, and there are 8: \(dp=2, tp=4\) or") as e:
         check_sizes({"dp": 2, "tp": 3}, 8)
     assert "(dp=4, tp=2)" in str(e.value)

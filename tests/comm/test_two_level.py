@@ -1,24 +1,20 @@
 """Wires of two levels: fast inside a node, slow between nodes. Lower bounds on times only."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from each_rank import on_each_rank
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
 from labkit.comm.collectives import hierarchical_cost
 from labkit.runtime.transports.wire import PacedWire, nodes_of
+from worlds import on_each_rank, world_fixture
 
 WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=2)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[World]:
-    with World(4, backend="gloo", device="cpu", link=WIRES) as world:
-        yield world
+cluster = world_fixture(4, backend="gloo", device="cpu", link=WIRES)
 
 
 def test_neighbours_share_a_node_and_its_fast_wire() -> None:
@@ -66,7 +62,7 @@ def test_levels_of_one_speed_are_two_wires() -> None:
     occupied = [out._free_at_s > 0 for out in outs]
     by_wire = [out.sent_bytes for out in outs]
     sent_bytes = paced_bytes(link)
-    assert (by_wire, occupied, sent_bytes) == ([4000, 0], [True, False], 4000)
+    assert by_wire == [4000, 0] and occupied == [True, False] and sent_bytes == 4000
 
 
 def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:

@@ -127,7 +127,7 @@ def test_the_choice_is_the_best_of_all(seed: int, most_moved: int):
     assert {(plan.again_flops, plan.peak_bytes) for plan in front(costs, most_moved)} == best_of_all
 
 
-def test_a_budget_that_nothing_meets_is_told_the_smallest():
+def test_a_budget_that_is_too_small_gets_the_smallest_possible():
     costs = drawn(0, 3)
     least = smallest_budget(costs)
     with pytest.raises(ValueError, match=f"the smallest that can be met is {least:,} bytes"):

@@ -107,7 +107,7 @@ def test_what_is_read_too_early_is_what_was_there():
     assert arrival.done() and target.sum() == 100
 
 
-def test_a_failed_copy_tells_each_who_waits():
+def test_a_failed_copy_raises_in_every_waiter():
     bus = HeldBus()
     bus.go.wait = lambda _: False  # type: ignore[method-assign, assignment]
     arrival = bus.copy(torch.zeros(1), torch.ones(1))
@@ -119,7 +119,7 @@ def test_a_failed_copy_tells_each_who_waits():
 
 
 @pytest.mark.slow
-def test_a_copy_that_nobody_waits_for_does_not_keep_the_process_alive():
+def test_an_unawaited_copy_does_not_keep_the_process_alive():
     program = "import torch; from labkit.memory.bus import Bus; x = torch.zeros(1000); "
     program += "Bus(gbps=8e-6, latency_us=1e9).copy(x, x.clone())"  # a thousand seconds
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -148,7 +148,7 @@ def test_a_bus_lists_its_last_copies():
     assert list(bus.events) == [one.event for one in arrivals[3:]]
 
 
-def test_an_arrival_says_who_waited_when():
+def test_an_arrival_records_each_wait():
     bus = Bus()
     arrival = bus.copy(torch.zeros(9), torch.ones(9))
     assert arrival.event.wait_ended_s == 0.0
@@ -182,7 +182,7 @@ def test_what_a_bus_cannot_carry_is_refused(target: Any, source: Any, says: str)
         Bus().copy(target, source)
 
 
-def test_what_goes_wrong_on_the_way_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_flight_raises_in_the_waiter(monkeypatch: pytest.MonkeyPatch):
     bus = Bus()
     monkeypatch.setattr(module, "sleep_until", lambda when_s: 1 / 0)
     arrival = bus.copy(torch.zeros(9), torch.ones(9))

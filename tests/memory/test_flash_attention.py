@@ -199,12 +199,12 @@ def test_a_layer_keeps_what_the_formula_says() -> None:
         (((4, 5, 8), (4, 5, 8), (4, 5, 8)), "do not fit together"),
     ],
 )
-def test_shapes_that_do_not_fit_are_told(shapes: Any, message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flash(*(torch.zeros(shape) for shape in shapes))
 
 
-def test_types_and_tiles_that_cannot_be_are_told() -> None:
+def test_invalid_types_and_tiles_are_refused() -> None:
     q, k, v = (x.detach() for x in some(2, 2, 4, 4))
     with pytest.raises(ValueError, match="one floating-point type"):
         flash(q, k.float(), v)

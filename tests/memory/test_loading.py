@@ -253,7 +253,7 @@ def test_dtypes_buffers_and_ties_inside_a_block_are_kept():
 
 
 @each_way
-def test_a_run_tells_its_events(way: Any):
+def test_a_run_records_its_events(way: Any):
     found = way(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
     trace = found.trace
     assert broken_laws(trace) == []

@@ -172,11 +172,16 @@ class Mutation:
     ):
         self.fault, self.args, self.match = fault, args, match
         self.check = partial(check, **kwargs) if kwargs else check
-        names = [getattr(x, "__name__", x) for x in (fault, check, *args)]
-        self.label = "-".join(str(x) for x in names)
+        self.label = "-".join(map(_name, (fault, check, *args)))
 
     def __str__(self) -> str:
         return self.label
+
+
+def _name(x: Any) -> str:
+    """As it stands in a test's id, which must be the same in every process: without an address."""
+    text = str(getattr(x, "__name__", x))
+    return type(x).__name__ if " at 0x" in text else text
 
 
 Meets = Callable[..., Any]

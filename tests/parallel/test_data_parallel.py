@@ -7,7 +7,7 @@ strategies: it must turn red there.
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +21,11 @@ from data_parallel_contract import (
     check_equal_to_single,
     weights_after,
 )
-from each_rank import on_each_rank
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
 from labkit.parallel.common.grad_reducer import cut
 from labkit.parallel.common.held import held
+from worlds import on_each_rank, world_fixture
 
 
 def small_buckets(module: nn.Module) -> DDP:
@@ -43,10 +43,7 @@ names = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.__na
 SIZES = [pytest.param(n, marks=pytest.mark.slow) if n == 4 else n for n in CONTRACT_SIZES]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=20) as world:
-        yield world
+world = world_fixture(sizes=SIZES, timeout_s=20)
 
 
 @names
@@ -214,9 +211,9 @@ def test_frozen_parameters_are_neither_sent_nor_touched() -> None:
     with_gradients = DDP(module)
     with listen() as events:
         with_gradients(torch.ones(1, 3)).sum().backward()
-    assert (sum(event.payload_bytes for event in events), module[0].weight.grad is None) == (
-        (5 * 2 + 2) * 4,
-        True,
+    assert (
+        sum(event.payload_bytes for event in events) == (5 * 2 + 2) * 4
+        and module[0].weight.grad is None
     )
 
 
@@ -349,7 +346,7 @@ def test_single_refuses_a_larger_world(world2: World) -> None:
 
 @names
 @on_each_rank("world2")
-def test_a_wrapped_module_is_freed_when_nobody_has_it_any_more(
+def test_a_dropped_module_is_freed(
     strategy: Callable[[nn.Module], nn.Module],
 ) -> None:
     module = nn.Linear(3, 2)

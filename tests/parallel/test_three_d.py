@@ -1,6 +1,6 @@
 """Pipeline, data and tensor parallelism together, against one process (three_d_cases.py)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,9 @@ from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOpt
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import split
 from three_d_cases import Case
+from worlds import world_fixture
 
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[World]:
-    with World(8, timeout_s=30) as world:
-        yield world
+eight = world_fixture(8, timeout_s=30)
 
 
 def held_to_one_process(world: World, some: list[Case]) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import DDP, MLP, Fp32Gradients, MasterWeights, World, ZeroOptimizer, attach, listen
+from worlds import on_each_rank
 
 K = 1024
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -23,6 +22,7 @@ from labkit import (
 )
 from labkit.runtime.errors import RankError
 from scaler_contract import check_equal_to_single
+from worlds import on_each_rank
 
 STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
 both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp64", "fp16"])

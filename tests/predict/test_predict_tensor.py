@@ -1,7 +1,6 @@
 """What tensor parallelism keeps and sends: equal to the published formulas, row by row, and to what
 ranks really keep and send."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
 from test_predict import ACTIVATIONS, value
+from worlds import world_fixture
 
 PAPER = {"s": 2048, "b": 4, "h": 6144, "a": 64}  # the 22B model of arXiv 2205.05198
 
@@ -80,10 +80,7 @@ S, B, W, A = 64, 2, 64, 4
 SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param) as world:
-        yield world
+world = world_fixture(sizes=[1, 2, 4])
 
 
 def kept(sequence: bool, recompute: str) -> list[SavedTensor]:

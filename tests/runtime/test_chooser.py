@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from each_rank import on_each_rank
 from labkit import Comm, Link, RankError, World, listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.transports.chooser import Choice, Chooser, overrides, stored_table
+from worlds import on_each_rank
 
 TABLE = {
     "source": "made up",
@@ -211,7 +211,7 @@ def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
     assert "ring_exchange: out is float32 [3], x is float32 [4]; make them equal" in told[3]
 
 
-def test_ranks_that_choose_differently_are_told(world2: World) -> None:
+def test_ranks_that_choose_differently_are_reported(world2: World) -> None:
     def differ() -> None:
         comm = Comm()
         comm.all_reduce(torch.ones(3), algorithm=("tree", "ring")[comm.rank])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from labkit import Comm, RankError, World
+from worlds import world_fixture
 
 pytest.importorskip("IPython", reason="the magics need IPython")
 from IPython.core.error import UsageError
@@ -17,10 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 KEPT = "All ranks keep their variables"
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(3, timeout_s=60) as world:
-        yield world
+world = world_fixture(3, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +142,7 @@ def test_an_operation_in_flight_costs_the_variables_and_says_so(world: World, so
     assert not remembers(world)
 
 
-def test_a_message_that_nobody_took_is_in_flight(world: World) -> None:
+def test_an_unreceived_message_is_in_flight(world: World) -> None:
     """Its sender has returned from `send`; a later receive would get it in place of its own."""
 
     def unread() -> None:
@@ -225,7 +223,7 @@ def test_ranks_of_a_subset_keep_their_variables(shell: InteractiveShell) -> None
     assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]
 
 
-def test_ranks_that_left_their_group_are_no_worlds_of_one(world: World) -> None:
+def test_ranks_that_left_their_group_do_not_train_alone(world: World) -> None:
     """Scripts end so; whoever goes on is told how, and no rank trains alone in silence."""
     for source in ("Comm()", "labkit.attach().comm", "labkit.DDP(torch.nn.Linear(2, 2))"):
         world.run_cell("dist.destroy_process_group()", "<cell>")

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,9 @@ import torch
 
 from labkit import Comm, RankError, World
 from provoke import gone
+from worlds import world_fixture
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4, timeout_s=60) as world:
-        yield world
+world = world_fixture(4, timeout_s=60)
 
 
 def failure(world: World, fn: Callable[[], object]) -> RankError:
@@ -98,13 +95,19 @@ def test_a_rank_killed_inside_an_operation_is_reported_with_it(world: World) -> 
     assert "rank 1: died in all_reduce(sum) float32 [5]" in text
 
 
-@pytest.mark.parametrize("words", ["Timed out waiting for my own queue", "closed by peer"])
-def test_a_users_own_runtime_error_is_not_a_hang(world: World, words: str) -> None:
+@pytest.mark.parametrize(
+    "users_own",
+    [RuntimeError("Timed out waiting for my own queue"), RuntimeError("closed by peer"),
+     OSError("Connection reset, says my own download")],
+)  # fmt: skip
+def test_a_users_own_error_is_neither_a_hang_nor_a_lost_peer(
+    world: World, users_own: Exception
+) -> None:
     def fail() -> None:
-        raise RuntimeError(words)
+        raise users_own
 
     error = failure(world, fail)
-    assert error.kind == "raised" and error.ranks == (0, 1, 2, 3) and words in str(error)
+    assert error.kind == "raised" and error.ranks == (0, 1, 2, 3) and str(users_own) in str(error)
 
 
 def test_an_error_of_torchs_own_group_is_still_a_lost_peer(world: World) -> None:

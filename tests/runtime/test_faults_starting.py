@@ -172,7 +172,7 @@ def test_one_interrupt_stops_a_message_that_a_rank_does_not_finish() -> None:
 
 
 @pytest.mark.slow
-def test_one_interrupt_is_enough_while_ranks_start_anew_after_a_failure(tmp_path: Path) -> None:
+def test_one_interrupt_is_enough_while_ranks_restart_after_a_failure(tmp_path: Path) -> None:
     script = (
         INTERRUPTED
         + """

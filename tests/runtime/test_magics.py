@@ -112,7 +112,7 @@ def test_another_size_makes_another_world_and_says_so(
 
 
 @pytest.mark.parametrize("line", ["four", "1 2", "0,x", "1.5", ",", "--help", "0,,1"])
-def test_a_bad_line_is_told_how_to_write_it(shell: InteractiveShell, line: str) -> None:
+def test_a_malformed_line_gets_the_usage(shell: InteractiveShell, line: str) -> None:
     pids = values(shell, "", "import os; os.getpid()")
     with pytest.raises(UsageError, match="give a number of ranks .%%ranks 4. or a list"):
         ranks(shell, line, "rank")
@@ -136,7 +136,7 @@ def test_a_rank_that_is_not_there_is_refused(shell: InteractiveShell) -> None:
         ranks(shell, "0,7", "rank")
 
 
-def test_an_unknown_command_is_told_what_there_is(
+def test_an_unknown_command_gets_the_list_of_commands(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="use %ranks, %ranks reset or %ranks close"):

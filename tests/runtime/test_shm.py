@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
@@ -18,30 +18,24 @@ import torch.distributed as dist
 
 import comm_contract
 from comm_contract import PLAIN, check, events_of
-from each_rank import on_each_rank
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
 from labkit.runtime.transports.shm import collectives, futex, ring, slots
 from labkit.runtime.transports.shm.mail import Inbox, Outbox
 from provoke import driver, gone, until
+from worlds import on_each_rank, world_fixture
 
 MEMORY = Path("/dev/shm")
 SLOT = slots.SLOT_BYTES
 LENGTHS = (0, 1, 3, 1000, 8192, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 5)
 
 
-@pytest.fixture(scope="module")
-def world2() -> Iterator[World]:
-    """As the suite's, also where LABKIT_TRANSPORT has the rest of it run over gloo."""
-    with World(2, transport="shm") as world:
-        yield world
+# As the suite's, also where LABKIT_TRANSPORT has the rest of it run over gloo.
+world2 = world_fixture(2, transport="shm")
 
 
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    with World(4, transport="shm") as world:
-        yield world
+world4 = world_fixture(4, transport="shm")
 
 
 def in_shared_memory() -> set[str]:
@@ -269,7 +263,7 @@ def test_a_send_is_over_when_it_is_taken_and_not_before(world2: World) -> None:
     assert world2.run(send_or_receive)[0] == [False, True] * 3
 
 
-def test_two_ranks_that_both_send_first_are_told(world2: World) -> None:
+def test_two_ranks_that_both_send_first_are_reported(world2: World) -> None:
     def both_send(numel: int) -> None:
         comm = Comm()
         comm.send(torch.ones(numel), 1 - comm.rank)
@@ -329,7 +323,7 @@ def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_who_waits_does_not_spin(world2: World) -> None:
+def test_a_waiting_rank_does_not_spin(world2: World) -> None:
     """Processor time, not the time of a clock: 1 s of waiting, in three ways."""
 
     def wait() -> float:
@@ -354,7 +348,7 @@ def test_who_waits_does_not_spin(world2: World) -> None:
     assert world2.run(wait)[1] < 1
 
 
-def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
+def test_without_futexes_waiting_ranks_poll() -> None:
     def napping() -> None:
         futex._system_call = None
         comm_contract.all_gather(Comm())
@@ -367,7 +361,7 @@ def test_where_the_kernel_wakes_nobody_naps_will_do() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["barrier", "async", "recv", "send", "long send", "irecv"])
-def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) -> None:
+def test_a_rank_that_is_late_is_a_comm_error(call: str) -> None:
     def alone() -> None:
         comm = Comm()
         if comm.rank == 1:
@@ -395,7 +389,7 @@ def test_a_rank_that_does_not_come_in_time_is_an_error_of_the_door(call: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("call", ["short", "long", "async", "recv", "send"])
-def test_who_comes_too_late_gets_an_error_and_no_numbers(
+def test_a_rank_that_comes_too_late_gets_an_error_and_no_result(
     call: str, transport: str, tmp_path: Path
 ) -> None:
     """So does who goes on after its error. (As over gloo.)"""
@@ -501,7 +495,7 @@ def test_a_rank_killed_in_the_middle_takes_the_others_along(asynchronous: bool) 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(asynchronous: bool) -> None:
+def test_a_rank_that_fails_midway_stops_the_others_at_once(asynchronous: bool) -> None:
     def until_wrong() -> None:
         comm = Comm()
         for k in range(10_000):
@@ -548,7 +542,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["blocking", "async", "recv", "send"])
-def test_who_waits_for_whom_is_told(way: str) -> None:
+def test_the_report_says_which_rank_waits_for_which(way: str) -> None:
     def wait() -> None:
         comm, x = Comm(), torch.ones(300_000)
         if comm.rank == 1:

@@ -81,7 +81,7 @@ def test_ranks_may_give_different_parts(world4: World) -> None:  # noqa: F811
     world4.run(different_parts)
 
 
-def test_ranks_that_disagree_are_told(world2: World) -> None:  # noqa: F811
+def test_ranks_that_disagree_are_reported(world2: World) -> None:  # noqa: F811
     like = torch.empty(0)
 
     def of_its_own_size() -> None:

@@ -528,7 +528,7 @@ def test_a_closed_world_says_so() -> None:
         world.restart()
 
 
-def test_what_is_no_function_or_no_rank_is_refused_and_the_world_goes_on(world2: World) -> None:
+def test_an_invalid_function_or_rank_is_refused_and_the_world_goes_on(world2: World) -> None:
     pids = pids_of(world2)
     with pytest.raises(TypeError, match="needs a function"):
         world2.run(42)  # type: ignore[arg-type]
@@ -543,7 +543,7 @@ def test_what_is_no_function_or_no_rank_is_refused_and_the_world_goes_on(world2:
     assert pids_of(world2) == pids
 
 
-def test_a_fault_at_birth_is_told_and_leaves_nothing(
+def test_a_failed_start_is_reported_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     World(1).close()
@@ -779,7 +779,7 @@ def test_a_flood_of_output_neither_hangs_nor_loses_a_line(
     assert {len(line) for line in lines} == {99 + len("[rank 0] ")}
 
 
-def test_a_line_without_end_and_bytes_that_are_no_text_are_shown_as_far_as_can_be(
+def test_unterminated_lines_and_undecodable_bytes_are_shown(
     world2: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def odd() -> None:
@@ -808,7 +808,7 @@ def test_a_thread_of_a_rank_that_prints_on_and_on_does_not_hold_a_run_up(world2:
 
 
 @pytest.mark.parametrize("what", ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = None"])
-def test_a_function_that_closes_its_streams_harms_nobody(
+def test_a_function_may_close_its_streams(
     world2: World, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert world2.run_cell(f"import sys\n{what}\nrank", "<cell>") == [0, 1]

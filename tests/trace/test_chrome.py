@@ -180,7 +180,7 @@ def test_what_never_ended_is_drawn_to_the_end() -> None:
     assert {ns(e["ts"] + e["dur"]) for e in never} == {round(last * 1e9)}
 
 
-def test_spans_that_cross_stand_on_threads_of_their_own() -> None:
+def test_overlapping_spans_have_separate_threads() -> None:
     trace = sample_trace(1, steps=1)
     step = trace.ranks[0].steps[0]
     middle = (step.began_s + step.ended_s) / 2
@@ -200,7 +200,7 @@ def test_spans_may_come_as_they_ended_and_not_as_they_began() -> None:
     assert len(page["traceEvents"]) == len(expected["traceEvents"])
 
 
-def test_what_ran_is_told_in_words() -> None:
+def test_the_run_is_described_in_words() -> None:
     assert to_chrome(Trace(about={"a": Path("b"), "seeds": [1]}))["otherData"] == {
         "a": "b", "seeds": "[1]"
     }  # fmt: skip

@@ -193,7 +193,7 @@ def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "device", "loop"])
 @pytest.mark.parametrize("name", ["run.json", "rank0.jsonl", "metrics.jsonl"])
-def test_what_is_no_regular_file_is_named_and_does_not_block(
+def test_an_irregular_file_is_named_and_does_not_block(
     name: str, what: str, tmp_path: Path
 ) -> None:
     folder = write_run(sample_trace(2), tmp_path / "run")
@@ -231,7 +231,7 @@ def test_a_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     [{"step": "x"}, {"step": [1]}, {"step": {}}, {"step": None}, {"step": float("nan")},
      {"loss": "2.5"}, {"loss": []}, {"loss": 10**400}, {"loss": True}, {"rank": "x"}],
 )  # fmt: skip
-def test_a_loss_or_step_that_is_no_number_is_left_out_by_its_line(
+def test_a_non_numeric_loss_or_step_is_left_out_by_its_line(
     note: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = write_run(sample_trace(1), tmp_path / "run")

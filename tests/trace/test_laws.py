@@ -212,7 +212,7 @@ def memory_lacks_a_category(trace: Trace) -> None:
         (memory_lacks_a_category, "has 5 categories, not 6"),
     ],
 )
-def test_a_broken_law_is_told(break_it: Callable[[Trace], None], words: str) -> None:
+def test_a_broken_law_is_reported(break_it: Callable[[Trace], None], words: str) -> None:
     trace = sample_trace(4)
     break_it(trace)
     found = broken_laws(trace)
@@ -223,7 +223,7 @@ def test_a_broken_law_is_told(break_it: Callable[[Trace], None], words: str) -> 
 @pytest.mark.parametrize(
     "break_it", [ended_before_began, span_is_outside, other_dtype, never_ends, memory_is_negative]
 )
-def test_one_fault_is_told_once(break_it: Callable[[Trace], None]) -> None:
+def test_one_fault_is_reported_once(break_it: Callable[[Trace], None]) -> None:
     trace = sample_trace(4)
     break_it(trace)
     assert len(broken_laws(trace)) == 1

@@ -1,6 +1,5 @@
 """How a collective moves data: recorded on real ranks, told in steps, drawn."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from labkit.course.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
+from worlds import world_fixture
 
 ALL = tuple(range(8))
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, 5])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, device="cpu", backend="gloo", timeout_s=5) as made:
-        yield made
+world = world_fixture(sizes=[2, 3, 4, 5], device="cpu", backend="gloo", timeout_s=5)
 
 
 def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]]]:
@@ -48,7 +45,7 @@ def test_a_sum_says_whose_numbers_are_in_it_and_of_which_chunk(size: int) -> Non
         assert content_of(as_in_memory, size).ranks == (size - 1,)
 
 
-def test_what_is_no_sum_of_numbers_is_told_apart() -> None:
+def test_chunks_that_are_not_sums_are_distinguished() -> None:
     assert content_of(0, 4).is_empty and content_of(0, 4).is_right_in(2)
     assert content_of(0x5A5A5A5A5A, 4).counts == ()
     assert not content_of(12345, 4).is_right_in(0)
@@ -128,7 +125,7 @@ def test_what_the_others_hold_at_first_and_at_the_end(world: World) -> None:
     assert all(ranks_in(shared.frames[-1].held)[r][r] == ALL[:n] for r in range(n))
 
 
-def test_a_tree_of_four_doubles_those_who_have_it(world4: World) -> None:
+def test_a_tree_of_four_doubles_the_holders_each_step(world4: World) -> None:
     movement = watch_collective(world4, "broadcast", "tree")
     assert ends(movement) == [{(0, 1)}, {(0, 2), (1, 3)}]
     assert repr(movement) == (
@@ -166,7 +163,7 @@ def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bo
             x[take] = room[0]
 
 
-def test_ones_own_ring_moves_as_the_librarys(world: World) -> None:
+def test_a_users_ring_moves_as_the_librarys(world: World) -> None:
     mine = watch_collective(world, "all_reduce", my_ring)
     theirs = watch_collective(world, "all_reduce", "ring")
     assert mine.name == "all_reduce by my_ring"
@@ -196,7 +193,7 @@ def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
     assert wrong and all(max(content.counts) >= 2 for content in wrong)
 
 
-def test_a_chunk_in_the_wrong_place_is_told(world4: World) -> None:
+def test_a_chunk_in_the_wrong_place_is_reported(world4: World) -> None:
     def mixes_up(comm: Any, x: torch.Tensor) -> None:
         my_ring(comm, x)
         x.copy_(x.roll(1))
@@ -206,7 +203,7 @@ def test_a_chunk_in_the_wrong_place_is_told(world4: World) -> None:
     assert not any(c.is_right_in(i) for row in last.held for i, c in enumerate(row))
 
 
-def test_who_waits_before_it_sends_takes_more_steps(world4: World) -> None:
+def test_waiting_before_sending_takes_more_steps(world4: World) -> None:
     def one_after_the_other(comm: Any, x: torch.Tensor) -> None:
         if comm.rank > 0:
             comm.recv(x, comm.rank - 1)
@@ -218,7 +215,7 @@ def test_who_waits_before_it_sends_takes_more_steps(world4: World) -> None:
     assert [sum(row != [()] * 4 for row in ranks_in(f.held)) for f in movement.frames] == [2, 3, 4]
 
 
-def test_a_message_that_nobody_waited_for_has_its_step_too() -> None:
+def test_an_unawaited_message_has_its_step_too() -> None:
     key = (0, 1, 0, 0)
     send = Note("send", (number(0, 0, 2), 0), key, ((0, number(0, 0, 2)),))
     logs = [[send, Note("end", send.buffer)], [Note("recv", (0, 0), key), Note("end", (0, 0))]]

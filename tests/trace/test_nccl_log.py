@@ -126,7 +126,7 @@ def test_a_tree_line_has_children_rank_and_parent() -> None:
     assert log.main.trees == {0: {2: TreeNode(None, (3, 10))}, 1: {2: TreeNode(1, ())}}
 
 
-def test_what_stands_before_the_host_is_passed_over() -> None:
+def test_text_before_the_host_is_skipped() -> None:
     for before in ("[155] ", "3: ", "[2026-01-02 03:04:05] "):
         log = parse_nccl_log(before + line("Channel 00/01 :    0   1", host="gpu-7"))
         assert log.main.rings == {0: (0, 1)}, before
@@ -247,7 +247,7 @@ def test_ranks_that_the_log_does_not_show_are_not_said_to_hang() -> None:
     assert unseen.startswith("no start-up line from ranks 2, 3: is this the output of all nodes")
 
 
-def test_nvlink_between_nodes_is_no_network_without_gpudirect() -> None:
+def test_nvlink_between_nodes_is_not_the_network_without_gpudirect() -> None:
     over = line("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL")
     log = parse_nccl_log("\n".join([init(0), init(1, host="b"), over]))
     assert kinds(log.main, inside=False).keys() == {"P2P"} and remarks(log) == []
@@ -317,7 +317,7 @@ def test_the_table_says_what_matters() -> None:
         assert words in text, words
 
 
-def test_the_command_tells_and_draws(tmp_path: Path) -> None:
+def test_the_command_describes_and_draws(tmp_path: Path) -> None:
     runner, out = CliRunner(), tmp_path / "drawn.png"
     done = runner.invoke(app, ["nccl-log", str(EXAMPLES["sockets"]), "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -352,7 +352,7 @@ def test_the_command_reads_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
     assert "standard input" in done.output and Path("nccl.png").exists()
 
 
-def test_the_command_tells_of_many_ranks_without_a_picture(tmp_path: Path) -> None:
+def test_the_command_describes_many_ranks_without_a_picture(tmp_path: Path) -> None:
     file, out = tmp_path / "big.log", tmp_path / "big.png"
     ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
     file.write_text("\n".join([*(init(rank, 65) for rank in range(65)), ring]))

@@ -33,16 +33,14 @@ from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.recording.recorder import Recorder
 from laws import broken_laws
+from worlds import world_fixture
 
 pytestmark = pytest.mark.slow
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(3) as world:
-        yield world
+world = world_fixture(3)
 
 
 @pytest.fixture(autouse=True)
@@ -271,7 +269,7 @@ def test_own_spans_and_metrics() -> None:
         labkit.metric(loss=0.0)
 
 
-def test_mistakes_are_told(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="steps count from 0"), record(detail_step=-1):
         pass
     with record(), pytest.raises(RuntimeError, match="already"), record():
@@ -478,7 +476,7 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
     assert "blocks.0.mlp.up" in names and not any(name.startswith("module") for name in names)
 
 
-def test_memory_of_the_door_is_its_own_category() -> None:
+def test_memory_of_the_communicator_is_its_own_category() -> None:
     def reduce(x: torch.Tensor, handles: list[Any]) -> None:
         comm = Comm()
         comm.all_reduce(x.t())  # not contiguous: staged
@@ -545,7 +543,7 @@ def test_cells_are_recorded_too(world: World) -> None:
     assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
 
 
-def test_one_block_tells_of_one_thing(world: World) -> None:
+def test_one_block_records_one_run(world: World) -> None:
     with record(), World(2) as other:
         world.run(train, None, 1)
         with pytest.raises(RuntimeError, match="another world"):
@@ -753,7 +751,7 @@ def test_a_model_compiled_inside_the_block() -> None:
     torch.compiler.reset()
 
 
-def test_metrics_stand_with_the_step_that_has_just_ended(world: World) -> None:
+def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
     loop = Loop()
     with record() as trace:
         for k in range(2):

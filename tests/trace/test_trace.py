@@ -268,7 +268,7 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
         b'["span",1,"forward","x",0,1.0,2.0]', b'["step",1,0,1.0,2.0,false,0]',
     ],
 )  # fmt: skip
-def test_a_spoilt_line_is_left_out_and_told(line: bytes, tmp_path: Path) -> None:
+def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) -> None:
     write_run(Trace({0: small()}), tmp_path / "run")
     file = tmp_path / "run" / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
@@ -295,7 +295,7 @@ def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
         assert trace.ranks[1].complete
 
 
-def test_a_lost_line_and_lost_ranks_are_told(tmp_path: Path) -> None:
+def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
     write_run(sample_trace(4, steps=1), tmp_path / "run")
     file = tmp_path / "run" / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
@@ -313,7 +313,7 @@ def test_a_lost_line_and_lost_ranks_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_nobody_wrote_is_not_complete(tmp_path: Path) -> None:
+def test_a_run_made_in_memory_is_not_complete(tmp_path: Path) -> None:
     begin_run(tmp_path / "run", {"world_size": 4})
     trace = read_run(tmp_path / "run")
     assert not trace.complete
@@ -373,7 +373,7 @@ def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 
-def test_an_existing_run_is_replaced_only_when_told_and_the_users_files_stay(
+def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
     tmp_path: Path,
 ) -> None:
     write_run(sample_trace(3), tmp_path)

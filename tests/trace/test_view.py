@@ -54,7 +54,7 @@ def shown(trace: Trace) -> dict[str, str]:
     return {left.strip(): right.strip() for left, right in rows}
 
 
-def test_view_tells_draws_and_exports(tmp_path: Path, pictures: list[Any]) -> None:
+def test_view_describes_draws_and_exports(tmp_path: Path, pictures: list[Any]) -> None:
     trace = sample_trace(4)
     run = write_run(trace, tmp_path / "run")
     done = view(run, "--chrome", tmp_path / "trace.json.gz")
@@ -98,7 +98,7 @@ def test_times_of_a_detailed_step_do_not_count() -> None:
     assert "forward" not in shown(only) and "together" in shown(only)
 
 
-def test_waiting_is_no_computing() -> None:
+def test_waiting_does_not_count_as_computing() -> None:
     trace = sample_trace(4, steps=1, detail_step=None)
     backward = next(x for x in trace.ranks[0].spans if x.phase == "backward" and x.depth == 0)
     rows = shown(trace)
@@ -131,7 +131,7 @@ def test_a_run_in_which_nothing_happened(
     assert pictures == []
 
 
-def test_communication_without_steps_is_told_by_rank() -> None:
+def test_communication_without_steps_is_listed_by_rank() -> None:
     trace = sample_trace(2, steps=2)
     for one in trace.ranks.values():
         one.steps, one.spans, one.memory = [], [], []

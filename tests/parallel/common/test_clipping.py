@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import DDP, Comm, MasterWeights
 from labkit.parallel.common.clipping import clip_grad_norm, norm_of_pieces
+from worlds import on_each_rank
 
 NORMS = (2.0, 1.0, 3.0, float("inf"))
 

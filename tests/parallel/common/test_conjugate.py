@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from each_rank import on_each_rank
 from labkit import Comm, RankError, World, listen
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
@@ -18,6 +17,7 @@ from labkit.parallel.common.conjugate import (
     reduce_scatter_sequence,
     scatter_to_ranks,
 )
+from worlds import on_each_rank
 
 Operator = Callable[[Tensor, Comm], Tensor]
 OPERATORS: dict[str, Operator] = {

@@ -7,7 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import labkit
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     AsyncParameterServer,
@@ -40,14 +39,12 @@ from labkit import (
     listen,
     split,
 )
+from worlds import on_each_rank, world_fixture
 
 WRAPPERS: list[Any] = [DDP, NaiveDDP]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param) as made:
-        yield made
+world = world_fixture(sizes=[1, 2, 3])
 
 
 class Net(nn.Module):
@@ -457,7 +454,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
 
 
 @on_each_rank("world2")
-def test_what_is_no_group_is_refused_in_one_sentence() -> None:
+def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
             with pytest.raises(

@@ -2,7 +2,7 @@
 one sentence names the module and says what to do."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,9 @@ from labkit import (
     recompute,
     tensor_parallel,
 )
+from worlds import world_fixture
 
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, device="cpu") as two:
-        yield two
+world = world_fixture(2, device="cpu")
 
 
 LOW = torch.bfloat16

@@ -3,7 +3,7 @@ sentence: clipping by a list of parameters, `.grad` set by hand, parameters froz
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -30,21 +29,16 @@ from labkit import (
     save_checkpoint,
     tensor_parallel,
 )
+from worlds import on_each_rank, world_fixture
 
 SGD, MOMENTUM = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
 stages = pytest.mark.parametrize("stage", [1, 2])
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n} ranks")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=60) as world:
-        yield world
+world = world_fixture(sizes=[1, 2, 3], timeout_s=60)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=60) as world:
-        yield world
+pair = world_fixture(2, timeout_s=60)
 
 
 class Tied(nn.Module):
@@ -239,7 +233,7 @@ def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float3
         assert torch.equal(one, other)
 
 
-def test_what_is_no_list_of_parameters_is_refused(pair: World) -> None:
+def test_an_invalid_list_of_parameters_is_refused(pair: World) -> None:
     model = fresh()
     loss_of(model, batch()).backward()
     spent = model.parameters()
@@ -450,7 +444,7 @@ def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -
 
 
 @on_each_rank("pair")
-def test_an_optimizer_in_place_of_its_class_is_told_so() -> None:
+def test_an_optimizer_instance_instead_of_a_class_is_refused() -> None:
     parameters = list(fresh().parameters())
     said = refused(partial(ZeroOptimizer, parameters, torch.optim.AdamW(parameters)))
     assert "'AdamW' object is not callable" in said and "give the class of one" in said

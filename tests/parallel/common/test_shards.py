@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -37,6 +36,7 @@ from labkit.parallel.common.shards import (
     shard_of,
 )
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
+from worlds import on_each_rank
 
 AGREE = 1e-10
 
@@ -163,7 +163,7 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
 # ---- replicas have the same part
 
 
-def test_ranks_with_different_parts_are_no_replicas() -> None:
+def test_ranks_with_different_shards_are_not_replicas() -> None:
     module, _ = layer(0, 1)
     with pytest.raises(ValueError, match=r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"):
         check_replicas(module.named_parameters(), Ranks(0, 1, 2))  # type: ignore[arg-type]

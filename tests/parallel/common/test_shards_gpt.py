@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from each_rank import on_each_rank
 from labkit import (
     GPT,
     Mesh,
@@ -26,6 +25,7 @@ from labkit import (
 from labkit import loss as loss_of
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from shard_cases import STRATEGIES, whole_of
+from worlds import on_each_rank
 
 AGREE = 1e-10
 MAX_NORM = 0.5

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     GPT,
@@ -25,6 +24,7 @@ from labkit import (
     tensor_parallel,
 )
 from labkit.parallel.common.shards import sequence_comm_of, shard_of
+from worlds import on_each_rank
 
 AGREE = 1e-10
 VOCAB, LENGTH = 31, 16

@@ -255,7 +255,7 @@ def test_under_autocast_blocks_travel_in_two_bytes(worlds: dict[int, World]) -> 
 
 
 @pytest.mark.slow
-def test_a_dry_run_looks_at_no_number() -> None:
+def test_a_dry_run_reads_no_values() -> None:
     def train(way: Any) -> None:
         comm = Comm()
         model = GPT(64, 256, 1, 16, 2048)
@@ -401,7 +401,7 @@ def test_bad_input_says_what_would_do(worlds: dict[int, World]) -> None:
             assert message in found[what], found[what]
 
 
-def test_ranks_with_other_lengths_are_told(worlds: dict[int, World]) -> None:
+def test_ranks_with_different_lengths_are_reported(worlds: dict[int, World]) -> None:
     def differ() -> None:
         x = torch.zeros(1, 2, 4 + 2 * Comm().rank, 4)
         ring.ring_attention(x, x, x, Comm())

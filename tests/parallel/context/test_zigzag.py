@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from each_rank import on_each_rank
 from labkit import Comm
 from labkit.parallel.context.zigzag import (
     gather_sequence,
@@ -15,6 +14,7 @@ from labkit.parallel.context.zigzag import (
     sequence_shard,
     split_zigzag,
 )
+from worlds import on_each_rank
 
 
 def of(rank: int, size: int) -> Any:
@@ -65,7 +65,7 @@ def test_a_shard_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("length", "ranks", "would"), [(10, 2, "8 or 12"), (3, 4, "8 or 16"), (0, 2, "4 or 8")]
 )
-def test_a_length_that_does_not_split_is_told_one_that_does(
+def test_a_length_that_does_not_split_gets_one_that_does(
     length: int, ranks: int, would: str
 ) -> None:
     for cut in (

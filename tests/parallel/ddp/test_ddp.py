@@ -10,7 +10,6 @@ from torch import nn
 
 import ddp_checks
 from ddp_checks import Branching
-from each_rank import on_each_rank
 from labkit import DDP, Comm, Link, NaiveDDP, World
 from labkit.parallel.ddp.comm_hooks import (
     Hook,
@@ -19,6 +18,7 @@ from labkit.parallel.ddp.comm_hooks import (
     compressed,
     fp16_compress_hook,
 )
+from worlds import on_each_rank
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ both = pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
 
 @both
 @pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
-def test_ranks_with_different_models_are_told_before_anything_is_sent(
+def test_ranks_with_different_models_are_refused_before_anything_is_sent(
     world2: World, strategy: type[nn.Module], kind: str
 ) -> None:
     def run() -> str:

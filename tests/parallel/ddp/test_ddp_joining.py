@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ddp_checks
-from each_rank import on_each_rank
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.parallel.ddp.comm_hooks import compressed
+from worlds import on_each_rank
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from labkit.parallel.ddp.comm_hooks import compressed
         ([2, 2, 2], False, {}),
     ],
 )
-def test_weights_equal_a_single_process_that_knows_who_is_there(
+def test_weights_equal_a_single_process_with_the_same_ranks_data(
     world3: World, steps: list[int], divide_by_active: bool, how: dict[str, Any]
 ) -> None:
     world3.run(ddp_checks.ranks_whose_data_ends_join, DDP, steps, divide_by_active, **how)
@@ -72,7 +72,7 @@ def test_after_join_training_goes_on_and_an_error_inside_ends_it() -> None:
     assert module.weight.grad[0].tolist() == [2.0, 2.0]
 
 
-def test_ranks_that_do_different_things_are_told(world3: World) -> None:
+def test_ranks_that_do_different_things_are_reported(world3: World) -> None:
     def run() -> str:
         model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
         try:
@@ -91,7 +91,7 @@ def test_ranks_that_do_different_things_are_told(world3: World) -> None:
     assert "rank 0 is in backward, rank 1 is in forward, rank 2 is in backward" in said[0]
 
 
-def test_without_join_the_door_says_who_has_ended(world3: World) -> None:
+def test_without_join_the_error_names_the_rank_that_has_ended(world3: World) -> None:
     def run() -> None:
         model = DDP(nn.Linear(2, 1))
         for _ in range([2, 4, 5][Comm().rank]):

@@ -3,7 +3,7 @@ of updates alone, and ends with the same weights.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 from data_parallel_contract import Awkward
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
 from labkit.parallel.parameter_server.asynchronous import Update
+from worlds import world_fixture
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -100,10 +101,7 @@ def check_stale_training(
     return updates
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4, backend="gloo", timeout_s=20) as world:
-        yield world
+world = world_fixture(4, backend="gloo", timeout_s=20)
 
 
 ROUND = [1, 2, 3] * STEPS
@@ -129,7 +127,7 @@ def test_one_after_the_other_nothing_is_stale_but_the_first(world: World) -> Non
     assert [x.staleness for x in updates] == [0, 0, 0, 0, 4, 0, 0, 0, 8, 0, 0, 0]
 
 
-def test_as_they_come_a_slow_worker_is_staler_and_the_oracle_agrees(world: World) -> None:
+def test_a_slow_worker_is_staler_and_the_oracle_agrees(world: World) -> None:
     updates = check_stale_training(world, AsyncParameterServer, "AdamW", pauses_s=(0, 0, 0, 0.1))
     assert {x.worker for x in updates} == {1, 2, 3}
 
@@ -170,7 +168,7 @@ def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world:
     assert runs[0][3] == 3 * STEPS * (weight_bytes + 8)
 
 
-def test_what_cannot_be_is_told(world: World) -> None:
+def test_invalid_arguments_are_refused(world: World) -> None:
     def told(**asked: Any) -> str:
         try:
             AsyncParameterServer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
@@ -196,7 +194,7 @@ def test_what_cannot_be_is_told(world: World) -> None:
         ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
     ],
 )
-def test_an_order_that_cannot_be_kept_is_told(asked: dict[str, Any], says: str) -> None:
+def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> None:
     with World(3, timeout_s=20) as world, pytest.raises(RankError, match=says):
         world.run(trained, AsyncParameterServer, "SGD", **asked)
 

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from data_parallel_contract import AGREE, LENGTH, MODELS, ROWS, STEPS
-from each_rank import on_each_rank
 from labkit import Comm, ParameterServer, RankError, Single, Text, World, dry_run, listen, loss
 from labkit.clusters import cluster
 from labkit.parallel.common.footprint import Footprint
@@ -22,6 +21,7 @@ from labkit.parallel.common.held import held
 from labkit.recipes import RECIPES
 from labkit.replaying import replay
 from labkit.trace import split_of
+from worlds import on_each_rank, world_fixture
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
@@ -96,10 +96,7 @@ def check_served(
 SIZES = [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in (1, 2, 3, 4)]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, backend="gloo", timeout_s=20) as world:
-        yield world
+world = world_fixture(sizes=SIZES, backend="gloo", timeout_s=20)
 
 
 CASES = [
@@ -190,7 +187,7 @@ class Branching(nn.Module):
         return self.deep(x) if Comm().rank == 1 else x  # type: ignore[no-any-return]
 
 
-def test_what_one_rank_uses_is_averaged_and_what_nobody_uses_stays_without_gradient(
+def test_a_parameter_one_rank_uses_is_averaged_and_an_unused_one_has_no_gradient(
     world2: World,
 ) -> None:
     def gradients() -> dict[str, torch.Tensor | None]:
@@ -236,7 +233,7 @@ def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
 # --- bad input ---
 
 
-def test_what_cannot_be_served_is_told_on_every_rank(world2: World) -> None:
+def test_models_that_cannot_be_served_are_refused_on_every_rank(world2: World) -> None:
     def told(what: str) -> str:
         try:
             module: nn.Module = nn.Linear(3, 2 + (what == "shapes") * Comm().rank)

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeline_cases as cases
-from each_rank import on_each_rank
 from labkit import Comm, Link, World
 from labkit.parallel.pipeline.deferred_weights import deferring, run_later
 from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import layers_of, measure_costs, split
 from labkit.schedules import parse_schedule
+from worlds import on_each_rank
 
 # ---- as one process
 
@@ -95,7 +95,7 @@ def test_without_gradients_a_step_evaluates(world3: World) -> None:
 
 
 @pytest.mark.parametrize("own", ["gpipe of one's own", "halves and wholes", "chunks"])
-def test_a_schedule_of_ones_own(world3: World, own: str) -> None:
+def test_a_users_own_schedule(world3: World, own: str) -> None:
     text = {
         "gpipe of one's own": """
             F1 F0 B0 B1
@@ -134,7 +134,7 @@ def test_bf16_travels_as_bf16() -> None:
     assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
     wanted = dict(whole.named_parameters())
     grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
-    assert (max(((a - b).norm() / b.norm()).item() for a, b in grads)) < 0.03
+    assert max(((a - b).norm() / b.norm()).item() for a, b in grads) < 0.03
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -173,7 +173,7 @@ def test_activations_are_freed_as_the_schedule_says() -> None:
 
 
 @on_each_rank("world3")
-def test_sends_overlap_compute_and_nobody_waits_to_send() -> None:
+def test_sends_overlap_compute_and_no_rank_waits_to_send() -> None:
     cases.sends_overlap_compute()
     cases.does_not_wait_for_sends()
 
@@ -185,7 +185,7 @@ def test_other_transports_carry_it_too(how: dict[str, Any]) -> None:
         world.run(cases.equals_one_process, [3], ["1f1b", "interleaved", "zb-h1"], ms=[3])
 
 
-def test_looks_are_told_again_when_they_change(world3: World) -> None:
+def test_shapes_are_sent_again_when_they_change(world3: World) -> None:
     """Another width of the rest, then another type: told once each; the rows alone change none."""
 
     def told() -> list[int]:
@@ -294,7 +294,7 @@ def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
         assert one is None or torch.allclose(one, two, rtol=1e-12, atol=1e-14)
 
 
-def test_what_is_no_plain_linear_layer_is_left_alone() -> None:
+def test_only_plain_linear_layers_are_deferred() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     later: list[Any] = []
     with deferring(normed, later):

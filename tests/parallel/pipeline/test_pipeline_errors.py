@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import pipeline_cases as cases
-from each_rank import on_each_rank
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import split
 from labkit.parallel.pipeline.virtual_stage import StageError
 from labkit.schedules import Action, ScheduleError, schedule
+from worlds import on_each_rank
 
 
 def stages(count: int = 2) -> list[nn.Module]:

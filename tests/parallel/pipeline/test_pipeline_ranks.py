@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeline_cases as cases
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     Comm,
@@ -30,6 +29,7 @@ from labkit import (
 )
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import split
+from worlds import on_each_rank
 
 SGD = torch.optim.SGD
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from each_rank import on_each_rank
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.recompute import recompute
 from labkit.parallel.pipeline import virtual_stage
@@ -26,6 +25,7 @@ from labkit.parallel.pipeline.stages import Layers, layers_of, measure_costs, sp
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
+from worlds import on_each_rank
 
 
 def stages(count: int = 2, width: int = 4) -> list[nn.Module]:
@@ -50,7 +50,7 @@ def same_gradients(pipe: Pipeline, whole: nn.Sequential) -> None:
 # ---- stages: no ranks
 
 
-def test_a_module_that_stands_twice_is_two_layers() -> None:
+def test_a_module_used_twice_is_two_layers() -> None:
     torch.manual_seed(0)
     act = nn.ReLU()
     model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
@@ -71,7 +71,7 @@ def test_layers_may_have_any_name() -> None:
     assert whole.state_dict().keys() == model.state_dict().keys()
 
 
-def test_names_that_stand_for_two_layers_are_refused() -> None:
+def test_names_of_two_layers_are_refused() -> None:
     """Also where they are on other ranks; one layer in two stages may be."""
     encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
     cut = split(encoder, 2) + split(decoder, 2)
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_stage_cannot_do_is_told(world2: World, what: str) -> None:
+def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
     job, told = REFUSED[what]
     with pytest.raises(RankError) as caught:
         world2.run(job)
@@ -275,7 +275,7 @@ def test_a_stage_in_ddp_is_entered_once(world2: World) -> None:
     world2.run(a_stage_in_ddp_is_entered_once)
 
 
-def test_a_pipeline_goes_when_nobody_has_it(world2: World) -> None:
+def test_a_dropped_pipeline_is_freed(world2: World) -> None:
     def run() -> bool:
         pipe = Pipeline(stages(), None, "1f1b", 4, F.mse_loss)
         pipe.step(*batch())

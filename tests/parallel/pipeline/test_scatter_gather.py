@@ -1,7 +1,7 @@
 """Scatter/gather of pipeline sends: the same numbers, to the bit, in 1/t of the bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from each_rank import on_each_rank
 from labkit import (
     DDP,
     GPT,
@@ -32,16 +31,14 @@ from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from pipeline_cases import DATA, Fault, descend, layers, piped, tokens_loss
+from worlds import on_each_rank, world_fixture
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
 SENT = [("send", tag) for tag in DATA.values()]
 SHAPES = [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 3}]
 
 
-@pytest.fixture(scope="module")
-def six() -> Iterator[World]:
-    with World(6, timeout_s=20) as world:
-        yield world
+six = world_fixture(6, timeout_s=20)
 
 
 def tokens() -> Tensor:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import tensor_contract as contract
-from each_rank import on_each_rank
 from labkit import GPT, Comm, World
 from labkit.models.attention import PlainAttention
 from labkit.models.dropout import Dropout
 from labkit.parallel.tensor.random_state import own_numbers
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from tensor_contract import check_runs, predicted, with_sequence
+from worlds import on_each_rank
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)

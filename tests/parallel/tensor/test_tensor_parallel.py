@@ -1,6 +1,5 @@
 """Tensor and sequence parallelism: the same model for every size, the bytes of the formula."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 import tensor_contract as contract
-from each_rank import on_each_rank
 from labkit import (
     Comm,
     Link,
@@ -28,17 +26,15 @@ from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinea
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
+from worlds import on_each_rank, world_fixture
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.fixture(
-    scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))]
+world = world_fixture(
+    sizes=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))], timeout_s=20
 )
-def world(request: Any) -> Iterator[World]:
-    with World(request.param, timeout_s=20) as world:
-        yield world
 
 
 # ---- the same model
@@ -151,7 +147,7 @@ def test_logits_that_stay_where_they_are(way: str) -> None:
         else:
             vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
         found.append([p.grad for p in model.parameters()])
-    assert (max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))) <= contract.AGREE
+    assert max(float((a - b).abs().max()) for a, b in zip(*found, strict=True)) <= contract.AGREE
 
 
 @on_each_rank("world2")

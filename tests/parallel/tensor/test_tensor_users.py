@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from each_rank import on_each_rank
 from labkit import (
     GPT,
     Comm,
@@ -26,6 +25,7 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.footprint import footprint
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from worlds import on_each_rank
 
 
 class Mlp(nn.Module):
@@ -128,7 +128,7 @@ def test_what_would_not_stay_tied_is_refused(world2: World) -> None:
 
 
 @on_each_rank("world2")
-def test_a_look_at_one_projection_changes_nothing() -> None:
+def test_reading_one_projection_changes_nothing() -> None:
     """q, k and v are computed together, when the first is asked for."""
     torch.manual_seed(0)
     attention: Any = tensor_parallel(GPT.preset("tiny").double(), Comm()).blocks[0].attn
@@ -140,7 +140,7 @@ def test_a_look_at_one_projection_changes_nothing() -> None:
     attention.k(x)
     with torch.no_grad():
         attention.q.weight.mul_(2)
-    assert (has_gradient, torch.equal(attention(x), attention(x.clone()))) == (True, True)
+    assert has_gradient and torch.equal(attention(x), attention(x.clone()))
 
 
 class WithTargets(GPT):
@@ -230,7 +230,7 @@ def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
     assert predicted == held
 
 
-def test_a_gate_that_is_no_gate_is_refused_by_name(world2: World) -> None:
+def test_an_invalid_gate_is_refused_by_name(world2: World) -> None:
     for mlp, words in (
         (Gated(gate=1), r"0\.gate has 1 features and up 24.*give it another name"),
         (Gated(hidden=9), r"9 hidden features of 0 do not divide over 2"),

@@ -1,7 +1,7 @@
 """The vocabulary cut over 1 to 4 ranks, also where it does not divide: embedding, head and loss."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import vocab_checks
-from each_rank import on_each_rank
 from labkit import Comm, World, dry_run, listen, recompute
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import vocab as vocab_parallel
@@ -21,14 +20,12 @@ from labkit.parallel.tensor.vocab import (
     vocab_parallel_cross_entropy,
 )
 from vocab_checks import Tiny, own_logits
+from worlds import on_each_rank, world_fixture
 
 VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=20) as world:
-        yield world
+world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -83,7 +80,7 @@ def test_a_rank_whose_logits_are_far_below_the_others_adds_nothing() -> None:
     whole = torch.zeros(1, 8) + torch.tensor([1e30, 1e30, 0, 0, -1e30, -1e30, -math.inf, 0])
     y = torch.tensor([1])
     found = vocab_parallel_cross_entropy(own_logits(whole, comm), y, comm)
-    assert (abs(float(found - F.cross_entropy(whole, y)))) < 1e-6
+    assert abs(float(found - F.cross_entropy(whole, y))) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -175,7 +172,7 @@ def test_nothing_counts() -> None:
     mean = vocab_parallel_cross_entropy(logits, y, comm)
     none = vocab_parallel_cross_entropy(logits[:0], y[:0], comm, reduction="sum")
     total = vocab_parallel_cross_entropy(logits, y, comm, reduction="sum")
-    assert (bool(mean.isnan()), float(none + total)) == (True, 0.0)
+    assert bool(mean.isnan()) and float(none + total) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
@@ -185,7 +182,7 @@ def test_targets_of_any_integers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     whole, y = torch.randn(6, 10, dtype=torch.float64), torch.randint(0, 10, (6,))
     found = vocab_parallel_cross_entropy(own_logits(whole, comm), y.to(dtype), comm)
-    assert (abs(float(found - F.cross_entropy(whole, y)))) < 1e-12
+    assert abs(float(found - F.cross_entropy(whole, y))) < 1e-12
 
 
 @on_each_rank("world2")
@@ -276,7 +273,7 @@ def test_padded_vocab() -> None:
         ),
     ],
 )
-def test_bad_input_is_told(world2: World, wrong: Callable[[Comm], Any], words: str) -> None:
+def test_bad_input_is_refused(world2: World, wrong: Callable[[Comm], Any], words: str) -> None:
     def run() -> str:
         with pytest.raises(ValueError) as caught:
             wrong(Comm())

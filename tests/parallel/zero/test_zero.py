@@ -6,7 +6,6 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,10 @@ from data_parallel_contract import (
     Strategy,
     check_equal_to_single,
 )
-from each_rank import on_each_rank
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
 from labkit.parallel.common.footprint import Footprint
+from worlds import on_each_rank, world_fixture
 
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 
@@ -50,10 +49,7 @@ slow = pytest.mark.slow
 stages = pytest.mark.parametrize("stage", [1, 2])
 
 
-@pytest.fixture(scope="module")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=20) as world:
-        yield world
+world = world_fixture(timeout_s=20)
 
 
 SIZES = [pytest.param(n, marks=slow) if n != 3 else n for n in (1, 2, 3, 4)]
@@ -210,7 +206,7 @@ def test_what_is_not_this_ranks_is_not_kept(stage: int) -> None:
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     without = [x.untyped_storage().nbytes() == 0 for x in grads]
     assert without == [stage == 2] * 4
-    assert (mine, whole) == (930, 1860 if stage == 1 else 0)
+    assert mine == 930 and whole == (1860 if stage == 1 else 0)
 
 
 def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_does() -> None:
@@ -444,7 +440,7 @@ def test_loss_scaling_is_refused_on_every_rank(world2: World, stage: int) -> Non
 
 @stages
 @on_each_rank("world2")
-def test_gradients_of_no_sync_alone_are_no_averages(stage: int) -> None:
+def test_gradients_of_no_sync_alone_are_refused(stage: int) -> None:
     model = nn.Linear(2, 2)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=0.1)
     told = []
@@ -558,7 +554,7 @@ def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
 
 @stages
 @on_each_rank("world2")
-def test_a_model_is_freed_when_nobody_has_it_any_more(stage: int) -> None:
+def test_a_dropped_model_is_freed(stage: int) -> None:
     module = nn.Linear(3, 2)
     optimizer = ZeroOptimizer(
         module.parameters(), torch.optim.Adam, stage, gather_in=module, lr=0.1

@@ -5,7 +5,7 @@ import copy
 import gc
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -16,28 +16,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import labkit
-from each_rank import on_each_rank
 from labkit import Comm, RankError, World, ZeRO3, full_state_dict
+from worlds import on_each_rank, world_fixture
 
 Forward = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=60) as world:
-        yield world
+world = world_fixture(sizes=[1, 2, 3], timeout_s=60)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    with World(2, timeout_s=60) as world:
-        yield world
+pair = world_fixture(2, timeout_s=60)
 
 
-@pytest.fixture(scope="module")
-def unchecked() -> Iterator[World]:
-    with World(2, timeout_s=60, check=False) as world:
-        yield world
+unchecked = world_fixture(2, timeout_s=60, check=False)
 
 
 def refusal(what: Callable[[], object]) -> str:
@@ -103,7 +94,7 @@ def route(routes: list[list[int]], how: str, persist_below: int = 0) -> None:
 
 @pytest.mark.parametrize("how", ["training", "evaluation", "no_grad"])
 @pytest.mark.parametrize("checks", [True, False], ids=["checked", "unchecked"])
-def test_ranks_that_route_to_different_experts_are_told_which(
+def test_ranks_that_route_to_different_experts_are_reported(
     pair: World, unchecked: World, how: str, checks: bool
 ) -> None:
     with pytest.raises(RankError, match=r"(?s)experts\.0\.weight.*experts\.1\.weight"):
@@ -127,7 +118,7 @@ def test_small_experts_that_are_kept_whole_are_compared_too(
         (pair if checks else unchecked).run(route, [[0], [1]], "training", persist_below=100)
 
 
-def test_a_rank_that_uses_fewer_units_is_told_which(pair: World) -> None:
+def test_a_rank_that_uses_fewer_units_is_reported(pair: World) -> None:
     with pytest.raises(RankError, match=r"all_gather\(unit of experts\.2\.weight"):
         pair.run(route, [[0, 2], [0]], "training")
 
@@ -184,7 +175,7 @@ class Alike(nn.Module):
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as it is", "compute_dtype"])
 @on_each_rank("world")
 def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(dtype: torch.dtype | None) -> None:
-    assert (off(Attention, rows(2, 3, 4), compute_dtype=dtype)) < 1e-12
+    assert off(Attention, rows(2, 3, 4), compute_dtype=dtype) < 1e-12
 
 
 @on_each_rank("pair")
@@ -318,7 +309,7 @@ def test_an_optimizer_from_before_the_wrap_is_refused_at_its_first_step() -> Non
 
 
 @on_each_rank("pair")
-def test_a_model_that_nobody_has_is_freed() -> None:
+def test_a_dropped_model_is_freed() -> None:
     module = TiedHead()
     model, tokens = ZeRO3(module), torch.tensor([[1, 2]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -466,7 +457,8 @@ def test_clipping_by_value_is_that_of_the_whole_model(foreach: bool | None) -> N
         max(
             float((p.tensor.grad - _part(whole[p.name].grad, p)).abs().max()) for p in model.owned()
         )
-    ) < 1e-6
+        < 1e-6
+    )
 
 
 def _part(x: Any, piece: Any) -> torch.Tensor:
@@ -474,19 +466,22 @@ def _part(x: Any, piece: Any) -> torch.Tensor:
     return part.view(piece.tensor.shape)
 
 
-@on_each_rank("pair")
-def test_a_shards_gradient_is_a_plain_tensor_for_all_else() -> None:
-    model, _ = gradients()
-    grads = [p.grad for p in model.parameters()]
-    for made in (copy.deepcopy(grads[0]), grads[0] * 2, grads[0].clone(), grads[0].detach()):
-        assert type(made) is torch.Tensor and made.norm() >= 0
-    kept = io.BytesIO()
-    torch.save(grads, kept)
-    kept.seek(0)
-    assert all(type(x) is torch.Tensor for x in torch.load(kept))
-    model, _ = gradients(persist_below=1000)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # whole on every rank: torch's is right
-    assert all(type(x) is torch.Tensor for x in grads)
+def test_a_shards_gradient_is_a_plain_tensor_for_all_else(pair: World) -> None:
+    def run() -> list[torch.Tensor]:
+        model, _ = gradients()
+        grads = [p.grad for p in model.parameters()]
+        for made in (copy.deepcopy(grads[0]), grads[0] * 2, grads[0].clone(), grads[0].detach()):
+            assert type(made) is torch.Tensor and made.norm() >= 0
+        kept = io.BytesIO()
+        torch.save(grads, kept)
+        kept.seek(0)
+        assert all(type(x) is torch.Tensor for x in torch.load(kept))
+        model, _ = gradients(persist_below=1000)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # whole on every rank: torch's is right
+        return grads  # type: ignore[return-value]
+
+    for grads in pair.run(run):  # also when it travels
+        assert all(type(x) is torch.Tensor for x in grads)
 
 
 @on_each_rank("world")
@@ -509,9 +504,7 @@ def test_a_loss_scaler_and_labkits_clipping_work_together() -> None:
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         theirs.step()
     found = model.full_state_dict()
-    assert (
-        max(float((found[n] - x).abs().max()) for n, x in reference.state_dict().items())
-    ) < 1e-5
+    assert max(float((found[n] - x).abs().max()) for n, x in reference.state_dict().items()) < 1e-5
 
 
 # --- copies and compilers ---

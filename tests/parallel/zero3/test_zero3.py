@@ -3,7 +3,7 @@ gathered just before use and freed at once, also under recompute."""
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from data_parallel_contract import LENGTH, MODELS, ROWS, STEPS
-from each_rank import on_each_rank
 from labkit import GPT, Comm, RankError, Text, World, ZeRO3, listen, loss
 from labkit.parallel.common.held import held
+from worlds import on_each_rank, world_fixture
 from zero3_contract import OPTIMIZERS, check_zero3
 
 SIZES = [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4)]
@@ -22,10 +22,7 @@ HOW = [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
        for name in OPTIMIZERS]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size} ranks")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(request.param, timeout_s=20) as world:
-        yield world
+world = world_fixture(sizes=SIZES, timeout_s=20)
 
 
 def no_prefetch(module: nn.Module) -> ZeRO3:
@@ -152,7 +149,7 @@ def test_passes_in_any_order_add_up_as_in_one_process() -> None:
         loss(wrapped(batches[2].x), batches[2]).backward()
         wrapped.zero_grad(set_to_none=False)
         loss(wrapped(batches[3].x), batches[3]).backward()
-    assert (off(model, reference)) < 1e-12
+    assert off(model, reference) < 1e-12
 
 
 class Branching(nn.Module):
@@ -351,7 +348,7 @@ def test_clipping_is_that_of_the_whole_gradient(world2: World) -> None:
                 assert found == pytest.approx(expected, rel=1e-12) and worst < 1e-12
 
 
-def test_misuse_is_told_by_name_on_every_rank(world2: World) -> None:
+def test_misuse_is_refused_by_name_on_every_rank(world2: World) -> None:
     def said(what: Callable[[], object]) -> str:
         with pytest.raises(ValueError) as caught:
             what()
@@ -444,7 +441,7 @@ def test_errors_leave_a_model_that_trains_on() -> None:
     model.zero_grad()
     model(x[Comm().rank]).square().mean().backward()
     reference(x.flatten(0, 1)).square().mean().backward()
-    assert (off(model, reference)) < 1e-12
+    assert off(model, reference) < 1e-12
 
 
 class Outputs(nn.Module):
@@ -523,7 +520,7 @@ def test_a_loss_that_a_layer_keeps_aside_finds_the_weights(world2: World, which:
             torch.testing.assert_close(found[name], gradient, msg=name)
 
 
-def test_ranks_that_use_other_units_are_told() -> None:
+def test_ranks_that_use_different_units_are_reported() -> None:
     def run() -> None:
         model = ZeRO3(Branching())
         model(torch.ones(1, 3, dtype=torch.float64), deep=Comm().rank == 0).sum().backward()

@@ -279,9 +279,9 @@ def test_the_timeout_needs_no_plugin():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["-p", "no:timeout"]], ids=["with", "without plugin"])
 def test_pytest_starts_with_and_without_the_timeout_plugin(options: list[str], tmp_path: Path):
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
+    (tmp_path / "tests" / "support").mkdir(parents=True)
+    for file in ("pyproject.toml", "tests/conftest.py", "tests/support/worlds.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "tests/test_it.py").write_text(
         "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
     )

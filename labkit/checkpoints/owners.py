@@ -18,7 +18,7 @@ from torch import nn
 
 from labkit.parallel.common.in_stages import InStages
 from labkit.parallel.common.whole import plain_module
-from labkit.precision.pieces import OwnedPiece, OwnsPieces
+from labkit.precision.pieces import OwnedPiece, OwnsPieces, fulfils
 
 
 class Owners:
@@ -35,9 +35,9 @@ class Owners:
         self.module, self.optimizer = plain_module(model), optimizer
         self.pipeline = model if isinstance(model, InStages) else None
         stages = self.pipeline.stages_here() if self.pipeline else [("", model)]
-        self._sharders: list[tuple[str, Any]] = [x for x in stages if isinstance(x[1], OwnsPieces)]
+        self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
         self._cut = {p for _, one in self._sharders for p in one.module.parameters()}
-        self._by_optimizer = isinstance(optimizer, OwnsPieces)
+        self._by_optimizer = fulfils(optimizer, OwnsPieces)
         self.strategies = [optimizer] * self._by_optimizer + [one for _, one in self._sharders]
         if self._by_optimizer and self._sharders:
             names = " and ".join(type(one).__name__ for one in self.strategies[:2])

@@ -9,7 +9,8 @@ Whoever steps on pieces says so by two methods: `OwnsPieces`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -39,13 +40,29 @@ class OwnedPiece:
         return whole
 
 
-@runtime_checkable
 class OwnsPieces(Protocol):
     """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
 
     def owned(self, other: Any) -> list[OwnedPiece]:
-        """This rank's pieces, in the order of the module's parameters: an optimizer is asked with
-        the model, a model with its optimizer."""
+        """This rank's pieces, in the order of the module's parameters. Pass the model to an
+        optimizer, the optimizer to a wrapped model."""
 
     def after_load(self) -> None:
         """The pieces were written to: bring what depends on them in step."""
+
+
+Kind = TypeVar("Kind")
+
+
+def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
+    """Whether `x` has all that `protocol` asks for. From Python 3.12 on, `isinstance` does not see
+    what a wrapper passes on from inside, as that of `torch.compile` does."""
+    asked: Any = protocol
+    return all(hasattr(x, name) for name in _members(asked))
+
+
+@cache
+def _members(protocol: Any) -> set[str]:
+    mro = protocol.__mro__
+    every = [(*vars(base), *vars(base).get("__annotations__", ())) for base in mro]
+    return {name for names in every for name in names if not name.startswith("_")}

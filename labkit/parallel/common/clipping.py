@@ -39,6 +39,7 @@ from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
 from labkit.parallel.common.sharder import OwnsGradientPieces
 from labkit.parallel.common.shards import comms_of, marked_as, shard_of
+from labkit.precision.pieces import fulfils
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
@@ -92,10 +93,10 @@ def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Owns
     pipeline, the ZeRO3 around each of this rank's stages.
 
     Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
-    if isinstance(trained, OwnsGradientPieces):
+    if fulfils(trained, OwnsGradientPieces):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners: list[Any] = [one for one in every if isinstance(one, OwnsGradientPieces)]
+    owners: list[Any] = [one for one in every if fulfils(one, OwnsGradientPieces)]
     own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
     kinds = {one if isinstance(one, ShadowOptimizer) else one.comm.ranks for one in owners}
@@ -179,9 +180,10 @@ def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[torch.Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        inside: Any = trained.module if isinstance(trained, OwnsGradientPieces) else trained
+        wrapped: Any = trained
+        inside = wrapped.module if fulfils(trained, OwnsGradientPieces) else wrapped
         return list(inside.parameters())
-    if isinstance(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
+    if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
     if not given or not all(isinstance(p, torch.Tensor) for p in given):

@@ -49,7 +49,7 @@ def check_bucket_mb(bucket_mb: float) -> None:
 class GradReducer(NoSync):
     """A strategy says how a bucket travels, in `_send` and `_receive`; this class says when.
 
-    Register `_on_grad_ready` as hook of the parameters, and give the buckets to `_set_buckets`.
+    Register `_on_grad_ready` as a hook on the parameters, and give the buckets to `_set_buckets`.
     """
 
     overlap = True  # False: all buckets leave when backward is over
@@ -65,7 +65,7 @@ class GradReducer(NoSync):
     # --- what a strategy says ---
 
     def _begin_backward(self) -> None:
-        """Called before the first gradient of a backward."""
+        """Called when the first gradient of a backward is there."""
 
     def _take(self, p: torch.Tensor) -> None:
         """The gradient of `p` is there: note it in its bucket."""
@@ -92,7 +92,7 @@ class GradReducer(NoSync):
             self._send_next(async_op=True)
 
     def _next_is_complete(self) -> bool:
-        """The last bucket is left to `_finish`."""
+        """Whether the next bucket may leave. The last one is left to `_finish`."""
         return self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].missing
 
     def _send_next(self, async_op: bool) -> None:
@@ -106,11 +106,14 @@ class GradReducer(NoSync):
         self._received += 1
 
     def _end_backward(self) -> None:
-        self._finish()
+        if self._synchronise:
+            self._finish()
+        else:
+            self._reset()
 
     def _finish(self) -> None:
         """Send the remaining buckets, and wait for all."""
-        while self._synchronise and self._sent < len(self._buckets):
+        while self._sent < len(self._buckets):
             self._send_next(async_op=self.overlap and self._sent < len(self._buckets) - 1)
         self._reset()
 

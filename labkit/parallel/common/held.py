@@ -8,6 +8,7 @@ from torch import nn
 
 from labkit.parallel.common.footprint import Footprint
 from labkit.parallel.common.sharder import OwnsGradientPieces
+from labkit.precision.pieces import fulfils
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
@@ -15,7 +16,7 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float =
     has gradients and what it steps on elsewhere than in the module."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if isinstance(optimizer, OwnsGradientPieces):
+    if fulfils(optimizer, OwnsGradientPieces):
         gradients += optimizer.gradient_pieces()[0]
     states = [value for state in optimizer.state.values() for value in state.values()]
     places = {p.untyped_storage().data_ptr() for p in parameters}

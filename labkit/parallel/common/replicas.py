@@ -1,5 +1,5 @@
-"""What naive and bucketed data parallelism share: equal replicas to begin with, and one moment at
-the end of each backward.
+"""What data-parallel strategies share: equal replicas to begin with, backwards that do not
+synchronise, and the moments of a backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,8 @@ class NoSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        """Backwards in this block add to the local gradients only; the next one outside sends.
+        Stage 2 of ZeRO then holds whole gradients, too."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -31,9 +32,9 @@ class NoSync:
             self._synchronise = before
 
     def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The micro-batches of one step, `for x, y in strategy.accumulate(parts):`. Only the
-        last backward sends. Gradients add up: each loss is its part of the step's loss, a
-        sum over its rows (or tokens) * ranks / rows of all parts on all ranks."""
+        """The micro-batches of one step, `for x, y in strategy.accumulate(parts):`. Only the last
+        backward sends. Gradients add up, so that the loss of a part is the sum over its rows (or
+        tokens), times ranks / (rows of all parts on all ranks)."""
         parts = list(parts)
         with self.no_sync():
             yield from parts[:-1]

@@ -1,4 +1,4 @@
-"""What the data-parallel strategies owe the rest of labkit, so that nothing asks for their class.
+"""What the data-parallel strategies owe the rest of labkit, which never asks for their class.
 
     who asks                    for what
     clipping, loss scaling      gradient_pieces(): averaged gradients, each element on one rank
@@ -13,29 +13,27 @@ when it has what stands here.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.precision.pieces import OwnsPieces
+from labkit.precision.pieces import OwnsPieces, fulfils
 
 
-@runtime_checkable
 class DataParallel(Protocol):
     """Averages gradients over replicas, except in `no_sync()`. torch's own DDP and FSDP do, too."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
-@runtime_checkable
 class OwnsGradientPieces(Protocol):
     """Has a part of the averaged gradients on each rank."""
 
     def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """This rank's averaged gradients, of any shape, to be scaled in place, and the ranks over
-        which each element is in exactly one piece."""
+        """Returns (pieces, comm): this rank's averaged gradients, of any shape, to be scaled in
+        place; over the ranks of `comm`, each element is in exactly one piece."""
 
 
 class TiedGradient(Protocol):
@@ -48,7 +46,6 @@ class TiedGradient(Protocol):
         """After the last backward: all-reduce it over the ranks `copies`."""
 
 
-@runtime_checkable
 class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     """Owns a part of the gradients on each rank of `comm`; maybe of the parameters, too.
 
@@ -78,10 +75,10 @@ class LossScaler(Protocol):
 
 def shards_parameters(strategy: Any) -> bool:
     """Whether `strategy` keeps only parts of the parameters on a rank, as ZeRO3 does."""
-    return isinstance(strategy, Sharder) and strategy.shards_parameters
+    return fulfils(strategy, Sharder) and strategy.shards_parameters
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module: what a strategy such as DDP has inside, or `module` itself."""
-    inside: Any = module.module if isinstance(module, DataParallel) else module
-    return inside
+    wrapped: Any = module
+    return wrapped.module if fulfils(module, DataParallel) else module

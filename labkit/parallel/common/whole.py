@@ -11,6 +11,7 @@ from labkit.parallel.common.conjugate import gathered
 from labkit.parallel.common.in_stages import InStages
 from labkit.parallel.common.sharder import Sharder, shards_parameters
 from labkit.parallel.common.shards import Shard, shard_of
+from labkit.precision.pieces import fulfils
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ def plain_module(model: nn.Module) -> nn.Module:
         return model.module
     inside = getattr(model, "module", None)
     if isinstance(inside, nn.Module) and (
-        isinstance(model, Sharder)
+        fulfils(model, Sharder)
         or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
     ):
         return plain_module(inside)

@@ -136,7 +136,7 @@ class DDP(GradReducer, Replica):
             for parameter, bucket in self._bucket_of.items():
                 if parameter in bucket.missing:
                     self._refuse(parameter, "got no gradient, and had one in the first backward")
-        self._finish()
+        super()._end_backward()
 
     def _finish(self) -> None:
         super()._finish()

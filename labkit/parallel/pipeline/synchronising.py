@@ -23,6 +23,7 @@ from torch import nn
 
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.sharder import Sharder
+from labkit.precision.pieces import fulfils
 from labkit.schedules.actions import Action, Schedule
 
 BACKWARD = ("backward", "weight")
@@ -68,7 +69,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
     Raises ValueError for one that sends in each, in a schedule of which every backward is two."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
-    found = [one for one in owners if isinstance(one, Sharder)]
+    found = [one for one in owners if fulfils(one, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
     for one in found:
         if halves and not one.sends_once:

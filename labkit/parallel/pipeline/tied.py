@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.sharder import Sharder, TiedGradient, shards_parameters
+from labkit.precision.pieces import fulfils
 
 TAG = 104
 
@@ -87,7 +88,7 @@ class WholeGradient:
 def _gradient_of(parameter: nn.Parameter, group: Any) -> TiedGradient:
     """Whole, or this rank's share of it."""
     owner = owner_of(parameter)
-    if isinstance(owner, Sharder):
+    if fulfils(owner, Sharder):
         return owner.gradient_of_copy(parameter)
     return WholeGradient(parameter, group)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.sharder import DataParallel, LossScaler, shards_parameters
+from labkit.precision.pieces import fulfils
 from labkit.schedules import schedule as schedule_of
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.rules import check
@@ -46,7 +47,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
 def _check_built_alike(stages: Sequence[nn.Module], comm: Comm) -> None:
     """Raises ValueError where a stage is another on another rank. (One that its rank has wrapped,
     in DDP say, is not compared: on the others it is not.)"""
-    mine = [None if isinstance(one, DataParallel) else _looks(one) for one in stages]
+    mine = [None if fulfils(one, DataParallel) else _looks(one) for one in stages]
     every = comm.all_gather_object(mine)
     for index in range(len(stages)):
         known = [(rank, one[index]) for rank, one in enumerate(every) if one[index : index + 1]]
@@ -180,7 +181,7 @@ def optimizer_of(
             "own time, so that its copies would part; give each stage its own (tied=False)"
         )
     for stage in own:
-        if isinstance(stage, DataParallel):
+        if fulfils(stage, DataParallel):
             raise ValueError(
                 f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
                 "schedule updates after each micro-batch; give the module itself"
@@ -190,7 +191,7 @@ def optimizer_of(
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
         nothing = nn.Parameter(torch.zeros(0))  # where all is frozen: updates all the same
         optimizer = make(trained or [nothing])
-    if isinstance(optimizer, DataParallel):
+    if fulfils(optimizer, DataParallel):
         raise ValueError(
             f"a {type(optimizer).__name__} averages once in a step, and this schedule updates "
             "after each micro-batch; give an optimizer of torch"

@@ -28,6 +28,7 @@ from labkit.parallel.common.replicas import running_backward
 from labkit.parallel.common.sharder import DataParallel, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.parallel.pipeline.weight_versions import WeightVersions
+from labkit.precision.pieces import fulfils
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each
@@ -104,7 +105,7 @@ class VirtualStage:
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over the replicas once in a step, in its last backward."""
-        if action in self._synchronised or not isinstance(self.module, DataParallel):
+        if action in self._synchronised or not fulfils(self.module, DataParallel):
             return nullcontext()
         return self.module.no_sync()
 
@@ -176,7 +177,7 @@ class VirtualStage:
     def _is_shared(self) -> bool:
         """Whether somebody waits for gradients, to send them."""
         owned = any(owner_of(p) is not None for p in self.module.parameters())
-        return owned or hasattr(self.module, "no_sync")
+        return owned or fulfils(self.module, DataParallel)
 
     def _with_gradient(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]

@@ -140,7 +140,7 @@ class ZeroBucket(ParamShare):
         ]
 
     def forget_gradients(self) -> None:
-        """For `zero_grad`, which has done so with the parameters' own."""
+        """The averages are of no use any more; the parameters' `.grad` are None already."""
         self.in_pieces = {}
 
     def zero_gradients(self) -> None:

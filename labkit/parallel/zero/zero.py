@@ -137,8 +137,8 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
     def _receive(self, bucket: ZeroBucket) -> None:
         bucket.receive()  # stage 2 frees the gradients, all but the share
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _end_backward(self) -> None:
+        super()._end_backward()
         self._not_averaged = not self._synchronise
 
     def finish_averages(self) -> None:
@@ -163,12 +163,12 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         self._check_frozen(self._bucket_of)
         self.finish_averages()
         self._hand_down_options()
+        factor, self.gradient_factor = self.gradient_factor, None
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.sync_master_from_param()
-            bucket.step(self.inner, self.gradient_factor)
+            bucket.step(self.inner, factor)
             last = bucket is self._buckets[0]  # nothing here could hide it
             bucket.gather(async_op=not last or self._gathers is not None)
-        self.gradient_factor = None
         if self._gathers is None:
             self.wait()
         return value

@@ -6,6 +6,6 @@ flat.py               a unit's parameters in one flat tensor: gather, free, redu
 passes.py             the order of units, for prefetch; gradients that are yet to be reduced
 validation.py         what cannot be sharded, and optimizers that cannot step on shards
 tensors.py            what stands in a module's place for a parameter that is not there
-state.py              state dicts: shards to whole tensors and back
+state.py              what a user sees of the model: its shards, its whole state, its norm
 sharded_init.py, sharded_parameter.py   models that are sharded while they are built
 """

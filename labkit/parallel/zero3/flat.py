@@ -280,7 +280,7 @@ class Unit:
             self.free()
 
     def end_pass(self) -> None:
-        """Free it, whatever the pass has left it in."""
+        """Free the unit, whatever state the pass left it in."""
         self.stays = False
         self.free()
         self.rest(in_pass=False)

@@ -40,7 +40,7 @@ class Order:
 
 
 class PendingGradients:
-    """Which gradients the running backwards (by their graph tasks) have not received yet."""
+    """Which gradients the running backwards (by their graph tasks) have not reduced yet."""
 
     def __init__(self) -> None:
         self._to_send: dict[int, dict[Flat, Unit]] = {}
@@ -51,21 +51,21 @@ class PendingGradients:
         return bool(self._to_send)
 
     def begin(self, task: int) -> bool:
-        """Whether this backward is new."""
+        """Note this backward; returns whether it is new."""
         if task in self._to_send:
             return False
         self._to_send[task], self._noted[task] = {}, set()
         return True
 
     def expect(self, task: int, unit: Unit) -> None:
-        """`unit` takes part in this backward, which will make all its gradients."""
+        """`unit` takes part in this backward: its gradients are reduced by the end of it."""
         if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
             self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._to_send[task].update(dict.fromkeys(unit.trainable, unit))
 
     def reduce(self, flat: Flat, async_op: bool) -> None:
-        """Send its gradients; at most `REDUCES_IN_FLIGHT` are under way."""
+        """Send the gradients of `flat`; at most `REDUCES_IN_FLIGHT` are under way."""
         for pending in self._to_send.values():
             pending.pop(flat, None)
         while len(self._in_flight) >= REDUCES_IN_FLIGHT:

@@ -51,7 +51,7 @@ class ShardGradient(torch.Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
-    """In place of a shard's `register_hook`: raises ValueError."""
+    """Raises ValueError: for a hook on a shard, or one that would stay behind on a parameter."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

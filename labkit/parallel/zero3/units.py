@@ -25,7 +25,7 @@ from labkit.parallel.common.footprint import Footprint
 from labkit.parallel.common.replicas import register_grad_ready_hook
 from labkit.parallel.zero3.flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
 from labkit.parallel.zero3.tensors import UngatheredParameter
-from labkit.parallel.zero3.validation import check_inside
+from labkit.parallel.zero3.validation import check_called_inside_unit
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
@@ -118,15 +118,9 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
     inside: dict[nn.Module, str] = {}
     for place in (place for flat in unit.flats for places in flat.places for place in places):
         inside.setdefault(place.module, place.name)
-
-    def check_gathered(name: str, module: nn.Module, args: Any) -> None:
-        if not unit.is_gathered:
-            check_inside(unit, name, module)
-            strategy._use(unit)
-
     for module, name in inside.items():
         if module not in unit.members:
-            module.register_forward_pre_hook(partial(check_gathered, name))
+            module.register_forward_pre_hook(partial(_check_gathered, strategy, unit, name))
     for flat in unit.trainable:
         for parameter in flat.gathered:
             strategy._flat_of[parameter] = unit, flat
@@ -134,6 +128,13 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
     for flat in unit.flats:
         gather = partial(strategy._use, unit, stays=True)
         flat.ungathered = [UngatheredParameter(x, gather) for x in flat.gathered]
+
+
+def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
+    """Before the forward of a module inside a unit, whose parameter `name` is gathered with it."""
+    if not unit.is_gathered:
+        check_called_inside_unit(unit, name, module)
+        strategy._use(unit)
 
 
 def _kinds(group: Group, persist_below: int) -> list[tuple[bool, list[Sharing]]]:

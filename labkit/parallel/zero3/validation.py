@@ -44,8 +44,9 @@ def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
         raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
 
 
-def check_inside(unit: Unit, name: str, module: nn.Module) -> None:
-    """Raises ValueError for a module that is called while its unit is not gathered."""
+def check_called_inside_unit(unit: Unit, name: str, module: nn.Module) -> None:
+    """Raises ValueError where a forward calls a module while its unit is not gathered. (What calls
+    it in backward computes again.)"""
     if running_backward() is None:
         raise ValueError(
             f"{name} is sharded: its {type(module).__name__} was called outside of the forward "

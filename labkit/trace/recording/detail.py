@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 from labkit.parallel.common.sharder import OwnsGradientPieces
+from labkit.precision.pieces import fulfils
 from labkit.trace import CATEGORIES, MemoryPoint, Operation
 from labkit.trace.recording.operations import operation_of, tensors_in
 from labkit.trace.recording.spans import Spans
@@ -163,7 +164,7 @@ class Detail:
                     self._enter(x, OPTIMIZER, move=True)
             if id(stepped_on) not in given and not self._ledger.has(stepped_on, PARAMETERS):
                 self._enter(stepped_on, OPTIMIZER, move=True)
-        if isinstance(optimizer, OwnsGradientPieces):
+        if fulfils(optimizer, OwnsGradientPieces):
             for x in optimizer.gradient_pieces()[0]:
                 self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()

@@ -1,0 +1,101 @@
+"""Which strategies fulfil which protocol, seen through what torch.compile puts around them."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from labkit import DDP, MasterWeights, NaiveDDP, ZeRO3, ZeroOptimizer
+from labkit.parallel.common.sharder import (
+    DataParallel,
+    OwnsGradientPieces,
+    Sharder,
+    shards_parameters,
+    unwrapped,
+)
+from labkit.precision.pieces import OwnsPieces, fulfils
+from worlds import on_each_rank
+
+
+class Delegates(nn.Module):
+    """Has of its own nothing but what is inside, as torch.compile's wrapper."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inside" else getattr(self.inside, name)
+
+
+class Fails(torch.optim.SGD):
+    """Raises in a step with gradients, as long as `fails`."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p.grad for group in self.param_groups for p in group["params"]]
+        if Fails.fails and any(gradient is not None for gradient in every):
+            raise RuntimeError("this step failed")
+        return super().step(closure)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+
+
+@on_each_rank("world2")
+def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
+    module = net()
+    optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    asked = (DataParallel, OwnsPieces, OwnsGradientPieces, Sharder)
+    for strategy, expected in [
+        (DDP(net()), [True, False, False, False]),
+        (NaiveDDP(net()), [True, False, False, False]),
+        (optimizer, [True] * 4),
+        (ZeRO3(net()), [True] * 4),
+        (MasterWeights(net().parameters(), torch.optim.SGD, lr=0.1), [False, True, False, False]),
+        (net(), [False] * 4),
+    ]:
+        assert [fulfils(strategy, protocol) for protocol in asked] == expected
+        assert shards_parameters(strategy) == isinstance(strategy, ZeRO3)
+        if isinstance(strategy, nn.Module):
+            wrapper = Delegates(strategy)
+            assert [fulfils(wrapper, protocol) for protocol in asked] == expected
+            assert unwrapped(wrapper) is (strategy.module if expected[0] else wrapper)
+
+
+@on_each_rank("world2")
+def test_a_layer_inside_a_sharded_unit_cannot_be_copied() -> None:
+    layer = ZeRO3(net()).module[0][0]
+    with pytest.raises(ValueError, match="each rank has only shards"):
+        copy.deepcopy(layer)
+    with pytest.raises(ValueError, match="each rank has only shards"):
+        pickle.dumps(layer)
+
+
+@on_each_rank("world2")
+def test_a_step_that_fails_takes_the_factor_of_a_scaled_loss_with_it() -> None:
+    weights = []
+    for scaled_before in (False, True):
+        torch.manual_seed(0)
+        model = net().half()
+        Fails.fails = False
+        optimizer = ZeroOptimizer(model.parameters(), Fails, lr=0.1)
+        Fails.fails = scaled_before
+        x = torch.ones(2, 4, dtype=torch.half)
+        if scaled_before:
+            model(x).sum().mul(8).backward()
+            optimizer.gradient_factor = 1 / 8
+            with pytest.raises(RuntimeError, match="this step failed"):
+                optimizer.step()
+            optimizer.zero_grad()
+            Fails.fails = False
+        model(x).sum().backward()
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)

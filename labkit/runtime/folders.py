@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def memory_folder(told: Callable[[str], None], beside: str) -> str:
 
 
 def remove(folders: Iterable[str]) -> None:
-    """Delete these folders, those that are there."""
+    """Delete these folders, those that are there. A rank that is being killed may write a file
+    while its folder is emptied: then once more."""
     for folder in filter(None, folders):
-        shutil.rmtree(folder, ignore_errors=True)
+        for _ in range(5):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not os.path.lexists(folder):
+                break
+            time.sleep(0.02)

@@ -32,6 +32,8 @@ def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
 
 
 class Numbers(dict[str, Number]):
+    """Predicted numbers by name; a check that asks for a missing one fails with a hint."""
+
     def __missing__(self, name: str) -> Number:  # as of `predict()`, in place of a KeyError
         raise CheckFailed(
             "nothing is predicted yet.",

@@ -53,7 +53,7 @@ def _padded(names: list[str], other: list[str]) -> list[str]:
 
 
 def check_same(comm: Comm, what: str, number: Callable[[], int], advice: str) -> None:
-    """Raises ValueError where the ranks compare notes and their numbers differ."""
+    """Raises ValueError where calls are compared (`World(check=True)`) and `number()` differs."""
     if comm.size == 1:
         return
     try:

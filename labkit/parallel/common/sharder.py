@@ -8,8 +8,8 @@
     a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
 
 A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
-part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3. A new sharded stage is one
-when it has what stands here.
+part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3. A new sharded stage is a
+Sharder when it has these members.
 """
 
 from contextlib import AbstractContextManager

@@ -41,7 +41,7 @@ class ScatterGather:
     def own_part(self, x: Tensor, what: str) -> Tensor:
         """What this rank sends of x [rows, ...]: its range, flat. A view, where x lies flat.
 
-        Raises ValueError where the ranks compare notes (`World(check=True)`) and x, which is `what`
+        Raises ValueError where calls are compared (`World(check=True)`) and x, which is `what`
         in words, is not the same on all."""
         advice = "scatter_gather sends a part of each and needs them equal to the bit"
         check_same(self.comm, what, lambda: checksum([x]), advice)

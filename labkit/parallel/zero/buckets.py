@@ -31,7 +31,7 @@ class ZeroBucket(ParamShare):
         self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
         self.averaged = self.share[:0]  # until gradients have come
         self.sending: Handle | None = None
-        self._adds: set[torch.Tensor] = set()  # to whose gradient this backward adds
+        self._adds: set[torch.Tensor] = set()  # parameters with a gradient from earlier backwards
         self._aside: torch.Tensor | None = None
 
     # --- gradients come ---
@@ -122,6 +122,7 @@ class ZeroBucket(ParamShare):
         ]
 
     def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
+        """Have in `.grad` what refuses to be computed with; the averages lie in `averaged`."""
         self.in_pieces = {p: gradient_in_pieces(p, self.gradients.view.get(p)) for p in averaged}
         for p, in_pieces in self.in_pieces.items():
             p.grad = in_pieces

@@ -108,6 +108,7 @@ def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_
 def right_mfu_and_days(
     case: Case, step_s: float, peak_flops_per_s: float, tokens: float
 ) -> tuple[float, float]:
+    """Model FLOPs utilization of such a step, and the days until `tokens` are trained."""
     sizes, layout, rows = case
     flops = step_flops(
         sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context

@@ -978,9 +978,10 @@ def test_a_rank_keeps_the_memory_that_a_step_has_freed(world2: World) -> None:
         del activations
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    first, *_, last = [world2.run(pages_of_a_step) for _ in range(4)]
+    first, *later = [world2.run(pages_of_a_step) for _ in range(8)]
     assert all(page_count > 10_000 for page_count in first)
-    assert all(page_count < 1000 for page_count in last)
+    # The fewest of each rank: other work of the process may fall into one step.
+    assert all(min(counts) < 1000 for counts in zip(*later, strict=True))
 
 
 def test_later_ranks_have_what_an_optimizer_imports() -> None:

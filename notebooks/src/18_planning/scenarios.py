@@ -18,7 +18,7 @@ from labkit.predict import (
     step_flops,
 )
 from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
-from labkit.replaying.planning.layout import Layout, Sizes, described
+from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.steps import step_report
 from labkit.schedules import schedule
@@ -165,26 +165,26 @@ def candidates() -> list[Candidate]:
     return found
 
 
-def problem(one: Candidate) -> str:
-    """Why it cannot run; "" where it can."""
-    (sizes, layout, rows), gpus, budget_bytes = one
-    if layout.ranks != gpus:
-        return f"tp pp dp is {layout.ranks}"
-    if sizes.heads % layout.tp:
-        return f"{sizes.heads} heads do not divide over tp {layout.tp}"
-    if sizes.depth % (layout.pp * layout.chunks):
-        return f"{sizes.depth} blocks do not divide into {layout.pp} x {layout.chunks} pieces"
-    if rows % (layout.dp * layout.microbatch):
-        return f"{rows} rows do not divide over dp {layout.dp} x {layout.microbatch}"
-    if layout.chunks > 1 and layout.microbatches(rows) % layout.pp:
+def problem(candidate: Candidate) -> str:
+    """Why it cannot run, by labkit's planner and the bytes it holds; "" where it can."""
+    (sizes, layout, rows), gpus, budget_bytes = candidate
+    try:
+        layouts(
+            sizes, gpus, rows, tp=layout.tp, pp=layout.pp, dp=layout.dp,
+            microbatch=layout.microbatch, chunks=layout.chunks,
+        )  # fmt: skip
+    except ValueError as error:
+        if not str(error).startswith("no layout"):  # one size that does not divide
+            return str(error)
+        m = layout.microbatches(rows)
         return (
-            f"interleaved, {layout.microbatches(rows)} micro-batches do not divide into groups of "
-            f"pp {layout.pp}"
+            f"something does not divide: {layout.tp} x {layout.pp} x {layout.dp} ranks on {gpus} "
+            f"GPUs, {sizes.heads} heads over tp {layout.tp}, {sizes.depth} blocks over {layout.pp} "
+            f"stages of {layout.chunks} chunks, {rows} rows over {layout.dp} replicas with "
+            f"micro-batches of {layout.microbatch}, {m} micro-batches for {layout.pp} stages"
         )
-    held = sum(right_bytes(one.case).values())
-    if held > budget_bytes:
-        return f"it holds {held / 1e9:.1f} GB"
-    return ""
+    held = sum(right_bytes(candidate.case).values())
+    return f"it holds {held / 1e9:.1f} GB" if held > budget_bytes else ""
 
 
 # ---- what to choose

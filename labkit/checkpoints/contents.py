@@ -56,110 +56,90 @@ class Contents:
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer, self.owners = optimizer, Owners(model, optimizer)
-        self._check_all_stages(comm)
-        self.buffers, self.also = _buffers(self.owners)
-        if not self.owners.strategies and self.owners.pipeline is None:
-            named = [(name, _without_cut(p)) for name, p in self._named()]
-            check_same_on_all_ranks(named, comm, averaged=False)
-        self._shards = {name: shard_of(p) for name, p in self._named()}
-        self.pieces = [self._marked(one) for one in self.owners.pieces()]
-        self._take(comm.all_gather_object(self._told()))
-        self._add_what_no_optimizer_owns(comm)
-        self._find_tied()
-
-    def _told(self) -> dict[str, Any]:
-        """What all ranks have to know of this one."""
-        names = {id(p): name for name, p in self._named()}
-        names |= {id(piece.tensor): piece.name for piece in self.pieces}
-        return {
-            "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
-            "stateful": {piece.name for piece in self.pieces if piece.optimizer is not None},
-            "trained": {x.name for x in self.pieces if x.optimizer and x.tensor.requires_grad},
-            "groups": [
-                [names[id(p)] for p in group["params"] if id(p) in names] for group in self._groups
-            ],
-            "buffers": {name: x.shape for name, x in self.buffers.items()},
-        }
-
-    def _take(self, everyone: list[dict[str, Any]]) -> None:
-        counts = [len(told["groups"]) for told in everyone]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "the ranks have different optimizers: the number of parameter groups is "
-                f"{', '.join(map(str, counts))}; build the same on all"
-            )
-        self.shapes = _together([told["shapes"] for told in everyone])
-        self.stateful = set().union(*(told["stateful"] for told in everyone))
-        self.trained = set().union(*(told["trained"] for told in everyone))
-        self.groups = [
-            list(dict.fromkeys(name for told in everyone for name in told["groups"][k]))
-            for k in range(counts[0])
-        ]
-        self.buffer_shapes = _together([told["buffers"] for told in everyone])
-        self.buffer_rank = {
-            name: next(rank for rank, told in enumerate(everyone) if name in told["buffers"])
-            for name in self.buffer_shapes
-        }
-
-    def _check_all_stages(self, comm: Comm) -> None:
-        pipeline = self.owners.pipeline
+        self._groups = [] if optimizer is None else optimizer.param_groups
+        named, pipeline = self.owners.named(), self.owners.pipeline
         if pipeline is not None and not {*pipeline.comm.ranks} <= {*comm.ranks}:
             raise ValueError(
                 f"the stages of this Pipeline are on ranks {list(pipeline.comm.ranks)}, and ranks "
                 f"{list(comm.ranks)} would save a part of the model; give comm=mesh.comm"
             )
+        self.buffers, self.also = _buffers(self.owners)
+        if not self.owners.strategies and pipeline is None:
+            uncut = [(name, _without_cut(p)) for name, p in named]
+            check_same_on_all_ranks(uncut, comm, averaged=False)
+        shards = {name: shard_of(p) for name, p in named}
+        self.pieces = [replace(x, shard=shards[x.name]) for x in self.owners.pieces()]
+        self._gather(comm, named)
 
-    def _marked(self, piece: OwnedPiece) -> OwnedPiece:
-        return replace(piece, shard=self._shards[piece.name])
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return self.owners.named()
-
-    def _add_what_no_optimizer_owns(self, comm: Comm) -> None:
-        added = [self._marked(one) for one in self.owners.unowned(self.shapes)]
-        self.pieces += added
-        mine = {piece.name: piece.whole_shape for piece in added}
+        unowned = self.owners.unowned(self.shapes)
+        self.pieces += [replace(x, shard=shards[x.name]) for x in unowned]
+        more = {x.name: x.whole_shape for x in self.pieces[len(self.pieces) - len(unowned) :]}
         # Without a pipeline all ranks add the same.
-        every = [mine] if self.owners.pipeline is None else comm.all_gather_object(mine)
-        self.shapes = _together([self.shapes, *every])
+        everyones = [more] if pipeline is None else comm.all_gather_object(more)
+        self.shapes = _union([self.shapes, *everyones])
 
-    def _find_tied(self) -> None:
-        first = {id(p): name for name, p in self._named()}
-        for name, parameter in self.owners.module.named_parameters(remove_duplicate=False):
-            if first[id(parameter)] != name:
-                self.also[name] = first[id(parameter)]
+        first = {id(p): name for name, p in named}
+        for name, p in self.owners.module.named_parameters(remove_duplicate=False):
+            if first[id(p)] != name:
+                self.also[name] = first[id(p)]
         there = self.shapes | self.buffer_shapes
         self.also = {name: first for name, first in self.also.items() if first in there}
 
+    def _gather(self, comm: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Exchange names and shapes with the other ranks."""
+        names = {id(p): name for name, p in named}
+        names |= {id(piece.tensor): piece.name for piece in self.pieces}
+        stepped_on = [piece for piece in self.pieces if piece.optimizer is not None]
+        groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
+        mine = {
+            "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
+            "stateful": {piece.name for piece in stepped_on},
+            "trained": {piece.name for piece in stepped_on if piece.tensor.requires_grad},
+            "groups": [[name for name in group if name is not None] for group in groups],
+            "buffers": {name: x.shape for name, x in self.buffers.items()},
+        }
+        ranks: list[dict[str, Any]] = comm.all_gather_object(mine)
+        counts = [len(rank["groups"]) for rank in ranks]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "the ranks have different optimizers: the number of parameter groups is "
+                f"{', '.join(map(str, counts))}; build the same on all"
+            )
+        self.shapes = _union([rank["shapes"] for rank in ranks])
+        self.stateful = set().union(*(rank["stateful"] for rank in ranks))
+        self.trained = set().union(*(rank["trained"] for rank in ranks))
+        self.groups = [
+            list(dict.fromkeys(name for rank in ranks for name in rank["groups"][k]))
+            for k in range(counts[0])
+        ]
+        self.buffer_shapes = _union([rank["buffers"] for rank in ranks])
+        self.buffer_rank = {
+            name: next(k for k, rank in enumerate(ranks) if name in rank["buffers"])
+            for name in self.buffer_shapes
+        }
+
     def to_write(self) -> Iterator[OwnedPiece]:
-        """This rank's pieces, of what all tensor-parallel ranks have only on the first of them:
-        data-parallel ranks may cut it at other places on the others. Of what several stages have,
-        on the first of these."""
-        first = all(comm.rank == 0 for comm in comms_of(p for _, p in self._named()))
+        """This rank's pieces; of those that all tensor-parallel ranks have, only on the first of
+        them (data-parallel ranks may cut them at other places on the others); of those that
+        several stages have, only on the first of these."""
+        named = self.owners.named()
+        first = all(comm.rank == 0 for comm in comms_of(p for _, p in named))
         here = self.owners.written_here()
-        return (
-            piece for piece in self.pieces
-            if piece.name in here and (first or piece.shard is not None)
-        )  # fmt: skip
+        return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
 
     def has_elements(self, name: str) -> bool:
-        """Whether there is anything of a parameter; where not, a strategy may leave it out."""
+        """False where a strategy may leave the parameter out."""
         return name in self.shapes and self.shapes[name].numel() > 0
 
     def hyperparameters(self) -> Iterator[tuple[Path, Any]]:
         """Those of each group, with the names of its parameters."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
-                if key == "param_names":  # `params` has them
-                    continue
-                yield ("optimizer", "param_groups", k, key), value
+                if key != "param_names":  # `params` has them
+                    yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:
-        """The pieces were written to: what the strategy makes of them has to follow."""
+        """The pieces were written to: the strategies update what they derive from them."""
         for strategy in self.owners.strategies:
             strategy.after_load()
 
@@ -172,14 +152,14 @@ def state_of(piece: OwnedPiece) -> dict[str, Any]:
 
 
 def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
-    """Whether a state, like `exp_avg`, has an element for each of its parameter's. (`step` is one
-    number for all, also where the parameter itself is one number.)"""
+    """Whether a state, like `exp_avg`, has an element for each of its parameter's. (`step` has not,
+    even where the parameter is a single number.)"""
     return key != "step" and shape == parameter
 
 
 def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
-    """Raises ValueError for a state with neither one number in all nor one for each element, as
-    Adafactor has for rows: of a parameter that is cut, nobody knows how to join or cut it."""
+    """Raises ValueError for a state of a cut parameter with neither one number in all nor one for
+    each element, as Adafactor has for rows: it cannot be joined or cut."""
     if piece.shard is not None and shape.numel() > 1:
         raise ValueError(
             f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "
@@ -188,17 +168,17 @@ def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
         )
 
 
-def _together(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
+def _union(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
     """All names that the ranks have. Raises ValueError where one is of several shapes."""
-    found: dict[str, torch.Size] = {}
+    union: dict[str, torch.Size] = {}
     for rank, mine in enumerate(shapes):
         for name, shape in mine.items():
-            if found.setdefault(name, shape) != shape:
+            if union.setdefault(name, shape) != shape:
                 raise ValueError(
                     f"the ranks have different models: {name} is {list(shape)} on rank {rank} and "
-                    f"{list(found[name])} on one before; build the same model on every rank"
+                    f"{list(union[name])} on one before; build the same model on every rank"
                 )
-    return found
+    return union
 
 
 def _without_cut(parameter: nn.Parameter) -> torch.Tensor:

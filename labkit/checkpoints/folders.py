@@ -1,13 +1,13 @@
-"""Where checkpoints lie, and how one takes the place of another in a single moment.
+"""The folders of checkpoints, and how one replaces another in a single moment.
 
     FOLDER/step_00000100          a checkpoint: a file of each rank, and `.metadata`
     FOLDER/step_00000200
     FOLDER/latest                 the name of the one to load
-    FOLDER/step_00000300.tmp      a save that is under way, or died: nobody reads it
+    FOLDER/step_00000300.tmp      a save that is under way, or died: it is never read
 
 A save writes into the folder `.tmp`, has every byte on the disk, renames the folder, and then
 replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
-checkpoint that is whole. Old ones go only when the new one stands.
+checkpoint that is whole. Old ones are removed only after that.
 
 `.metadata` and `latest` end in their own CRC-32, and `.metadata` has one for every item in the
 other files. CRC-32 detects any flipped bit, several times as fast as a cryptographic hash; an
@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path, PurePath
 
 METADATA = ".metadata"
@@ -34,11 +35,10 @@ def begin(folder: Path, step: int) -> Path:
     for left in folder.iterdir():
         if left.name.endswith(UNFINISHED) and NAME.fullmatch(left.name.removesuffix(UNFINISHED)):
             shutil.rmtree(left)
-    name = plain = f"step_{step:08d}"
-    again = 1
-    while (folder / name).exists():  # saved before: it stays until the new one stands
-        again += 1
-        name = f"{plain}.{again}"
+    plain = f"step_{step:08d}"
+    names = chain([plain], (f"{plain}.{again}" for again in count(2)))
+    # one that was saved before stays until the new one is finished
+    name = next(name for name in names if not (folder / name).exists())
     unfinished = folder / (name + UNFINISHED)
     unfinished.mkdir()
     return unfinished
@@ -109,7 +109,7 @@ def remove_old(latest: Path, keep: int) -> None:
     """Remove all but `latest` and the `keep - 1` written last before it, and those that `latest`
     was saved again in place of."""
     same = latest.name.partition(".")[0]
-    others = [path for path in standing(latest.parent) if path != latest]
+    others = [path for path in finished_in(latest.parent) if path != latest]
     kept = [path for path in others if path.name.partition(".")[0] != same][: keep - 1]
     for path in others:
         if path not in kept:
@@ -118,10 +118,10 @@ def remove_old(latest: Path, keep: int) -> None:
             discard(dying)
 
 
-def standing(folder: Path) -> list[Path]:
+def finished_in(folder: Path) -> list[Path]:
     """The finished checkpoints in a folder, the one written last first."""
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and finished(path)]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and finished(path)]
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def finished(path: Path) -> bool:
@@ -154,7 +154,7 @@ def find(folder: Path) -> Path:
         )
     pointer = folder / LATEST
     if not pointer.is_file():
-        there = ", ".join(path.name for path in standing(folder))
+        there = ", ".join(path.name for path in finished_in(folder))
         instead = f"; load one of its checkpoints: {there}" if there else ""
         raise ValueError(
             f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is no "
@@ -165,7 +165,7 @@ def find(folder: Path) -> Path:
     name = written.decode(errors="replace").strip()
     damaged = checksum.strip() and not sealed(data)  # a name written by hand has no checksum
     if damaged or not NAME.fullmatch(name) or not finished(folder / name):
-        there = ", ".join(path.name for path in standing(folder)) or "none"
+        there = ", ".join(path.name for path in finished_in(folder)) or "none"
         what = "is damaged" if damaged else f"names {name!r}, which is no finished checkpoint"
         raise ValueError(f"{pointer} {what}; load one of those that are there: {there}")
     return folder / name

@@ -17,20 +17,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from labkit.checkpoints import folders
+from labkit.checkpoints import folders, match
 from labkit.checkpoints.contents import Contents, comm_of, lies_like, state_of
-from labkit.checkpoints.match import (
-    check_format,
-    check_model,
-    check_optimizer,
-    new_hyperparameters,
-)
 from labkit.checkpoints.stored import Fill, Stored
-from labkit.checkpoints.together import together
+from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
 
-State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and what of it is still to be read
+State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and its tensors still to be read
 
 
 @dataclass(frozen=True)
@@ -65,30 +59,25 @@ def load_checkpoint(
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
-    path = together(comm, lambda: folders.find(folder) if comm.rank == 0 else None, failed)[0]
-    assert path is not None
+    path = on_rank_0(comm, lambda: folders.find(folder), failed)
     contents = Contents(model, optimizer, comm)
-    opened: list[Stored] = []
-    together(comm, lambda: opened.append(Stored(path, weights_only)), failed)
-    stored = opened[0]
+    stored = on_every_rank(comm, lambda: Stored(path, weights_only), failed)
     together(comm, lambda: stored.check(comm.rank, comm.size), failed)
     if not stored.has_checksums and comm.rank == 0:
         why = "has no checksums: changed bytes would go unnoticed; save it again to add them"
         warnings.warn(f"{path} {why}", stacklevel=2)
-    kept: list[tuple[dict[str, Any], list[dict[str, Any]], list[State]]] = []
 
-    def look() -> None:
+    def plan() -> tuple[dict[str, Any], list[dict[str, Any]], list[State]]:
         stored.call_by(contents.also)
-        record = check_format(stored)
-        check_model(stored, contents)
+        record = match.check_format(stored)
+        match.check_model(stored, contents)
         groups = []
         if optimizer is not None:
-            check_optimizer(stored, contents)
-            groups = new_hyperparameters(stored, contents)
-        kept.append((record, groups, [_new_state(stored, piece) for piece in contents.pieces]))
+            match.check_optimizer(stored, contents)
+            groups = match.new_hyperparameters(stored, contents)
+        return record, groups, [_new_state(stored, piece) for piece in contents.pieces]
 
-    together(comm, look, failed)
-    record, groups, states = kept[0]
+    record, groups, states = on_every_rank(comm, plan, failed)
 
     def read() -> None:
         stored.read([*_weights(contents), *(fill for _, fills in states for fill in fills)])
@@ -114,29 +103,20 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
     fills: list[Fill] = []
     if piece.optimizer is None:
         return state, fills
-    now = state_of(piece)
+    # An optimizer has its `step` on the CPU, unless it runs in one kernel.
+    group = piece.optimizer.param_groups[0]
+    device = piece.tensor.device if group.get("fused") or group.get("capturable") else "cpu"
     for key, entry in stored.under("optimizer", "state", piece.name).items():
         path = ("optimizer", "state", piece.name, key)
         if not isinstance(entry, TensorStorageMetadata):
             state[key] = stored.value(path)
-            continue
-        if lies_like(key, entry.size, piece.whole_shape):
-            old = now.get(key)
+        elif lies_like(key, entry.size, piece.whole_shape):
+            old = state_of(piece).get(key)
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros, where there is padding: nothing is read for it.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
             fills.append(Fill(path, piece.shape, piece.start, state[key], piece.shard))
         else:
-            state[key] = torch.empty(
-                entry.size, dtype=entry.properties.dtype, device=_device_of_numbers(piece)
-            )
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
             fills.append(Fill(path, entry.size, 0, state[key]))
     return state, fills
-
-
-def _device_of_numbers(piece: OwnedPiece) -> torch.device:
-    """Where an optimizer has its `step`: on the CPU, but for those that run in one kernel."""
-    assert piece.optimizer is not None
-    group = piece.optimizer.param_groups[0]
-    on_device = group.get("fused") or group.get("capturable")
-    return piece.tensor.device if on_device else torch.device("cpu")

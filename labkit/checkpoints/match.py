@@ -32,16 +32,13 @@ def check_model(stored: Stored, contents: Contents) -> None:
             '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
         )
     here = contents.shapes | contents.buffer_shapes
+    known = here.keys() | contents.also.keys()
     missing = [name for name, shape in here.items() if name not in there and shape.numel()]
-    unexpected = [
-        name
-        for name, size in there.items()
-        if name not in here and name not in contents.also and size.numel()
-    ]
+    unexpected = [name for name, size in there.items() if name not in known and size.numel()]
     other = [
         f"{name} is {list(there[name])} there and {list(shape)} here"
         for name, shape in here.items()
-        if name in there and there[name] != shape
+        if there.get(name, shape) != shape
     ]
     _raise(stored, "model", missing, unexpected, other)
 
@@ -52,13 +49,10 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
         raise ValueError(
             f"{stored.folder} has a model and no optimizer; load it with optimizer=None"
         )
-    names = {
-        str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")
-    } - contents.stateful
+    names = {str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")}
     empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
-    unexpected = sorted(names - empty)
-    _raise(stored, "optimizer", [], unexpected, [])
-    for piece in (piece for piece in contents.pieces if piece.shard is not None):
+    _raise(stored, "optimizer", [], sorted(names - contents.stateful - empty), [])
+    for piece in contents.pieces:
         for key, entry in stored.under("optimizer", "state", piece.name).items():
             if _is_tensor(entry) and not lies_like(key, entry.size, piece.whole_shape):
                 check_one_for_all(piece, key, entry.size)
@@ -67,14 +61,14 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
     """For each parameter group, the hyperparameters that its parameters had. Raises ValueError
     when they had none or various, or those of another kind of optimizer."""
-    paths = [path for path in stored.entries if path[:2] == ("optimizer", "param_groups")]
     groups: dict[Any, dict[Any, Any]] = {}
-    for path in paths:
-        groups.setdefault(path[2], {})[path[3]] = stored.value(path)
+    for path in stored.entries:
+        if path[:2] == ("optimizer", "param_groups"):
+            groups.setdefault(path[2], {})[path[3]] = stored.value(path)
     group_of = {
         contents.also.get(name, name): k for k, group in groups.items() for name in group["params"]
     }
-    found = []
+    hyperparameters = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
         names = [name for name in names if contents.has_elements(name)]
         missing = [name for name in names if name not in group_of and name in contents.trained]
@@ -94,8 +88,8 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
                 f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "
                 f"and not {_few(sorted(gone))}; load it with optimizer=None"
             )
-        found.append(before)
-    return found
+        hyperparameters.append(before)
+    return hyperparameters
 
 
 def _is_tensor(entry: Any) -> bool:
@@ -105,19 +99,12 @@ def _is_tensor(entry: Any) -> bool:
 def _raise(
     stored: Stored, what: str, missing: list[str], unexpected: list[str], other: list[str]
 ) -> None:
-    found = [
-        f"{words} {_few(names)}"
-        for words, names in [
-            ("it lacks", missing),
-            (f"this {what} has no", unexpected),
-            ("of other shape:", other),
-        ]
-        if names
-    ]
-    if found:
+    kinds = {"it lacks": missing, f"this {what} has no": unexpected, "of other shape:": other}
+    differences = [f"{words} {_few(names)}" for words, names in kinds.items() if names]
+    if differences:
         raise ValueError(
-            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(found)}; build the "
-            f"{what} as it was when it was saved"
+            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(differences)}; build "
+            f"the {what} as it was when it was saved"
         )
 
 

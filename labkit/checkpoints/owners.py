@@ -1,9 +1,9 @@
-"""Who says what this rank owns of a model: its strategy, or those of its stages in a pipeline.
+"""The parameter slices that this rank owns, as its strategy gives them.
 
-    DDP, or none         nobody: all ranks have every parameter whole
-    ZeroOptimizer        the optimizer: `owned(module)`
-    ZeRO3                the model: `owned(optimizer)`
-    Pipeline             the optimizer, of this rank's stages; or each stage for itself, whole or
+    DDP, or none         all ranks have every parameter whole
+    ZeroOptimizer        the optimizer's `owned(module)`
+    ZeRO3                the model's `owned(optimizer)`
+    Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
                          in ZeRO3, under the names of the whole model
 
 A parameter that is tied over stages has the first of its names everywhere, and the first of its
@@ -24,11 +24,11 @@ from labkit.precision.pieces import OwnedPiece, OwnsPieces, fulfils
 class Owners:
     """Of `model` and its `optimizer`, on this rank.
 
-    module      what of the model is here, under the names of the whole
-    strategies  those that say what is owned, [] where all is whole
+    module      the part of the model that is here, under the names of the whole
+    strategies  those with an `owned` method, [] where all is whole
     pipeline    the model, where it is one
 
-    Raises ValueError where several say so of one parameter.
+    Raises ValueError where model and optimizer both have one.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any):
@@ -49,39 +49,35 @@ class Owners:
     def pieces(self) -> list[OwnedPiece]:
         """What this rank owns, under first names."""
         if self._by_optimizer:
-            found = list(self.optimizer.owned(self.module))
+            pieces = list(self.optimizer.owned(self.module))
         else:
-            found = [
+            pieces = [
                 replace(piece, name=prefix + piece.name)
                 for prefix, stage in self._sharders
                 for piece in stage.owned(self.optimizer)
             ]
-            found += [whole(name, p, self.optimizer) for name, p in self._in_no_sharder()]
-        return [replace(piece, name=self.first_name(piece.name)) for piece in found]
+            named = self.module.named_parameters()
+            pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
+        return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
 
     def unowned(self, names: Container[str]) -> list[OwnedPiece]:
-        """Whole pieces of what is not among `names`, which somebody owns: a sharded optimizer may
-        leave out frozen parameters, which are whole on all ranks. Also those without elements, of
-        which nobody can own a piece."""
+        """Whole pieces of parameters without an owner, not among `names`: frozen ones, which a
+        sharded optimizer may leave out, and those without elements."""
         return [whole(n, p, None) for n, p in self.named() if n not in names and p not in self._cut]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are here, under first names."""
         return [(self.first_name(name), p) for name, p in self.module.named_parameters()]
 
-    def _in_no_sharder(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.module.named_parameters() if p not in self._cut]
-
     def first_name(self, name: str) -> str:
-        """Under which a parameter is saved, whichever of its names it has here."""
+        """The name under which a parameter is saved, whichever of its names it has here."""
         return self.pipeline.further_names.get(name, name) if self.pipeline else name
 
     def written_here(self) -> set[str]:
         """The first names of the parameters that no rank before this one has for its stages."""
-        every = {name for name, _ in self.named()}
-        if self.pipeline is None:
-            return every
-        return every - {name for name, p in self.named() if not self.pipeline.counts_here(p)}
+        named, pipeline = self.named(), self.pipeline
+        others = {name for name, p in named if pipeline and not pipeline.counts_here(p)}
+        return {name for name, _ in named} - others
 
 
 def whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
-)
+)  # fmt: skip
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -40,8 +40,8 @@ from labkit.checkpoints.contents import (
     comm_of,
     lies_like,
     state_of,
-)
-from labkit.checkpoints.together import together
+)  # fmt: skip
+from labkit.checkpoints.together import on_rank_0, together
 from labkit.checkpoints.unpickling import check_weights_only
 from labkit.comm import Comm
 from labkit.precision.pieces import OwnedPiece
@@ -89,30 +89,25 @@ def save_checkpoint(
     plans = together(comm, planner.create_local_plan, failed)
     plans, metadata = _whole_plan(planner, plans, contents)  # the same on every rank
 
-    began = together(comm, lambda: folders.begin(folder, step) if comm.rank == 0 else None, failed)
-    unfinished = began[0]
-    assert unfinished is not None
+    unfinished = on_rank_0(comm, lambda: folders.begin(folder, step), failed)
     try:
         writer = StreamingWriter(unfinished)
         plan = writer.prepare_global_plan(plans)[comm.rank]
         results = together(comm, lambda: writer.write_items(plan, planner), failed)
 
-        def finish() -> pathlib.Path | None:
-            if comm.rank:
-                return None
+        def finish() -> pathlib.Path:
             with folders.naming(unfinished / folders.METADATA):
                 writer.finish(_with_further_names(metadata, results, contents), results)
             folders.seal(unfinished / folders.METADATA)
             return folders.publish(unfinished)
 
-        final = together(comm, finish, failed)[0]
-        assert final is not None
+        final = on_rank_0(comm, finish, failed)
     except (OSError, ValueError):
         if comm.rank == 0:
             folders.discard(unfinished)
         raise
     failed = f"{final} is saved, but an older checkpoint could not be removed"
-    together(comm, lambda: folders.remove_old(final, keep) if comm.rank == 0 else None, failed)
+    on_rank_0(comm, lambda: folders.remove_old(final, keep), failed)
     return final
 
 
@@ -135,9 +130,9 @@ def _whole_plan(
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans what this rank owns. Of what several ranks own, torch's global plan lets one write, so
-    that all write about as many bytes. What is no tensor is rank 0's; a buffer is of the first rank
-    that has it."""
+    """Plans the writing of what this rank owns. Where several ranks own the same, torch's global
+    plan lets one write it, so that all write about as many bytes. Values that are no tensors are
+    written by rank 0, a buffer by the first rank that has it."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()
@@ -153,7 +148,7 @@ class PiecePlanner(DefaultSavePlanner):
             for key, value in state_of(piece).items():
                 path: Path = ("optimizer", "state", piece.name, key)
                 if not isinstance(value, torch.Tensor):
-                    self._thing(path, value)
+                    self._value(path, value)
                 elif lies_like(key, value.shape, piece.tensor.shape):
                     self._piece(path, piece, value)
                 elif piece.start == 0:
@@ -164,8 +159,8 @@ class PiecePlanner(DefaultSavePlanner):
                 self._whole(("model", name), buffer)
         if self._rank == 0:
             for path, value in self._contents.hyperparameters():
-                self._thing(path, value)
-            self._thing(("labkit",), self._record)
+                self._value(path, value)
+            self._value(("labkit",), self._record)
         return SavePlan(self._items, planner_data=self._paths)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -174,7 +169,7 @@ class PiecePlanner(DefaultSavePlanner):
         data = _serialised(_alone(data)) if isinstance(data, torch.Tensor) else data
         return data.getbuffer()
 
-    def _thing(self, path: Path, value: Any) -> None:
+    def _value(self, path: Path, value: Any) -> None:
         key = self._key(path)
         if isinstance(value, np.generic):  # a learning rate that numpy computed
             value = value.item()
@@ -199,13 +194,8 @@ class PiecePlanner(DefaultSavePlanner):
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             view = view_of(tensor, piece.shape, piece.start, here)
             self._data[index] = beginning_of(view, box)
-            self._items.append(
-                WriteItem(
-                    index,
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk, properties, piece.whole_shape),
-                )
-            )
+            written = TensorWriteData(chunk, properties, piece.whole_shape)
+            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
 
     def _key(self, path: Path) -> str:
         key = ".".join(map(str, path))
@@ -237,9 +227,9 @@ class StreamingWriter(FileSystemWriter):
         return results
 
 
-def _serialised(thing: Any) -> io.BytesIO:
+def _serialised(value: Any) -> io.BytesIO:
     buffer = io.BytesIO()
-    torch.save(thing, buffer)
+    torch.save(value, buffer)
     return buffer
 
 
@@ -256,12 +246,8 @@ def _with_further_names(
         key, known = f"model.{name}", f"model.{first}"
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[known]
         metadata.planner_data[key] = ("model", name)
+        same = [result for rank in results for result in rank if result.index.fqn == known]
         results.append(
-            [
-                WriteResult(MetadataIndex(key, r.index.offset), 0, r.storage_data)
-                for of_rank in list(results)
-                for r in of_rank
-                if r.index.fqn == known
-            ]
+            [WriteResult(MetadataIndex(key, x.index.offset), 0, x.storage_data) for x in same]
         )
     return metadata

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
-)
+)  # fmt: skip
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -29,8 +29,8 @@ from labkit.runtime.progress import slow_progress
 
 @dataclass(frozen=True)
 class Fill:
-    """`tensor` is to become elements `start` to `start + tensor.numel()` of what has `shape` here:
-    all that lies at `path`, or the part of it that `shard` says."""
+    """`tensor` is to become elements `start` to `start + tensor.numel()` of a tensor of `shape`:
+    the whole of what is stored at `path`, or its part `shard`."""
 
     path: Path
     shape: torch.Size
@@ -133,7 +133,7 @@ class Stored:
         """Where the boxes of a tensor lie in the files."""
         key, entry = self._keys[fill.path], self.entries[fill.path]
         assert isinstance(entry, TensorStorageMetadata)
-        found = []
+        items = []
         for here in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
             box = in_whole(here, fill.shard)
             if box is None:  # padding stays as it is
@@ -145,8 +145,8 @@ class Stored:
             index = MetadataIndex(f"{number} {key}", box.offsets)
             view = view_of(fill.tensor.detach(), fill.shape, fill.start, here)
             landing.views[index] = beginning_of(view, box)
-            found += [replace(part, dest_index=index) for part in parts]
-        return found
+            items += [replace(part, dest_index=index) for part in parts]
+        return items
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
         where = self._reader.storage_data[index]
@@ -156,21 +156,19 @@ class Stored:
         try:
             self._reader.read_data(LoadPlan([item]), landing).wait()
         except Exception as error:
-            file = self.folder / self._place(item.storage_index)[0]
+            name, file = item.storage_index.fqn, self.folder / self._place(item.storage_index)[0]
             why = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{item.storage_index.fqn} cannot be read from {file}: {why}"
-            ) from error
-        return landing.thing
+            raise ValueError(f"{name} cannot be read from {file}: {why}") from error
+        return landing.value
 
 
 class Landing(DefaultLoadPlanner):
-    """Tells torch's reader where each box that it reads is to go."""
+    """Gives torch's reader the place of each box that it reads."""
 
     def __init__(self, views: dict[MetadataIndex, torch.Tensor], weights_only: bool):
         super().__init__()
         self.views, self.weights_only = views, weights_only
-        self.thing: Any = None
+        self.value: Any = None
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         view = self.views[read_item.dest_index]
@@ -184,4 +182,4 @@ class Landing(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         if self.weights_only:
             check_weights_only(value, read_item.storage_index.fqn)
-        self.thing = torch.load(value, weights_only=self.weights_only)
+        self.value = torch.load(value, weights_only=self.weights_only)

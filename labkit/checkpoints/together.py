@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from errno import EIO
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from labkit.comm import Comm
 
@@ -12,22 +12,32 @@ T = TypeVar("T")
 def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
     """Do `action` on every rank; all ranks' results. Where one or more fail, every rank raises
     the error of the first of them, an OSError or a ValueError, after the words `failed`."""
+    mine: Exception | None = None
+    result: Any = None
+    failure = None
     try:
-        mine: tuple[T | None, Exception | None] = (action(), None)
-    except Exception as error:
-        mine = (None, error)
-    # An error travels as words: what it holds may not be picklable.
-    told = None if mine[1] is None else (*_kind(mine[1]), str(mine[1]))
-    everyone = comm.all_gather_object((mine[0], told))
-    failures = [(rank, failure) for rank, (_, failure) in enumerate(everyone) if failure]
+        result = action()
+    except Exception as error:  # travels as words: what it holds may not be picklable
+        mine, is_file = error, isinstance(error, OSError)
+        failure = is_file, getattr(error, "errno", None) or EIO, str(error)
+    gathered = comm.all_gather_object((result, failure))
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(gathered) if failure]
     if failures:
         rank, (is_file, number, text) = failures[0]
         same = len(failures) == comm.size and len({failure for _, failure in failures}) == 1
         text = f"{failed}: {text}" if same else f"{failed}: rank {rank}: {text}"
-        raise (OSError(number, text) if is_file else ValueError(text)) from mine[1]
-    return [result for result, _ in everyone]
+        raise (OSError(number, text) if is_file else ValueError(text)) from mine
+    return [result for result, _ in gathered]
 
 
-def _kind(error: Exception) -> tuple[bool, int | None]:
-    """Whether it is about a file, and its number."""
-    return (True, error.errno or EIO) if isinstance(error, OSError) else (False, None)
+def on_rank_0(comm: Comm, action: Callable[[], T], failed: str) -> T:
+    """Do `action` on rank 0; its result, or its error, on every rank."""
+    result = together(comm, lambda: action() if comm.rank == 0 else None, failed)[0]
+    return cast("T", result)
+
+
+def on_every_rank(comm: Comm, action: Callable[[], T], failed: str) -> T:
+    """Do `action` on every rank; this rank's own result, which is not sent."""
+    results: list[T] = []
+    together(comm, lambda: results.append(action()), failed)
+    return results[0]

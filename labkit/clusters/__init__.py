@@ -1,15 +1,8 @@
 """Clusters as plain data: what a device computes, what a wire carries, and who said so."""
 
 from labkit.clusters.cluster import Cluster, Device, Level
-from labkit.clusters.reading import cluster, known_clusters, read_clusters
-from labkit.clusters.writing import write_clusters
+from labkit.clusters.files import cluster, known_clusters, read_clusters, write_clusters
 
 __all__ = [
-    "Cluster",
-    "Device",
-    "Level",
-    "cluster",
-    "known_clusters",
-    "read_clusters",
-    "write_clusters",
-]
+    "Cluster", "Device", "Level", "cluster", "known_clusters", "read_clusters", "write_clusters",
+]  # fmt: skip

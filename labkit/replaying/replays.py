@@ -22,7 +22,7 @@ from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.engine import Issue, Timed, Wait, run
 from labkit.replaying.programs import RankProgram, program_of
 from labkit.trace import MemoryPoint, RankTrace, Trace
-from labkit.trace.groups import as_seen_by
+from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
 NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"

@@ -1,19 +1,10 @@
-"""What a run was, as plain data: who computed when, what travelled, what memory held what."""
+"""What a run was, as plain data: computing, communication and memory over time, on every rank."""
 
 from labkit.trace.folder import read_run, write_run
 from labkit.trace.graph import CATEGORIES, MemoryPoint, Operation, RankTrace, Span, Step, Trace
-from labkit.trace.split import Split, split_of
+from labkit.trace.measures import Split, split_of
 
 __all__ = [
-    "CATEGORIES",
-    "MemoryPoint",
-    "Operation",
-    "RankTrace",
-    "Span",
-    "Split",
-    "Step",
-    "Trace",
-    "read_run",
-    "split_of",
-    "write_run",
-]
+    "CATEGORIES", "MemoryPoint", "Operation", "RankTrace", "Span", "Split", "Step", "Trace",
+    "read_run", "split_of", "write_run",
+]  # fmt: skip

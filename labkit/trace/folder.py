@@ -21,8 +21,8 @@ from typing import Any
 
 from labkit import __version__
 from labkit.foreign import read_file
-from labkit.trace.graph import Trace, earlier
-from labkit.trace.rankfile import LARGEST, MOST_RANKS, RankFile, ReadRank, read_rank_file
+from labkit.trace.graph import RankTrace, Trace, earlier
+from labkit.trace.rankfile import LARGEST, MOST_RANKS, RankFile, read_rank_file
 
 FORMAT = 1
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -41,7 +41,7 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()):
-        _told_from_others(path)
+        _read_about(path)
         if not replace:
             raise ValueError(f"{path} holds a run already; choose another folder, or replace=True")
         for file in path.iterdir():
@@ -50,19 +50,19 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     elif path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder of its own")
     path.mkdir(parents=True, exist_ok=True)
-    told = {**_here(), **(about or {}), "format": FORMAT}
-    text = json.dumps(told, indent=2, ensure_ascii=False, default=str)
-    (path / RUN).write_text(text + "\n", encoding="utf-8")
     (path / METRICS).touch()
+    _write_about(path, {**_environment(), **(about or {}), "format": FORMAT})
     return path
 
 
 def add_about(path: str | Path, **more: Any) -> None:
     """Write more into the `run.json` of the run in the folder `path`."""
-    file = Path(path) / RUN
-    told = {**json.loads(file.read_text(encoding="utf-8")), **more}
-    text = json.dumps(told, indent=2, ensure_ascii=False, default=str)
-    file.write_text(text + "\n", encoding="utf-8")
+    _write_about(Path(path), {**_read_about(Path(path)), **more})
+
+
+def _write_about(path: Path, about: dict[str, Any]) -> None:
+    text = json.dumps(about, indent=2, ensure_ascii=False, default=str)
+    (path / RUN).write_text(text + "\n", encoding="utf-8")
 
 
 def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
@@ -76,11 +76,13 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
     """Write a trace as a run folder; `read_run` gives it back. Raises as `begin_run`."""
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
-    for one in trace.ranks.values():
-        about_rank = (one.rank, one.size, one.device, one.host)
-        file = RankFile(path, *about_rank, clock=(0.0, 0.0), alike=one.alike)
-        file.append([*one.steps, *one.spans, *one.comms, *one.memory, *one.operations])
-        file.close(complete=one.complete)
+    for rank in trace.ranks.values():
+        about_rank = (rank.rank, rank.size, rank.device, rank.host)
+        file = RankFile(path, *about_rank, clock=(0.0, 0.0), alike=rank.alike)
+        file.append([*rank.steps, *rank.spans, *rank.comms, *rank.memory, *rank.operations])
+        if rank.complete:
+            file.mark_end()
+        file.close()
     add_metrics(path, trace.metrics)
     return path
 
@@ -97,42 +99,36 @@ def read_run(path: str | Path) -> Trace:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run folder {path}")
-    about = _told_from_others(path)
+    about = _read_about(path)
     if about.pop("format") > FORMAT:
         raise ValueError(
             f"{path} was recorded by labkit {about['labkit']} in a newer format; this labkit "
             f"({__version__}) cannot read it: pip install -U labkit"
         )
-    problems = _leave_out_unreadable(about)
-    read, of_ranks = _read_ranks(path, about.get("world_size"))
-    metrics, of_metrics = _read_metrics(path / METRICS)
-    if problems := problems + of_ranks + of_metrics:
+    problems = _leave_out_invalid(about)
+    ranks = _read_ranks(path, about.get("world_size"), problems)
+    metrics = _read_metrics(path / METRICS, problems)
+    if problems:
         about["problems"] = problems
-    ranks = {one.trace.rank: one.trace for one in _on_one_clock(read)}
     return Trace(ranks, about, metrics).from_zero()
 
 
-def _told_from_others(path: Path) -> dict[str, Any]:
-    """What `run.json` says. Raises ValueError when the folder holds no run of labkit."""
+def _read_about(path: Path) -> dict[str, Any]:
+    """The contents of `run.json`. Raises ValueError when the folder holds no run of labkit."""
     wrong = f"{path} is not a labkit run"
     try:
-        text = read_file(path / RUN)
+        about = json.loads(read_file(path / RUN))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{wrong}: it has no {RUN}") from None
-    try:
-        about = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wrong}: its {RUN} is no JSON ({error})") from None
-    if (
-        not isinstance(about, dict)
-        or not isinstance(about.get("format"), int)
-        or "labkit" not in about
-    ):
+    known = isinstance(about, dict) and "labkit" in about and isinstance(about.get("format"), int)
+    if not known:
         raise ValueError(f"{wrong}: its {RUN} is of another program")
     return about
 
 
-def _leave_out_unreadable(about: dict[str, Any]) -> list[str]:
+def _leave_out_invalid(about: dict[str, Any]) -> list[str]:
     """Remove entries that are computed with and cannot be; a sentence for each."""
     about.pop("problems", None)  # they are those of a reader
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
@@ -140,12 +136,12 @@ def _leave_out_unreadable(about: dict[str, Any]) -> list[str]:
     if isinstance(link, dict) and "inside" in link:
         levels = [link["inside"], link.get("between")]
     sizes = predicted.values() if isinstance(predicted, dict) else [predicted]
-    valid = {
+    correct = {
         "world_size": type(size) is int and 0 < size <= MOST_RANKS,
         "link": all(isinstance(x, dict) and _is_number(x.get("gbps")) for x in levels),
         "predicted": all(map(_is_number, sizes)),
     }
-    wrong = [name for name in valid if not valid[name] and about.pop(name, None) is not None]
+    wrong = [name for name in correct if not correct[name] and about.pop(name, None) is not None]
     return [f"{RUN}: {name} cannot be read and is left out" for name in wrong]
 
 
@@ -153,7 +149,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
 
 
-def _here() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     try:
         torch_version = version("torch")  # read, not imported: this module does without
     except PackageNotFoundError:
@@ -169,43 +165,38 @@ def _here() -> dict[str, Any]:
     }
 
 
-def _read_ranks(path: Path, world_size: int | None) -> tuple[list[ReadRank], list[str]]:
-    read, problems = [], []
-    names = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
-    for name in sorted(names, key=names.__getitem__):
+def _read_ranks(path: Path, world_size: int | None, problems: list[str]) -> dict[int, RankTrace]:
+    """Each rank's trace, its times on the clock of the first rank's host."""
+    numbers = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
+    ranks: dict[int, RankTrace] = {}
+    offsets_s: dict[str, float] = {}  # host -> Unix time less monotonic time
+    for name in sorted(numbers, key=numbers.__getitem__):
         try:
-            read.append(read_rank_file(path / name))
-            problems += read[-1].problems
+            read = read_rank_file(path / name)
         except (OSError, ValueError) as error:
             problems.append(str(error))
-    size = max((one.trace.size for one in read), default=world_size)
-    absent = sorted(set(range(size or 0)) - set(names.values()))
-    problems += [f"rank{rank}.jsonl is missing" for rank in absent[:8]]
-    problems += [f"{len(absent) - 8:,} more ranks have no file"] * (len(absent) > 8)
-    if not names:
-        problems = ["no rank has written anything"]
-    return read, problems
+            continue
+        problems += read.problems
+        offset_s = offsets_s.setdefault(read.trace.host, read.unix_offset_s)
+        later_s = offset_s - next(iter(offsets_s.values()))
+        ranks[read.trace.rank] = earlier(read.trace, -later_s) if later_s else read.trace
+    size = max((rank.size for rank in ranks.values()), default=world_size)
+    absent = sorted(set(range(size or 0)) - set(numbers.values()))
+    if not numbers:
+        problems.append("no rank has written anything")
+    else:
+        problems += [f"rank{rank}.jsonl is missing" for rank in absent[:8]]
+        problems += [f"{len(absent) - 8:,} more ranks have no file"] * (len(absent) > 8)
+    return ranks
 
 
-def _on_one_clock(read: list[ReadRank]) -> list[ReadRank]:
-    """Move the times of each host to the clock of the first rank's."""
-    offset_s: dict[str, float] = {}
-    for one in read:
-        offset_s.setdefault(one.trace.host, one.unix_offset_s)
-    for one in read:
-        later_s = offset_s[one.trace.host] - offset_s[read[0].trace.host]
-        if later_s:
-            one.trace = earlier(one.trace, -later_s)
-    return read
-
-
-def _read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_metrics(file: Path, problems: list[str]) -> list[dict[str, Any]]:
     try:
         lines = read_file(file).splitlines()
-    except FileNotFoundError:
-        return [], [f"{METRICS} is missing"]
     except (OSError, ValueError) as error:
-        return [], [f"{METRICS} cannot be read: {error}"]
+        missing = isinstance(error, FileNotFoundError)
+        problems.append(f"{METRICS} " + ("is missing" if missing else f"cannot be read: {error}"))
+        return []
     notes, unreadable = [], []
     for i, line in enumerate(lines, start=1):
         try:
@@ -216,4 +207,5 @@ def _read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
             notes.append(note)
         except (ValueError, AttributeError, RecursionError):
             unreadable.append(i)
-    return notes, [f"{METRICS}: line {i} cannot be read and is left out" for i in unreadable[:3]]
+    problems += [f"{METRICS}: line {i} cannot be read and is left out" for i in unreadable[:3]]
+    return notes

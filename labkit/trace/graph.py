@@ -3,7 +3,7 @@
     Trace ── one RankTrace per rank
               steps    where each training step began and ended
               spans    computing: forward, backward and optimizer, by module
-              comms    what went through the door (`labkit.events.CommEvent`)
+              comms    what the communicator did (`labkit.events.CommEvent`)
               memory   bytes by category over time, in the one step recorded in detail
               operations  and what was computed in it, one by one
 
@@ -19,28 +19,18 @@ No torch here: a trace is read, replayed and drawn on machines that have none.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from labkit.events import CommEvent
-from labkit.trace.groups import as_seen_by
 
 CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "communication buffers",
-    "other",
-)
-PHASES = (
-    "forward",
-    "backward",
-    "input",  # in a pipeline, where backward is in two halves
-    "weight",
-    "update",  # in a pipeline: an optimizer's step for one micro-batch
-    "optimizer",
-    "user",
-)
+    "parameters", "gradients", "optimizer state", "activations", "communication buffers", "other",
+)  # fmt: skip
+PHASES = (  # "input" and "weight": in a pipeline, where backward is in two halves; "update":
+    # an optimizer's step for one micro-batch of a pipeline
+    "forward", "backward", "input", "weight", "update", "optimizer", "user",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -156,18 +146,13 @@ class Trace:
 
     def only(self, steps: Iterable[int]) -> "Trace":
         """These steps alone, at the times that they have here."""
-        chosen = set(steps)
-        ranks = {
-            number: replace(
-                one,
-                steps=[x for x in one.steps if x.index in chosen],
-                spans=[x for x in one.spans if x.step in chosen],
-                comms=[x for x in one.comms if x.step in chosen],
-                memory=[x for x in one.memory if x.step in chosen],
-                operations=[x for x in one.operations if x.step in chosen],
-            )
-            for number, one in self.ranks.items()
-        }
+        chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
+
+        def part(rank: RankTrace) -> RankTrace:
+            parts = {kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds}
+            return replace(rank, steps=[x for x in rank.steps if x.index in chosen], **parts)
+
+        ranks = {number: part(rank) for number, rank in self.ranks.items()}
         return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])
 
     @property
@@ -184,12 +169,14 @@ class Trace:
         Raises ValueError for a rank of which nothing is known.
         """
         record_of = self.record_of
-        found: dict[int, RankTrace] = {}
+        expanded: dict[int, RankTrace] = {}
         for number in record_of if ranks is None else ranks:
             if number not in record_of:
                 raise ValueError(f"rank {number} has no record in this trace, nor does one like it")
-            found[number] = _as_rank(record_of[number], number)
-        return replace(self, ranks=found)
+            rank = record_of[number]
+            comms = [as_seen_by(event, number, rank.size) for event in rank.comms]
+            expanded[number] = replace(rank, rank=number, comms=comms, alike=())
+        return replace(self, ranks=expanded)
 
     def from_zero(self) -> "Trace":
         """The same with its earliest time at 0 s; itself is left as it is."""
@@ -199,55 +186,49 @@ class Trace:
 
     def collectives(self) -> dict[tuple[str, int], dict[int, CommEvent]]:
         """(group, seq) -> global rank -> its event."""
-        found: dict[tuple[str, int], dict[int, CommEvent]] = {}
-        for one in self.ranks.values():
-            for event in one.comms:
+        collectives: dict[tuple[str, int], dict[int, CommEvent]] = {}
+        for rank in self.ranks.values():
+            for event in rank.comms:
                 if event.op not in ("send", "recv"):
-                    found.setdefault((event.group, event.seq), {})[one.rank] = event
-        return found
+                    collectives.setdefault((event.group, event.seq), {})[rank.rank] = event
+        return collectives
 
     def messages(self) -> dict[MessageKey, dict[str, CommEvent]]:
         """Each message -> {"send": event, "recv": event}, one of them missing where it is not
         recorded."""
-        found: dict[MessageKey, dict[str, CommEvent]] = {}
-        for one in self.ranks.values():
-            for event in one.comms:
+        messages: dict[MessageKey, dict[str, CommEvent]] = {}
+        for rank in self.ranks.values():
+            for event in rank.comms:
                 if event.op in ("send", "recv"):
                     assert event.peer is not None
-                    ends = (one.rank, event.ranks[event.peer])
+                    ends = (rank.rank, event.ranks[event.peer])
                     source, target = ends if event.op == "send" else ends[::-1]
                     key = MessageKey(event.group, source, target, event.tag, event.seq)
-                    found.setdefault(key, {})[event.op] = event
-        return found
+                    messages.setdefault(key, {})[event.op] = event
+        return messages
 
 
-def _as_rank(one: RankTrace, number: int) -> RankTrace:
-    """The record of rank `number`, which does as `one` does."""
-    comms = [as_seen_by(event, number, one.size) for event in one.comms]
-    return replace(one, rank=number, comms=comms, alike=())
-
-
-def _begins(one: RankTrace) -> Iterable[float]:
-    for thing in one.things():
-        yield thing.issued_s if isinstance(thing, CommEvent) else thing.began_s
-    for point in one.memory[:1]:
+def _begins(rank: RankTrace) -> Iterable[float]:
+    for record in rank.things():
+        yield record.issued_s if isinstance(record, CommEvent) else record.began_s
+    for point in rank.memory[:1]:
         yield point.when_s
 
 
 def earlier(one: RankTrace, by_s: float) -> RankTrace:
     """All times earlier by `by_s`; an end that is 0.0, "not yet", stays so."""
 
-    def moved(thing: Any, begin: str, *others: str) -> Any:
-        times = {name: getattr(thing, name) for name in others}
+    def moved(record: Any, begin: str, *others: str) -> Any:
+        times = {name: getattr(record, name) for name in others}
         changes = {name: time_s - by_s for name, time_s in times.items() if time_s}
-        return replace(thing, **{begin: getattr(thing, begin) - by_s}, **changes)
+        return replace(record, **{begin: getattr(record, begin) - by_s}, **changes)
 
-    later = ("began_s", "ended_s", "wait_began_s", "wait_ended_s")
+    waits = ("wait_began_s", "wait_ended_s")
     return replace(
         one,
         steps=[moved(x, "began_s", "ended_s") for x in one.steps],
         spans=[moved(x, "began_s", "ended_s") for x in one.spans],
-        comms=[moved(x, "issued_s", *later) for x in one.comms],
+        comms=[moved(x, "issued_s", "began_s", "ended_s", *waits) for x in one.comms],
         memory=[x._replace(when_s=x.when_s - by_s) for x in one.memory],
         operations=[x._replace(when_s=x.when_s - by_s) for x in one.operations],
     )
@@ -255,3 +236,39 @@ def earlier(one: RankTrace, by_s: float) -> RankTrace:
 
 def _ranges(numbers: list[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+
+
+@cache
+def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+    """All groups of the shape of `ranks` that together have each of `size` ranks once, as those of
+    a mesh do; `ranks` alone where it cannot be laid out so.
+
+    (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbours
+    (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one of each node
+    """
+    shape = [rank - min(ranks) for rank in ranks]
+    groups, free = [], dict.fromkeys(range(size))
+    while free:
+        first = next(iter(free))
+        group = tuple(first + rank for rank in shape)
+        if any(rank not in free for rank in group):
+            return (ranks,)
+        for rank in group:
+            del free[rank]
+        groups.append(group)
+    return tuple(groups) if ranks in groups else (ranks,)
+
+
+def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
+    """The event of a rank that does the same as the one of `event`, in its own group and with a
+    peer at the same distance. Unchanged where the group of `rank` cannot be known."""
+    own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
+    if own is None:
+        return event
+    place, peer, group = own.index(rank), event.peer, event.group
+    if event.op in ("send", "recv") and peer is not None:
+        peer = (peer + place - event.rank) % len(own)
+    if own != event.ranks:
+        members = ", ".join(map(str, own[:8])) + (" ..." if len(own) > 8 else "")
+        group = f"{group.partition(' (')[0]} (ranks {members})"
+    return replace(event, rank=place, ranks=own, peer=peer, group=group)

@@ -15,6 +15,7 @@ and a message leaves only after the rank has waited for what it needs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 MOST_RANKS = 8  # 2 x 8 digits of 4 bits: what is added up to 15 times can still be counted
@@ -23,8 +24,8 @@ Key = tuple[int, int, int, int]  # of a message: from, to, tag, how many of thes
 
 @dataclass(frozen=True)
 class Content:
-    """What a chunk of memory holds: how often the number of each rank, and of which chunk (None
-    where it is empty, or of several). `counts` is () where no sum of such numbers is there."""
+    """What a chunk of memory holds: `counts`, how often each rank's number is in its sum (() where
+    it is no such sum), and which chunk they are for (None where empty, or of several)."""
 
     counts: tuple[int, ...]
     chunk: int | None
@@ -55,8 +56,8 @@ class Message:
     @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks it carries: by their place, or by what is in them."""
-        found = (content.chunk if place is None else place for place, content in self.contents)
-        return tuple(chunk for chunk in found if chunk is not None)
+        chunks = (content.chunk if place is None else place for place, content in self.contents)
+        return tuple(chunk for chunk in chunks if chunk is not None)
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class Movement:
     @property
     def sent_chunks(self) -> list[int]:
         """How many chunks each rank has sent."""
-        sent = [0] * self.size
-        for frame in self.frames:
-            for message in frame.messages:
-                sent[message.source] += len(message.contents)
-        return sent
+        messages = [message for frame in self.frames for message in frame.messages]
+        return [
+            sum(len(message.contents) for message in messages if message.source == rank)
+            for rank in range(self.size)
+        ]
 
     def __repr__(self) -> str:
         most = max(self.sent_chunks)
@@ -123,21 +124,23 @@ def content_of(value: int, size: int) -> Content:
 
 
 def movement_of(name: str, logs: Sequence[Sequence[Note]]) -> Movement:
-    """The movement that the notes of all ranks tell of."""
+    """The movement in the notes of all ranks."""
     size = len(logs)
     step_of, clocks = _in_steps(logs)
     steps = max(step_of.values(), default=0)
     held = [_held(log, clock, steps, size) for log, clock in zip(logs, clocks)]
     messages: list[list[Message]] = [[] for _ in range(steps)]
-    for log in logs:
-        for note in log:
-            if note.kind == "send" and note.message in step_of:
-                contents = tuple((place, content_of(value, size)) for place, value in note.sent)
-                source, target, _, _ = note.message
-                messages[step_of[note.message] - 1].append(Message(source, target, contents))
-    first = tuple(tuple(content_of(value, size) for value in log[0].buffer) for log in logs)
-    frames = [Frame(tuple(messages[k]), tuple(one[k] for one in held)) for k in range(steps)]
-    return Movement(name, size, first, tuple(frames))
+    for note in chain.from_iterable(logs):
+        if note.kind == "send" and note.message in step_of:
+            contents = tuple((place, content_of(value, size)) for place, value in note.sent)
+            source, target, _, _ = note.message
+            messages[step_of[note.message] - 1].append(Message(source, target, contents))
+    frames = [Frame(tuple(messages[k]), tuple(rows[k] for rows in held)) for k in range(steps)]
+    return Movement(name, size, tuple(_row(log[0].buffer, size) for log in logs), tuple(frames))
+
+
+def _row(cells: Sequence[int], size: int) -> tuple[Content, ...]:
+    return tuple(content_of(value, size) for value in cells)
 
 
 def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
@@ -152,33 +155,32 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
     sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
     clocks: list[list[int]] = [[] for _ in logs]
 
-    def fix(key: Key) -> None:
-        source, target, step = key[0], key[1], max(posted[key]) + 1
-        while (source, step) in sending or (target, step) in receiving:
-            step += 1
-        sending.add((source, step))
-        receiving.add((target, step))
-        step_of[key] = step
+    def schedule(key: Key) -> int:
+        if key not in step_of:
+            source, target, step = key[0], key[1], max(posted[key]) + 1
+            while (source, step) in sending or (target, step) in receiving:
+                step += 1
+            sending.add((source, step))
+            receiving.add((target, step))
+            step_of[key] = step
+        return step_of[key]
 
     moved = True
     while moved:
         moved = False
         for log, clock in zip(logs, clocks):
-            while len(clock) < len(log):
-                note, now = log[len(clock)], clock[-1] if clock else 0
+            for note in log[len(clock) :]:
+                now = clock[-1] if clock else 0
                 if note.kind in ("send", "recv"):
                     posted.setdefault(note.message, []).append(now)
                 elif note.kind == "wait":
                     if len(posted.get(note.message, [])) < 2:
                         break  # its other end comes later
-                    if note.message not in step_of:
-                        fix(note.message)
-                    now = max(now, step_of[note.message])
+                    now = max(now, schedule(note.message))
                 clock.append(now)
                 moved = True
-    for key in posted:  # those that nobody has waited for
-        if key not in step_of:
-            fix(key)
+    for key in posted:  # those that no rank has waited for
+        schedule(key)
     return step_of, clocks
 
 
@@ -187,14 +189,9 @@ def _held(
 ) -> list[tuple[Content, ...]]:
     """What a rank holds of each chunk after each step: its buffer, or what it sends on from
     memory of its own, whichever came last."""
-    cells, before, now = list(log[0].buffer), log[0].buffer, 0
+    cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
-
-    def until(step: int) -> None:
-        while len(after) < step:
-            after.append(tuple(content_of(value, size) for value in cells))
-
-    for note, then in zip(log, clock):
+    for note, step in zip(log, clock):
         for chunk, (old, new) in enumerate(zip(before, note.buffer)):
             if old != new:
                 cells[chunk] = new
@@ -203,8 +200,6 @@ def _held(
             label = content_of(value, size).chunk
             if place is None and label is not None:
                 cells[label] = value
-        if then > now:
-            until(then - 1)  # before this wait nothing of step `then` had arrived
-            now = then
-    until(steps)
-    return after
+        # before this wait nothing of `step` had arrived
+        after += [_row(cells, size)] * (step - 1 - len(after))
+    return after + [_row(cells, size)] * (steps - len(after))

@@ -114,7 +114,7 @@ def old_ones_removed_first() -> None:
     begin = folders.begin
 
     def clearing(folder: pathlib.Path, step: int) -> pathlib.Path:
-        for path in folders.standing(folder):
+        for path in folders.finished_in(folder):
             folders.discard(path)
         return begin(folder, step)
 

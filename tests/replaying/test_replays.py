@@ -24,7 +24,7 @@ from labkit.replaying import (
 )
 from labkit.schedules import one_f_one_b
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace
-from labkit.trace.groups import groups_like
+from labkit.trace.graph import groups_like
 from labkit.trace.measures import communicating, length_s
 from laws import broken_laws
 

@@ -10,12 +10,6 @@ from labkit.trace.nccl_log.log import Communicator, Connection, NcclLog, NcclRan
 from labkit.trace.nccl_log.parse import EXAMPLES, parse_nccl_log, read_nccl_log
 
 __all__ = [
-    "EXAMPLES",
-    "Communicator",
-    "Connection",
-    "NcclLog",
-    "NcclRank",
-    "TreeNode",
-    "parse_nccl_log",
+    "EXAMPLES", "Communicator", "Connection", "NcclLog", "NcclRank", "TreeNode", "parse_nccl_log",
     "read_nccl_log",
-]
+]  # fmt: skip

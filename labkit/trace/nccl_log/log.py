@@ -1,10 +1,10 @@
 """What a log of NCCL says, as data.
 
-    NcclLog ── communicators ── Communicator    the ranks that talk together: torch's process group
-                                  ranks         on which host and GPU each one is
+    NcclLog ── communicators ── Communicator    the ranks of one of torch's process groups
+                                  ranks         the host and GPU of each
                                   rings         channel -> the ranks in the order of its ring
                                   trees         channel -> rank -> its parent and its children
-                                  connections   who sends to whom on which channel, over what
+                                  connections   source, target, channel and transport
 
 A *channel* is one ring and one tree, with some of the GPU's threads and a share of the bytes: NCCL
 runs several at once to fill all links. No torch here.
@@ -74,7 +74,7 @@ class Communicator:
     @property
     def ready(self) -> bool:
         """Whether all ranks have said "Init COMPLETE"; where not, one of them may hang."""
-        return 0 < self.size == sum(one.ready for one in self.ranks.values())
+        return 0 < self.size == sum(rank.ready for rank in self.ranks.values())
 
     def hosts(self) -> dict[str, list[int]]:
         """host -> its ranks, in ascending order."""
@@ -85,21 +85,21 @@ class Communicator:
 
     def same_node(self, one: int, other: int) -> bool:
         """Whether both are on one host. A rank that the log does not place is on none."""
-        hosts = [self.ranks[rank].host if rank in self.ranks else None for rank in (one, other)]
-        return None not in hosts and hosts[0] == hosts[1]
+        both = one in self.ranks and other in self.ranks
+        return both and self.ranks[one].host == self.ranks[other].host
 
     def over(self, source: int, target: int, channel: int | None = None) -> Connection | None:
         """The connection from `source` to `target`, on `channel` if one is given; None where the
         log has none."""
-        for one in self.connections:
-            if (one.source, one.target) == (source, target) and channel in (None, one.channel):
-                return one
+        for link in self.connections:
+            if (link.source, link.target) == (source, target) and channel in (None, link.channel):
+                return link
         return None
 
     def hops(self, channel: int) -> Iterator[tuple[int, int]]:
-        """Who sends to whom along the ring of a channel."""
+        """(source, target) along the ring of a channel."""
         ring = self.rings[channel]
-        yield from zip(ring, ring[1:] + ring[:1])
+        return zip(ring, ring[1:] + ring[:1])
 
 
 @dataclass

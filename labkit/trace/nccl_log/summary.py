@@ -1,7 +1,6 @@
 """A log of NCCL as a table, and what in it deserves a second look."""
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import islice
 
 from rich.table import Table
@@ -9,12 +8,11 @@ from rich.table import Table
 from labkit.foreign import markup
 from labkit.trace.nccl_log.log import Communicator, Connection, NcclLog
 
-MOST_SHOWN = 4  # of what there may be many of
+MOST_SHOWN = 4  # warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
-    """What the log says, with one row for each thing; of the largest communicator, where there
-    are several. Raises ValueError for a log that has none."""
+    """What the log says of its largest communicator. Raises ValueError for a log without one."""
     group = log.main
     shown = Table(show_header=False, title=markup(name), title_justify="left")
     rows = [
@@ -24,12 +22,12 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
         *(("cards", f"{host}: {', '.join(cards)}") for host, cards in sorted(log.cards.items())),
         ("channels", str(group.channels or "not said")),
         *_rings(group),
-        *(("inside nodes", line) for line in _over(group, inside=True)),
-        *(("between nodes", line) for line in _over(group, inside=False)),
+        *_links(group, "inside nodes", inside=True),
+        *_links(group, "between nodes", inside=False),
         ("settings", ", ".join(f"{k}={v}" for k, v in log.settings.items()) or "none said"),
     ]
     if len(log.communicators) > 1:
-        others = ", ".join(str(one.size) for one in log.communicators[1:])
+        others = ", ".join(str(other.size) for other in log.communicators[1:])
         rows.append(("others", f"{len(log.communicators) - 1} communicators, of {others} ranks"))
     for left, right in rows:
         shown.add_row(left, markup(right))
@@ -44,63 +42,59 @@ def remarks(log: NcclLog) -> list[str]:
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables".
     """
     group = log.main
-    found = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
+    remarks = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
     if (more := len(log.warnings) - MOST_SHOWN) > 0:
-        found.append(f"{more} warnings more: search the log for NCCL WARN")
+        remarks.append(f"{more} warnings more: search the log for NCCL WARN")
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
     if len({version.split("+")[0] for version in log.versions}) > 1:
-        found.append(
+        remarks.append(
             f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
             "all nodes run the same container?"
         )
-    late = [rank for rank, one in sorted(group.ranks.items()) if not one.ready]
+    late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
     if late:
-        found.append(f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there")
+        remarks.append(f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there")
     unseen = [rank for rank in range(group.size) if rank not in group.ranks]
     if unseen:
-        found.append(
+        remarks.append(
             f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
             "they never get that far?"
         )
     if "SHM" in inside:
-        found.append(
+        remarks.append(
             "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
             "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?"
         )
     if "NET/Socket" in between:
-        found.append(
+        remarks.append(
             "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
             "driver in the container, and is NCCL_IB_DISABLE unset?"
         )
-    elif _over_network(between) and not any(one.gpu_direct for one in group.connections):
-        found.append(
+    elif any(kind.startswith("NET") for kind in between) and not any(
+        link.gpu_direct for link in group.connections
+    ):  # NVLink between nodes (P2P/MNNVL) needs no network card
+        remarks.append(
             "no GPUDirect RDMA (no GDRDMA) between nodes: every message is copied through host "
             "memory; is the nvidia-peermem module loaded?"
         )
-    return found
+    return remarks
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
     """How often each kind of transport was connected, inside nodes or between them. A network
     connection, which both of its ends print, counts once."""
+
+    def is_inside(link: Connection) -> bool:  # by the transport, where no host is in the log
+        if {link.source, link.target} <= group.ranks.keys():
+            return group.same_node(link.source, link.target)
+        return not link.kind.startswith("NET") and "MNNVL" not in link.transport
+
     links = {
-        (one.channel, one.source, one.target, one.kind)
-        for one in group.connections
-        if _is_inside(group, one) == inside
+        (link.channel, link.source, link.target, link.kind)
+        for link in group.connections
+        if is_inside(link) == inside
     }
-    return Counter(link[-1] for link in links)
-
-
-def _is_inside(group: Communicator, one: Connection) -> bool:
-    """Whether both ends are on one node; by the transport, where the log does not place them."""
-    if {one.source, one.target} <= group.ranks.keys():
-        return group.same_node(one.source, one.target)
-    return not one.kind.startswith("NET") and "MNNVL" not in one.transport
-
-
-def _over_network(kinds: Iterable[str]) -> bool:
-    """Whether a network card carries any; NVLink between nodes (P2P/MNNVL) needs none."""
-    return any(kind.startswith("NET") for kind in kinds)
+    return Counter(kind for *_, kind in links)
 
 
 def _ranks(group: Communicator) -> str:
@@ -122,9 +116,9 @@ def _rings(group: Communicator) -> list[tuple[str, str]]:
     ]
 
 
-def _over(group: Communicator, inside: bool) -> list[str]:
-    counts = kinds(group, inside)
-    return [f"{kind}, {count} connections" for kind, count in counts.most_common()]
+def _links(group: Communicator, title: str, inside: bool) -> list[tuple[str, str]]:
+    counts = kinds(group, inside).most_common()
+    return [(title, f"{kind}, {count} connections") for kind, count in counts]
 
 
 def _some(numbers: "list[int] | tuple[int, ...]", between: str = ", ") -> str:

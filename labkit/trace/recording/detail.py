@@ -10,7 +10,7 @@ freed.
                             says are its `gradient_pieces()`
     optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
     activations             made in forward, and not freed yet
-    communication buffers   made inside the door
+    communication buffers   made inside the communicator
     other                   made in backward or by the optimizer; batches; module buffers
 
 All this costs more than the step itself. Such a step is for counting, never for timing.
@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -38,12 +38,13 @@ from labkit.trace.recording.operations import operation_of, tensors_in
 from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
+FREEING = ("backward", "optimizer")  # phases that make no activations
 ASKS_DEVICE = torch.ops.prim.device.default  # torch asks so of a fake tensor, all the time
 
 
 class Ledger:
     """Which storages live on this rank, under which category; `changed(bytes by category)` is
-    told after every change."""
+    called after every change."""
 
     def __init__(self, changed: Callable[[tuple[int, ...]], object]):
         self._changed = changed
@@ -81,18 +82,17 @@ class Ledger:
     def measure_again(self, only: Any = None) -> None:
         """Some strategies free memory by resizing a storage, `only` this one or any."""
         with self._lock:
-            keys = list(self._held) if only is None else [id(only)]
-            for ref, category, nbytes in (self._held[key] for key in keys if key in self._held):
+            for key in list(self._held) if only is None else [id(only)]:
+                ref, category, nbytes = self._held.get(key, (lambda: None, 0, 0))
                 storage = ref()
-                now_bytes = storage.nbytes() if storage is not None else nbytes
-                if now_bytes != nbytes and (only is None or only is storage):
-                    self._held[id(storage)] = (ref, category, now_bytes)
-                    self._sums[category] += now_bytes - nbytes
+                if storage is not None and (only is None or only is storage):
+                    self._held[key] = (ref, category, storage.nbytes())
+                    self._sums[category] += storage.nbytes() - nbytes
             self._changed(tuple(self._sums))
 
 
 class Detail:
-    """Counts between `begin` and `end`, and tells `point`, `operation` and the spans of `spans`."""
+    """Counts between `begin` and `end`, into `point`, `operation` and the spans of `spans`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Detail:
         self._hooks: list[Any] = []
         self._known: set[int] = set()  # parameters with a hook, which keeps them alive
         self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing())
-        self._in_door = threading.local()
+        self._communicating = threading.local()
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
         self._counting = False
@@ -118,13 +118,13 @@ class Detail:
         for optimizer in optimizers:
             self.enter_state(optimizer)
         gc.collect()  # what an earlier run has left in cycles is garbage, and not held
-        for thing in gc.get_objects():
-            if type(thing) not in (torch.Tensor, nn.Parameter, FakeTensor):
+        for x in gc.get_objects():
+            if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
                 continue  # (isinstance wakes lazy objects up)
-            if not isinstance(thing, nn.Parameter):
-                self._enter(thing, OTHER)
-            elif not self._ledger.has(thing, OPTIMIZER):  # a master copy is one, too
-                self._know(thing)
+            if not isinstance(x, nn.Parameter):
+                self._enter(x, OTHER)
+            elif not self._ledger.has(x, OPTIMIZER):  # a master copy is one, too
+                self._know(x)
         self._resizes.start()
         self._counting = True
         self._ledger.measure_again()
@@ -140,16 +140,14 @@ class Detail:
 
     def met(self, root: nn.Module) -> None:
         """A module whose parameters are to be known as such."""
-        if any(root is one for one in self._modules):
-            return
-        self._modules.append(root)
-        for parameter in root.parameters():
-            self._know(parameter)
+        if not any(root is module for module in self._modules):
+            self._modules.append(root)
+            for parameter in root.parameters():
+                self._know(parameter)
 
     def _know(self, parameter: torch.Tensor) -> None:
         self._enter(parameter, PARAMETERS, move=True)
-        if parameter.grad is not None:
-            self._enter(parameter.grad, GRADIENTS, move=True)
+        self._on_grad_ready(parameter)
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
             self._known.add(id(parameter))
             # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
@@ -170,54 +168,50 @@ class Detail:
         self._ledger.measure_again()
 
     def _resizing(self) -> Callable[[Any, int], Any]:
-        """`resize_` of a storage, of which no operation tells, and the ledger hears of it."""
+        """`resize_` of a storage, which is no operation, and the ledger measures again."""
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_tell(storage: Any, size: int) -> Any:
-            found = resize(storage, size)
+        def resize_and_measure(storage: Any, size: int) -> Any:
+            resized = resize(storage, size)
             self._ledger.measure_again(only=storage)
-            return found
+            return resized
 
-        return resize_and_tell
+        return resize_and_measure
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._enter(parameter.grad, GRADIENTS, move=True)
 
     @contextmanager
-    def inside_the_door(self) -> Iterator[None]:
-        """What is made in this block is for communication; also in the door's own threads."""
-        outer, self._in_door.on = getattr(self._in_door, "on", False), True
+    def inside_communicator(self) -> Iterator[None]:
+        """What is made in this block is for communication; also in the communicator's threads."""
+        outer, self._communicating.on = getattr(self._communicating, "on", False), True
         try:
-            if threading.get_ident() == self._thread:
+            with nullcontext() if threading.get_ident() == self._thread else _Mode(self):
                 yield
-            else:
-                with _Mode(self):
-                    yield
         finally:
-            self._in_door.on = outer
+            self._communicating.on = outer
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note one operation that has run."""
-        in_door = getattr(self._in_door, "on", False)
-        span = self._spans.innermost
+        communicating, span = getattr(self._communicating, "on", False), self._spans.innermost
+        category = OTHER
+        if communicating:
+            category = BUFFERS
+        elif self._spans.in_forward and (span is None or span.phase not in FREEING):
+            category = ACTIVATIONS
         for x in tensors_in((args, kwargs)):
             self._enter(x, OTHER)
         for x in tensors_in(out):
-            self._enter(x, BUFFERS if in_door else self._category_of_new(span))
-        if in_door:
+            self._enter(x, category)
+        if communicating:
             return
-        one = operation_of(func, args, kwargs, out, time.monotonic(), self._spans.step)
-        if one is not None:
-            self._operation(one)
+        counted = operation_of(func, args, kwargs, out, time.monotonic(), self._spans.step)
+        if counted is not None:
+            self._operation(counted)
         if span is not None:
-            span.flops = (span.flops or 0) + (one.flops if one else 0)
-            span.moved_bytes = (span.moved_bytes or 0) + (one.moved_bytes if one else 0)
-
-    def _category_of_new(self, span: Any) -> int:
-        if span is not None and span.phase in ("backward", "optimizer"):
-            return OTHER
-        return ACTIVATIONS if self._spans.in_forward else OTHER
+            span.flops = (span.flops or 0) + (counted.flops if counted else 0)
+            span.moved_bytes = (span.moved_bytes or 0) + (counted.moved_bytes if counted else 0)
 
     def _enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
         if x.layout is torch.strided and x.device.type != "meta" and not is_host_memory(x):

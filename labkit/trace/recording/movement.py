@@ -4,14 +4,14 @@
     movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
     plot.movement(movement)
 
-The ranks move numbers that can be told apart (labkit/trace/movement.py). Each send copies what it
-sends at once, and what is received is put in its place when it is waited for: so the picture is
-the same on every run.
+The ranks move numbers whose sums can be taken apart (labkit/trace/movement.py). A send copies its
+data at once, and received data goes into its place when it is waited for: so the picture is the
+same on every run.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -28,16 +28,8 @@ WATCHED = (
 )  # fmt: skip
 
 
-class Ranks(Protocol):
-    """A `World`, as far as it is needed here."""
-
-    size: int
-
-    def run(self, fn: Callable[..., Any], /, *args: Any) -> list[Any]: ...
-
-
 def watch_collective(
-    world: Ranks,
+    world: Any,
     collective: str,
     algorithm: str | Student,
     root: int = 0,
@@ -55,8 +47,8 @@ def watch_collective(
             rank, which is one chunk.
         ranks_per_node: for the hierarchical all-reduce.
 
-    Raises ValueError for a name that is not there, too many ranks, or a function that sends
-    nothing; RankError as `World.run` does.
+    Raises ValueError for an unknown name, too many ranks, or a function that sends nothing;
+    RankError as `World.run` does.
     """
     _check(collective, algorithm, world.size)
     logs = world.run(_on_rank, collective, algorithm, root, ranks_per_node or world.size)
@@ -77,17 +69,15 @@ def _check(collective: str, algorithm: str | Student, size: int) -> None:
         raise ValueError(
             f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MOST_RANKS}"
         )
-    if callable(algorithm):
-        return
-    able = [
+    available = [
         name
         for name in ALGORITHMS[collective]
         if (collective, name) not in POWERS_OF_TWO_ONLY or not size & (size - 1)
     ]
-    if algorithm not in able:
+    if not callable(algorithm) and algorithm not in available:
         raise ValueError(
             f"{collective} on {ranks_in_words(size)} has no algorithm {algorithm!r}; choose one of "
-            f"{', '.join(able)}, or give a function of (comm, x)"
+            f"{', '.join(available)}, or give a function of (comm, x)"
         )
 
 
@@ -95,7 +85,14 @@ def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
     comm = Comm()
-    x = _at_first(collective, comm.rank, comm.size, root)
+
+    def holds(chunk: int) -> bool:
+        if collective in ("all_gather", "gather"):
+            return chunk == comm.rank
+        return comm.rank == root or collective not in ("broadcast", "scatter")
+
+    numbers = [number(comm.rank, chunk, comm.size) for chunk in range(comm.size)]
+    x = torch.tensor([value if holds(chunk) else 0 for chunk, value in enumerate(numbers)])
     watched = WatchedComm(comm, x)
     if callable(algorithm):
         algorithm(watched, x)
@@ -108,27 +105,11 @@ def _on_rank(
     return watched.notes
 
 
-def _at_first(collective: str, rank: int, size: int, root: int) -> torch.Tensor:
-    """One number for each chunk; 0 where there is nothing yet."""
-    has: dict[str, Callable[[int], bool]] = {
-        "all_gather": lambda chunk: chunk == rank,
-        "gather": lambda chunk: chunk == rank,
-        "broadcast": lambda chunk: rank == root,
-        "scatter": lambda chunk: rank == root,
-    }
-    mine = has.get(collective, lambda chunk: True)
-    return torch.tensor([number(rank, c, size) if mine(c) else 0 for c in range(size)])
-
-
 def _started(
     collective: str, algorithm: Callable[..., Algorithm], wire: Wire, x: torch.Tensor, root: int
 ) -> Algorithm:
     """One of labkit's, with the arguments of its collective (registry.py)."""
-
-    def add(into: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return into.add_(other)
-
-    chunks = list(x.split(1))
+    chunks, add = list(x.split(1)), torch.Tensor.add_
     own, at_root = chunks[wire.rank], chunks if wire.rank == root else None
     match collective:
         case "all_reduce":
@@ -154,25 +135,26 @@ class WatchedComm:
         self._messages: Counter[tuple[int, int, int]] = Counter()
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
-        key = self._posted("send", (self.rank, dst, tag), self._sent(x))
+        key = self._post("send", self.rank, dst, tag, x)
         self._comm.send(x, dst, tag)
         self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
-        key = self._posted("recv", (src, self.rank, tag))
+        key = self._post("recv", src, self.rank, tag)
         arrived = torch.empty_like(x)
         self._comm.recv(arrived, src, tag)
         self.note("wait", key)
         x.copy_(arrived)
 
-    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> "Watched":
-        key = self._posted("send", (self.rank, dst, tag), self._sent(x))
-        return Watched(self, key, self._comm.isend(x.clone(), dst, tag))
+    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> "WatchedMessage":
+        key = self._post("send", self.rank, dst, tag, x)
+        return WatchedMessage(self, key, self._comm.isend(x.clone(), dst, tag))
 
-    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> "Watched":
-        key = self._posted("recv", (src, self.rank, tag))
+    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> "WatchedMessage":
+        key = self._post("recv", src, self.rank, tag)
         arrived = torch.empty_like(x)
-        return Watched(self, key, self._comm.irecv(arrived, src, tag), lambda: x.copy_(arrived))
+        work = self._comm.irecv(arrived, src, tag)
+        return WatchedMessage(self, key, work, lambda: x.copy_(arrived))
 
     def note(
         self,
@@ -182,50 +164,48 @@ class WatchedComm:
     ) -> None:
         self.notes.append(Note(kind, tuple(self._x.tolist()), key, sent))
 
-    def _posted(
+    def _post(
         self,
         kind: Literal["send", "recv"],
-        ends: tuple[int, int, int],
-        sent: tuple[tuple[int | None, int], ...] = (),
+        src: int,
+        dst: int,
+        tag: int,
+        sent: torch.Tensor | None = None,
     ) -> Key:
-        key = (*ends, self._messages[ends])
-        self._messages[ends] += 1
-        self.note(kind, key, sent)
+        key = (src, dst, tag, self._messages[src, dst, tag])
+        self._messages[src, dst, tag] += 1
+        self.note(kind, key, () if sent is None else self._contents(sent))
         return key
 
-    def _sent(self, x: torch.Tensor) -> tuple[tuple[int | None, int], ...]:
-        """The numbers in `x`, each with its place in the buffer, where it is a piece of that."""
+    def _contents(self, x: torch.Tensor) -> tuple[tuple[int | None, int], ...]:
+        """The numbers in `x`, each with its place in the buffer, where `x` is a part of that."""
         places: list[int | None] = [None] * x.numel()
         if x.untyped_storage().data_ptr() == self._x.untyped_storage().data_ptr():
-            inside = torch.arange(self._x.numel()).as_strided(
-                x.shape, x.stride(), x.storage_offset()
-            )
-            places = list(inside.reshape(-1).tolist())
-        return tuple(zip(places, x.reshape(-1).tolist()))
+            everywhere = torch.arange(self._x.numel())
+            inside = everywhere.as_strided(x.shape, x.stride(), x.storage_offset())
+            places = list(inside.flatten().tolist())
+        return tuple(zip(places, x.flatten().tolist()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
 
-class Watched:
+class WatchedMessage:
     """A message under way."""
 
     def __init__(
-        self, comm: WatchedComm, key: Key, work: Work, finish: Callable[[], object] | None = None
+        self, comm: WatchedComm, key: Key, work: Work, finish: Callable[[], object] = lambda: None
     ):
         self._comm, self._key, self._work, self._finish = comm, key, work, finish
         self._waited = False
+        self.is_completed = work.is_completed
 
     def wait(self) -> None:
         self._work.wait()
         if not self._waited:
             self._waited = True
             self._comm.note("wait", self._key)
-            if self._finish is not None:
-                self._finish()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+            self._finish()
 
 
 class WatchedWire(Wire):
@@ -236,7 +216,7 @@ class WatchedWire(Wire):
         self.rank, self.size = comm.rank, comm.size
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self._comm.isend(x, peer, tag // STREAM)  # the door's tags are small
+        return self._comm.isend(x, peer, tag // STREAM)  # the communicator's tags are small
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         return self._comm.irecv(x, peer, tag // STREAM)

@@ -81,8 +81,9 @@ def operation_of(
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What is written to by an operation that returns nothing, as those on lists of tensors do."""
-    given = dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
-    return tensors_in([given.get(x.name) for x in func._schema.arguments if x.is_write])
+    arguments = func._schema.arguments
+    given = dict(zip((x.name for x in arguments), args)) | kwargs
+    return tensors_in([given.get(x.name) for x in arguments if x.is_write])
 
 
 def tensors_in(things: Any) -> list[torch.Tensor]:

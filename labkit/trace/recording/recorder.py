@@ -1,6 +1,6 @@
-"""The recorder of one rank: puts spans, the door's events, memory and metrics together, step by
-step, and hands what is finished to the run's folder every half second, so that a rank that dies
-or hangs leaves its story behind.
+"""The recorder of one rank: puts spans, the communicator's events, memory and metrics together,
+step by step, and writes what is finished to the run's folder every half second, so that a rank
+that dies or hangs leaves its record behind.
 """
 
 import platform
@@ -40,11 +40,12 @@ class Recorder:
     now: "Recorder | None" = None  # the one that is on, in this process
 
     def __init__(self, rank: int, size: int, folder: Path | None, detail_step: int | None):
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+        device = _device() if torch.cuda.is_initialized() else "cpu"
         self.trace = RankTrace(rank, size, device, platform.node())
         self.metrics: list[dict[str, Any]] = []
-        self._clock = clock_here()
-        self._spans = Spans(self._clock, self.trace.spans.append, self._step_ended, self._met)
+        self.clock = clock_here()
+        self._spans = Spans(self.clock, self.trace.spans.append, self._step_ended, self._met)
+        self.still_open = self._spans.still_open
         self._detail_step = detail_step
         self._detail: Detail | None = None
         self._roots: WeakSet[nn.Module] = WeakSet()
@@ -57,11 +58,11 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         if Recorder.now is not None:
             raise RuntimeError("this process is being recorded already; end that block first")
-        Recorder.now, here.clock = self, self._clock
+        Recorder.now, here.clock = self, self.clock
         self._on.callback(setattr, Recorder, "now", None)
         self._on.callback(setattr, here, "clock", HOST_CLOCK)
         self._on.enter_context(self._spans)
-        self._on.enter_context(listen_with(self._heard))
+        self._on.enter_context(listen_with(self._add_event))
         if self._writer:
             self._on.enter_context(self._writer)
         self._begin_step()
@@ -78,9 +79,9 @@ class Recorder:
             elif kind is None:
                 self._end_step()
             else:  # all that is open stays so: here it was cut off
-                self.trace.spans += self._spans.still_open()
+                self.trace.spans += self.still_open()
                 self._spans.step += 1
-            self._clock.settle(patience_s=5.0)
+            self.clock.settle(patience_s=5.0)
         finally:
             self._on.__exit__(kind, *rest)
 
@@ -89,7 +90,7 @@ class Recorder:
 
         Raises RuntimeError when something was recorded here.
         """
-        if self.begun:
+        if self.count():
             raise RuntimeError(
                 "record(): this block has recorded computing of this process itself; give the "
                 "world's run a block of its own"
@@ -98,11 +99,10 @@ class Recorder:
             self._writer.off = True
 
     def close(self) -> None:
-        """No more is coming."""
         if self._writer:
             self._writer.close()
 
-    def _heard(self, event: CommEvent) -> None:
+    def _add_event(self, event: CommEvent) -> None:
         event.step = self._spans.step
         self.trace.comms.append(event)
 
@@ -110,11 +110,11 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
-        self._in_step = self._count()
+        self._in_step = self.count()
         if self._step.detail:
             detailed = self.trace.memory.append, self.trace.operations.append
             self._detail = Detail(self._spans, *detailed)
-            here.carrying = self._detail.inside_the_door
+            here.carrying = self._detail.inside_communicator
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
         self._spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
@@ -128,7 +128,7 @@ class Recorder:
         self._begin_step()
 
     def _end_step(self) -> None:
-        clock = HOST_CLOCK if self._step.detail else self._clock
+        clock = HOST_CLOCK if self._step.detail else self.clock
         clock.mark(self._step, "ended_s")
         self._spans.step += 1
 
@@ -137,57 +137,37 @@ class Recorder:
             here.carrying = nullcontext
             self._detail.end()
             self._detail = None
-            self._on_clock(self._clock)
+            self._spans.clock = here.clock = self.clock
 
-    def _count(self) -> int:
-        return len(self.trace.spans) + len(self.trace.comms) + len(self._spans.still_open())
-
-    @property
-    def in_step(self) -> bool:
-        """Whether anything has happened in this step."""
-        return self._count() > self._in_step
+    def count(self) -> int:
+        """Spans and events so far, open ones included."""
+        return len(self.trace.spans) + len(self.trace.comms) + len(self.still_open())
 
     @property
     def step_is_empty(self) -> bool:
         """Whether the last step in the trace is one in which nothing has happened yet."""
         steps = self.trace.steps
-        return bool(steps) and steps[-1] is self._step and not self.in_step
-
-    def still_open(self) -> list[Span]:
-        return self._spans.still_open()
+        return bool(steps) and steps[-1] is self._step and self.count() == self._in_step
 
     def _met(self, root: nn.Module) -> None:
-        if self._clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
-            self._use(StreamClock())
+        if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
+            self.clock: Clock = StreamClock()
+            if not self._detail:
+                self._spans.clock = here.clock = self.clock
+            self.trace.device = _device()
         if root not in self._roots:
             self._roots.add(root)
             if self._detail:
                 self._detail.met(root)
 
-    @property
-    def begun(self) -> bool:
-        return self._count() > 0
-
-    def settle(self) -> bool:
-        return self._clock.settle()
-
-    def _use(self, clock: Clock) -> None:
-        self._clock = clock
-        if not self._detail:
-            self._on_clock(clock)
-        self.trace.device = f"cuda:{torch.cuda.current_device()}"
-
-    def _on_clock(self, clock: Clock) -> None:
-        self._spans.clock = here.clock = clock
-
-    # --- what users say ---
+    # --- what users call ---
 
     def metric(self, values: dict[str, Any]) -> None:
         step = self._spans.step
-        if not self.in_step and step > 0:
+        if self.count() == self._in_step and step > 0:
             step -= 1  # the optimizer's step has just ended this one
-        told = {name: x if name == "step" else float(x) for name, x in values.items()}
-        self.metrics.append({"step": step, "rank": self.trace.rank, **told})
+        numbers = {name: x if name == "step" else float(x) for name, x in values.items()}
+        self.metrics.append({"step": step, "rank": self.trace.rank, **numbers})
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -198,9 +178,13 @@ class Recorder:
             self._spans.end(span)
 
 
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}"
+
+
 class _Writer:
-    """Appends what is new to the rank's file, from a thread of its own. Whatever goes wrong with
-    the file, training goes on: it ends the writing, and is told as a warning."""
+    """Appends what is new to the rank's file, from a thread of its own. When the file cannot be
+    written, training goes on: the writing ends with a warning."""
 
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
@@ -224,26 +208,27 @@ class _Writer:
 
     def close(self) -> None:
         if self._file:
-            self._file.close(complete=False)  # an end mark is there, if all went well
+            self._file.close()  # an end mark is there, if all went well
 
     def _work(self) -> None:
         long_open: list[Span] = []
         while not self._stop.wait(FLUSH_S):
             open_now = self._recorder.still_open()
-            self._write([span for span in open_now if any(span is one for one in long_open)])
+            self._write([span for span in open_now if any(span is x for x in long_open)])
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
         """All that is new, and spans that have been open since the last time."""
         if self.off:
             return
-        self._recorder.settle()
-        trace, until = self._recorder.trace, self._counts()
-        if self._file is None and not self._recorder.begun and not self._stop.is_set():
+        self._recorder.clock.settle()
+        trace, ends = self._recorder.trace, [len(records) for records in self._lists()]
+        ends[0] -= self._recorder.step_is_empty  # a step only once anything has happened in it
+        if self._file is None and not self._recorder.count() and not self._stop.is_set():
             return  # it may be a world's ranks that are recorded
-        lists = zip(self._lists(), self._written, until, strict=True)
-        steps, spans, *others, metrics = (one[begin:end] for one, begin, end in lists)
-        self._written = until
+        lists = zip(self._lists(), self._written, ends, strict=True)
+        steps, spans, *others, metrics = (records[begin:end] for records, begin, end in lists)
+        self._written = ends
         spans = [span for span in spans if self._early.pop(id(span), None) is None]
         early = [x for x in long_open if not x.ended_s and id(x) not in self._early]
         self._early |= {id(span): span for span in early}
@@ -259,11 +244,5 @@ class _Writer:
             warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
 
     def _lists(self) -> list[list[Any]]:
-        trace = self._recorder.trace
-        moments = trace.memory, trace.operations
-        return [trace.steps, trace.spans, trace.comms, *moments, self._recorder.metrics]
-
-    def _counts(self) -> list[int]:
-        """How much of each there is to write; a step only once anything has happened in it."""
-        steps, *others = [len(one) for one in self._lists()]
-        return [steps - self._recorder.step_is_empty, *others]
+        trace, metrics = self._recorder.trace, self._recorder.metrics
+        return [trace.steps, trace.spans, trace.comms, trace.memory, trace.operations, metrics]

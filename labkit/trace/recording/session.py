@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -41,10 +41,9 @@ class Recording:
     def __init__(
         self, folder: Path | None, detail_step: int | None, about: dict[str, Any], here: Recorder
     ):
-        self.kept, self.about, self.detail_step = folder, about, detail_step
-        self.folder: Path | None = folder
+        self.folder, self._detail_step, self._about = folder, detail_step, about
         self._here, self._number = here, next(self._blocks)
-        self._world: object = None
+        self.world: object = None  # the one that is recorded, where it is not this process
         self._failed = False
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
@@ -58,25 +57,19 @@ class Recording:
                 stacklevel=2,
             )
             return None
-        if self._world is None:
+        if self.world is None:
             self._here.leave_to_ranks()
-            self._world = world
-            if self.kept is None:
-                self.folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
-            assert self.folder is not None
-            begin_run(self.folder, {**about, **self.about}, replace=True)
-        elif self._world is not world:
+            self.world = world
+            self.folder = self.folder or Path(tempfile.mkdtemp(prefix="labkit-run-"))
+            begin_run(self.folder, {**about, **self._about}, replace=True)
+        elif self.world is not world:
             raise RuntimeError("record(): this block has recorded another world; use one for each")
         assert self.folder is not None
-        return Spec(self._number, str(self.folder.resolve()), self.detail_step)
+        return Spec(self._number, str(self.folder.resolve()), self._detail_step)
 
     def failed(self) -> None:
         """The ranks were stopped in a run: what they wrote is all there will be."""
         self._failed = True
-
-    @property
-    def of_world(self) -> bool:
-        return self._world is not None
 
 
 @contextmanager
@@ -90,8 +83,8 @@ def record(
 
     Around `world.run(...)` in a notebook all ranks are recorded; in a single process, or on a
     rank that torchrun or a World has started, that process: open the folder with
-    `labkit.read_run` to see all ranks. Training steps are told apart by the steps of the
-    optimizer. What is sent past labkit's door, as torch's own DDP does, is not seen.
+    `labkit.read_run` to see all ranks. A training step ends with the step of the optimizer. What
+    is sent past labkit's communicator, as by torch's own DDP, is not seen.
 
     Args:
         path: keep the run as this folder, written while it runs; see `labkit.read_run`.
@@ -136,19 +129,19 @@ def record(
     finally:
         Recording.now = None
         recorder.close()
-        if recording.of_world:
+        if recording.world is None:
+            recorded = Trace({rank: recorder.trace}, dict(about), recorder.metrics).from_zero()
+        else:
             assert recording.folder is not None
             add_metrics(recording.folder, recorder.metrics)  # what the driver itself has noted
-            _fill(trace, read_run(recording.folder))
+            recorded = read_run(recording.folder)
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
-        else:
-            ranks = {rank: recorder.trace}
-            _fill(trace, Trace(ranks, dict(about), recorder.metrics).from_zero())
+        _fill(trace, recorded)
 
 
-def _fill(trace: Trace, found: Trace) -> None:
-    trace.ranks, trace.about, trace.metrics = found.ranks, found.about, found.metrics
+def _fill(trace: Trace, recorded: Trace) -> None:
+    vars(trace).update(vars(recorded))
 
 
 class OnRank:
@@ -169,15 +162,12 @@ class OnRank:
             if spec is not None:
                 args = (self._rank, self._size, Path(spec.folder), spec.detail_step)
                 self._recorder = Recorder(*args)
-        if self._recorder is None:
+        with self._recorder or nullcontext():
             yield
-        else:
-            with self._recorder:
-                yield
 
 
 def metric(**values: float) -> None:
-    """Note numbers of the present step, as `metric(loss=2.1)`; nothing where nobody records."""
+    """Note numbers of the present step, as `metric(loss=2.1)`; nothing outside `record()`."""
     if Recorder.now is not None:
         Recorder.now.metric(values)
 
@@ -185,8 +175,5 @@ def metric(**values: float) -> None:
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """Show what is computed in this block as a span of its own, as `with span("sampling"):`."""
-    if Recorder.now is None:
+    with Recorder.now.span(name) if Recorder.now is not None else nullcontext():
         yield
-    else:
-        with Recorder.now.span(name):
-            yield

@@ -1,6 +1,5 @@
-"""How a call through the door is carried out, once for all operations of a process group:
-number it, compare it with the other ranks' on the board, record it, and hand it to the transport
-that moves the bytes of its device.
+"""How an operation of a communicator is carried out: number it, compare it with the other ranks'
+on the board, record it, and hand it to the transport that moves the bytes of its device.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank)
 
 
 class Dispatcher:
-    """What all `Comm`s of one process group share: its numbering and its backs."""
+    """What all `Comm`s of one process group share: its numbering and its transports."""
 
     worlds = 0  # default groups that this process has had: torch gives them all the same names
 
@@ -63,9 +62,9 @@ class Dispatcher:
     @staticmethod
     def of(group: Any) -> "Dispatcher":
         with _making:
-            for one in (dist.group.WORLD, group):  # the names of the others tell which world
-                if one not in _dispatchers:
-                    _dispatchers[one] = Dispatcher(one)
+            for made in (dist.group.WORLD, group):  # a subgroup's name says of which world it is
+                if made not in _dispatchers:
+                    _dispatchers[made] = Dispatcher(made)
             return _dispatchers[group]
 
     def collective(
@@ -85,8 +84,8 @@ class Dispatcher:
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
         """Carry out one collective: `start` gets the transport and the call and returns its work.
-        The shapes of `alike`, if not given of `x`, are the same on all ranks, and so is `nbytes`,
-        by which the algorithm is chosen where none is named."""
+        `nbytes`, by which the algorithm is chosen where none is named, and the shapes of `alike`
+        (of `x` if None) are the same on all ranks."""
         transport = self._transport(x)
         collective = what.partition("(")[0]
         name = transport.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
@@ -95,21 +94,23 @@ class Dispatcher:
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None:
             self.calls.append(what)
-        if here.board is None and not here.listeners:
-            handle = Handle(_begun(what, lambda: start(transport, call)), what, finish)
-        else:
+
+        def note() -> Note:
             by = f" by {name}" if algorithm or collective in transport.forced else ""
-            note = Note(
+            shapes = [list(one.shape) for one in ((x,) if alike is None else alike)]
+            return Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
-                f"{what} {x.dtype} {[*map(_shape, (x,) if alike is None else alike)]} {name}",
+                f"{what} {x.dtype} {shapes} {name}",
             )  # fmt: skip
-            event = None
-            if here.listeners:
-                chunks = chunk_bytes()
-                event = self._event(what, x, note, sum(chunks), bus(chunks, self.rank), peer)
-                event.blocking, event.algorithm = not async_op, name
-                event.transport = transport.name
-            handle = self._noted(note, event, async_op, lambda: start(transport, call), finish)
+
+        def event(note: Note) -> CommEvent:
+            chunks = chunk_bytes()
+            return self._event(
+                what, x, note, sum(chunks), bus(chunks, self.rank), peer=peer,
+                blocking=not async_op, algorithm=name, transport=transport.name,
+            )  # fmt: skip
+
+        handle = self._carry(what, lambda: start(transport, call), finish, async_op, note, event)
         if async_op:
             self.users.add(handle)
             return handle
@@ -133,25 +134,23 @@ class Dispatcher:
         transport = self._transport(x)
         call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
-        if here.board is None and not here.listeners:
-            handle = Handle(_begun(op, lambda: start(transport, call)), op, finish)
-            self.users.add(handle)
-            return handle
-        source, target = self.ranks[ends[0]], self.ranks[ends[1]]
-        note = Note(
-            f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
-            f"{op}({'to' if op == 'send' else 'from'} {target if op == 'send' else source}) "
-            f"{describe(x)}",
-            caller(), describe(x), collective=False,
-        )  # fmt: skip
-        event = None
-        if here.listeners:
-            peer = ends[1] if op == "send" else ends[0]
-            bus_bytes = x.nbytes if op == "send" else 0
-            event = self._event(op, x, note, x.nbytes, bus_bytes, peer, tag)
-            event.transport = transport.name
-            event.blocking = blocking
-        handle = self._noted(note, event, not blocking, lambda: start(transport, call), finish)
+        sends = op == "send"
+
+        def note() -> Note:
+            source, target = self.ranks[ends[0]], self.ranks[ends[1]]
+            peer = f"to {target}" if sends else f"from {source}"
+            return Note(
+                f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
+                f"{op}({peer}) {describe(x)}", caller(), describe(x), collective=False,
+            )  # fmt: skip
+
+        def event(note: Note) -> CommEvent:
+            return self._event(
+                op, x, note, x.nbytes, x.nbytes if sends else 0, peer=ends[1 if sends else 0],
+                tag=tag, blocking=blocking, transport=transport.name,
+            )  # fmt: skip
+
+        handle = self._carry(op, lambda: start(transport, call), finish, not blocking, note, event)
         self.users.add(handle)
         return handle
 
@@ -159,8 +158,8 @@ class Dispatcher:
         seq = next(self._collectives)  # also where nobody looks: a recording is the same
         if here.board is not None:
             with here.carrying():  # no operation of the program's
-                told = f"{what} {value()}"
-            note = Note(self.name, self.ranks, seq, told, caller(), told)
+                text = f"{what} {value()}"
+            note = Note(self.name, self.ranks, seq, text, caller(), text)
             here.board.enter(note)
             here.board.leave(note)
 
@@ -215,13 +214,13 @@ class Dispatcher:
     def destroy_dropped(self) -> None:
         """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
         the store), and in which therefore nothing is under way."""
-        for one in [one for one in self._subgroups if not one.users and one._group()]:
+        for subgroup in [one for one in self._subgroups if not one.users and one._group()]:
             store = dist.distributed_c10d._get_default_store()
-            dropped_by = store.add(f"labkit dropped {one.name}", 1 - self._subgroups[one])
-            self._subgroups[one] = True
-            if dropped_by == one.size:
-                del self._subgroups[one]
-                dist.destroy_process_group(living(one._group))
+            dropped = store.add(f"labkit dropped {subgroup.name}", 1 - self._subgroups[subgroup])
+            self._subgroups[subgroup] = True
+            if dropped == subgroup.size:
+                del self._subgroups[subgroup]
+                dist.destroy_process_group(living(subgroup._group))
 
     def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
         """What all ranks make at once. It is no communication of a strategy, but they can
@@ -243,20 +242,26 @@ class Dispatcher:
         except (AttributeError, RuntimeError):
             return None
 
-    def _noted(
+    def _carry(
         self,
-        note: Note,
-        event: CommEvent | None,
-        asynchronous: bool,
+        what: str,
         start: Callable[[], Work],
         finish: list[Callable[[], object]],
+        asynchronous: bool,
+        make_note: Callable[[], Note],
+        make_event: Callable[[Note], CommEvent],
     ) -> Handle:
+        """Begin an operation: write it on the board, tell the listeners, start its transport."""
         board = here.board
+        if board is None and not here.listeners:
+            return Handle(_begun(what, start), what, finish)
+        note = make_note()
+        event = make_event(note) if here.listeners else None
         if board:
             board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
         if event:
-            for heard in here.listeners:
-                heard(event)
+            for listener in here.listeners:
+                listener(event)
         try:
             work = _begun(note.what, start)
         except BaseException:
@@ -266,14 +271,12 @@ class Dispatcher:
         return Handle(work, note.what, finish, event, board, note, self._clock)
 
     def _event(
-        self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int,
-        peer: int | None, tag: int = 0,
-    ) -> CommEvent:  # fmt: skip
+        self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int, **more: Any
+    ) -> CommEvent:
         event = CommEvent(
             op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
             dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
-            payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=False, source=note.source,
-            peer=peer, tag=tag,
+            payload_bytes=payload_bytes, bus_bytes=bus_bytes, source=note.source, **more,
         )  # fmt: skip
         self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
         return event
@@ -304,17 +307,11 @@ class Dispatcher:
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
         if here.shared is not None and device == "cpu":
-            place = here.shared / self._alias()
-            return Shared(place, self.rank, self.size, self._timeout_s(), Gloo(group))
+            # Of this group only, and the same on all its ranks.
+            file = hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
+            timeout_s = (self._timeout() or dist.default_pg_timeout).total_seconds()
+            return Shared(here.shared / file, self.rank, self.size, timeout_s, Gloo(group))
         return Gloo(group) if backend == "gloo" else Native(group)
-
-    def _alias(self) -> str:
-        """A name for files: of this group only, and the same on all its ranks."""
-        return hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
-
-    def _timeout_s(self) -> float:
-        timeout = self._timeout() or dist.default_pg_timeout
-        return timeout.total_seconds()
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
@@ -325,10 +322,6 @@ def _in_line(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
     the stride it had, which can be any, and which bytes cannot have.)"""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))
-
-
-def _shape(x: torch.Tensor) -> list[int]:
-    return list(x.shape)
 
 
 def _begun(what: str, start: Callable[[], Work]) -> Work:

@@ -11,7 +11,7 @@ Why not all of gloo's own collectives: its reduce-scatter is an all-reduce insid
 the bytes, and several dtypes are missing. Its all-reduce is a ring as ours, and sends the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "max": lambda x, y: torch.maximum(x, y, out=x),
     "product": lambda x, y: x.mul_(y),
 }
-
-
 GLOO_DTYPES = (torch.float32, torch.float64)
 
 
@@ -49,12 +47,10 @@ class SendReceive(Transport):
         self._lane: Lane | None = None
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        own_can = x.dtype in GLOO_DTYPES and x.op != "mean"
-        return self.chooser.choose(collective, nbytes, own_can, asked)
+        return self.chooser.choose(collective, nbytes, _gloo_reduces(x), asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        own_can = x.dtype in GLOO_DTYPES and x.op != "mean"
-        return self.chooser.explain(collective, nbytes, own_can, asked)
+        return self.chooser.explain(collective, nbytes, _gloo_reduces(x), asked)
 
     def _start(self, call: Call, algorithm: Callable[[], Algorithm]) -> Work:
         def function() -> int:
@@ -67,10 +63,13 @@ class SendReceive(Transport):
             self._lane = Lane("labkit collectives")
         return self._lane.submit(function)
 
+    def _run(self, collective: str, call: Call, *args: Any) -> Work:
+        algorithm = ALGORITHMS[collective][call.algorithm]
+        return self._start(call, lambda: algorithm(self.wire, *args, call.tag))
+
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
-        algorithm, reduce = ALGORITHMS["all_reduce"][call.algorithm], REDUCTIONS[op]
         divide_by = self.wire.size if op == "mean" else 1
-        return self._start(call, lambda: algorithm(self.wire, x, reduce, divide_by, call.tag))
+        return self._run("all_reduce", call, x, REDUCTIONS[op], divide_by)
 
     def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
         algorithm, wire = ALGORITHMS["reduce_scatter"][call.algorithm], self.wire
@@ -100,8 +99,7 @@ class SendReceive(Transport):
         return self._start(call, gathering)
 
     def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
-        algorithm = ALGORITHMS["broadcast"][call.algorithm]
-        return self._start(call, lambda: algorithm(self.wire, x, root, call.tag))
+        return self._run("broadcast", call, x, root)
 
     def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
         algorithm = ALGORITHMS["reduce"][call.algorithm]
@@ -117,24 +115,12 @@ class SendReceive(Transport):
         return self._start(call, reducing)
 
     def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
-        algorithm = self._rooted("gather", chunks, call)
-        return self._start(call, lambda: algorithm(self.wire, x, chunks, root, call.tag))
+        _check_sizes("gather", chunks, call.algorithm)
+        return self._run("gather", call, x, chunks, root)
 
     def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
-        algorithm = self._rooted("scatter", chunks, call)
-        return self._start(call, lambda: algorithm(self.wire, x, chunks, root, call.tag))
-
-    def _rooted(
-        self, collective: str, chunks: Chunks | None, call: Call
-    ) -> Callable[..., Algorithm]:
-        if (collective, call.algorithm) in EQUAL_SIZES_ONLY:
-            sizes = [chunk.numel() for chunk in chunks or ()]
-            if len(set(sizes)) > 1:
-                raise ValueError(
-                    f"{collective} by {call.algorithm} needs one size on all ranks, not {sizes}: "
-                    "those on the way must know how much comes; take 'flat'"
-                )
-        return ALGORITHMS[collective][call.algorithm]
+        _check_sizes("scatter", chunks, call.algorithm)
+        return self._run("scatter", call, x, chunks, root)
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
         algorithm = ALGORITHMS["all_to_all"][call.algorithm]
@@ -146,8 +132,7 @@ class SendReceive(Transport):
         return self._start(call, exchanging)
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
-        algorithm = ALGORITHMS["barrier"][call.algorithm]
-        return self._start(call, lambda: algorithm(self.wire, note, call.tag))
+        return self._run("barrier", call, note)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
@@ -163,6 +148,19 @@ class SendReceive(Transport):
 
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.irecv(x, peer, call.tag))
+
+
+def _gloo_reduces(x: Kind) -> bool:
+    return x.dtype in GLOO_DTYPES and x.op != "mean"
+
+
+def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorithm: str) -> None:
+    sizes = [chunk.numel() for chunk in chunks or ()]
+    if (collective, algorithm) in EQUAL_SIZES_ONLY and len(set(sizes)) > 1:
+        raise ValueError(
+            f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
+            "between must know how many elements come; take 'flat'"
+        )
 
 
 class Gloo(SendReceive):

@@ -34,6 +34,10 @@ PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
 AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces everything: more sums, one wait less
 
 
+def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
+    return all_reduce(slots, x, op, root)
+
+
 def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
     """`x` becomes the reduction of all ranks' `x`; with a `root`, on that rank only.
 
@@ -216,8 +220,8 @@ def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
     return copied_bytes
 
 
-def barrier(slots: Slots) -> int:
-    """A piece of nothing."""
+def barrier(slots: Slots, _: torch.Tensor) -> int:
+    """An empty piece."""
     slots.begin()
     slots.announce(FILLED)
     slots.wait(slots.others, FILLED)

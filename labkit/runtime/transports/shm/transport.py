@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from labkit.comm.collectives import Chunks
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.shm import collectives
@@ -19,6 +19,16 @@ from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import Lane, LaneWork, Work
 
 SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
+
+
+def _through_slots(collective: Callable[..., int]) -> Callable[..., Work]:
+    """A method of `Shared` that runs this collective."""
+
+    def method(self: "Shared", *args: Any) -> Work:
+        *tensors_and_root, call = args
+        return self._start(call, lambda slots: collective(slots, *tensors_and_root))
+
+    return method
 
 
 class Shared(Transport):
@@ -120,32 +130,15 @@ class Shared(Transport):
             )
         return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
 
-    def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.reduce_scatter(slots, out, chunks, op))
-
-    def all_gather(self, chunks: Chunks, x: torch.Tensor, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.all_gather(slots, chunks, x))
-
-    def broadcast(self, x: torch.Tensor, root: int, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.broadcast(slots, x, root))
-
-    def reduce(self, x: torch.Tensor, root: int, op: str, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.all_reduce(slots, x, op, root))
-
-    def gather(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.gather(slots, x, chunks, root))
-
-    def scatter(self, x: torch.Tensor, chunks: Chunks | None, root: int, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.scatter(slots, x, chunks, root))
-
-    def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.all_to_all(slots, outs, ins))
-
-    def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
-        return self._start(call, lambda slots: collectives.ring_exchange(slots, out, x))
-
-    def barrier(self, note: torch.Tensor, call: Call) -> Work:
-        return self._start(call, collectives.barrier)
+    reduce_scatter = _through_slots(collectives.reduce_scatter)
+    all_gather = _through_slots(collectives.all_gather)
+    broadcast = _through_slots(collectives.broadcast)
+    reduce = _through_slots(collectives.reduce)
+    gather = _through_slots(collectives.gather)
+    scatter = _through_slots(collectives.scatter)
+    all_to_all = _through_slots(collectives.all_to_all)
+    barrier = _through_slots(collectives.barrier)
+    ring_exchange = _through_slots(collectives.ring_exchange)
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         if peer not in self._outboxes:

@@ -94,7 +94,7 @@ __all__, __getattr__, __dir__ = lazy(
         "split": "labkit.parallel.pipeline.stages",
         "split_of": "labkit.trace",
         "step_report": "labkit.replaying.planning.steps",
-        "step_trace": "labkit.replaying.planning.traces",
+        "step_trace": "labkit.replaying.planning.steps",
         "tensor_parallel": "labkit.parallel.tensor.tensor_parallel",
         "Text": "labkit.data",
         "Transfer": "labkit.memory.transfers",

@@ -16,9 +16,8 @@ from labkit.foreign import check_picture, markup
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
     from labkit.predict.tables import Table as Words
-    from labkit.replaying.planning.feasibility import Fit
     from labkit.replaying.planning.layout import Sizes
-    from labkit.replaying.planning.ranking import Plan
+    from labkit.replaying.planning.plan import Fit, Plan
 
 EXAMPLES = (
     "Examples:  labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536  ·  "

@@ -26,7 +26,7 @@ from labkit.replaying.planning.layout import described
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
 
 if TYPE_CHECKING:
-    from labkit.replaying.planning.ranking import Plan
+    from labkit.replaying.planning.plan import Plan
 
 COLOURS = {
     "compute": COMPUTING, "optimizer": style.GREEN, "tensor": style.PURPLE,

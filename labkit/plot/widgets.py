@@ -16,7 +16,7 @@ from labkit.trace import Trace
 from labkit.trace.movement import Movement
 
 if TYPE_CHECKING:
-    from labkit.replaying.planning.ranking import Plan
+    from labkit.replaying.planning.plan import Plan
 
 try:
     import ipywidgets

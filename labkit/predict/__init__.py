@@ -1,22 +1,18 @@
 """The closed formulas: bytes, memory, operations, bubble and time, each in one place, each cited.
 
-    from labkit import predict
-
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
-    predict.activation_bytes(sequence=2048, rows=1, width=12288, heads=96)
-    predict.step_flops(**sizes, rows=8)                               # operations of one step
+    predict.step_flops(**sizes, rows=8)                               # FLOPs of one step
     predict.data_parallel_bytes(parameters, ranks=8)                  # what one rank sends
     predict.one_f_one_b(stages=8, microbatches=32, forward_s=1, backward_s=2).of_total
-    predict.ddp_step_s(forward_s, backward_s, communication_s, buckets=10)
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
     states.py        parameters, gradients and optimizer state of a rank: ZeRO
     activations.py   what forward keeps for backward
-    bills.py         the same, term by term, beside what is really kept
-    transformer.py   parameters and operations of a GPT
+    bills.py         the same, term by term, beside what is measured
+    transformer.py   parameters and FLOPs of a GPT
     volumes.py       bytes that data, tensor and pipeline parallelism send in a step
-    three_d.py       the same by axes of a mesh, of each stage, exactly
-    context.py       what ring attention and Ulysses send, and when the ring's way is hidden
+    three_d.py       the same by axes of a mesh, for each stage, exactly
+    context.py       what ring attention and Ulysses send, and when the ring is hidden
     wires.py         the least time of a collective, and that of an algorithm
     pipelines.py     bubble and activations of pipeline schedules
     steps.py         the time of a step, and MFU
@@ -80,51 +76,14 @@ from labkit.predict.volumes import (
 from labkit.predict.wires import algorithm_s, bus_factor, least_s
 
 __all__ = [
-    "FP32_ADAM",
-    "MIXED_ADAM",
-    "Bill",
-    "PipelineStep",
-    "StateBytes",
-    "Table",
-    "activation_bill",
-    "activation_bytes",
-    "activation_terms",
-    "algorithm_s",
-    "bus_factor",
-    "bytes_by_axis",
-    "compute_s",
-    "data_parallel_bytes",
-    "ddp_step_s",
-    "ddp_step_without_overlap_s",
-    "dense_flops",
-    "first_stage_activation_bytes",
-    "flash_activation_bytes",
-    "forward_flops",
-    "gathered_logits_bytes",
-    "gpipe",
-    "in_place_s",
-    "interleaved",
-    "layer_forward_flops",
-    "least_s",
-    "load_then_run_s",
-    "mfu",
-    "model_state_bytes",
-    "naive",
-    "one_f_one_b",
-    "parameters",
-    "pipedream",
-    "pipeline_parallel_bytes",
-    "pipelined_loading_s",
-    "ring_attention_bytes",
-    "ring_exposed_s",
-    "ring_hides_from",
-    "ring_step_scores",
-    "stage_boundary_bytes",
-    "step_flops",
-    "table",
-    "tensor_parallel_bytes",
-    "ulysses_bytes",
-    "vocab_parallel_bytes",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-]
+    "FP32_ADAM", "MIXED_ADAM", "Bill", "PipelineStep", "StateBytes", "Table", "activation_bill",
+    "activation_bytes", "activation_terms", "algorithm_s", "bus_factor", "bytes_by_axis",
+    "compute_s", "data_parallel_bytes", "ddp_step_s", "ddp_step_without_overlap_s", "dense_flops",
+    "first_stage_activation_bytes", "flash_activation_bytes", "forward_flops",
+    "gathered_logits_bytes", "gpipe", "in_place_s", "interleaved", "layer_forward_flops",
+    "least_s", "load_then_run_s", "mfu", "model_state_bytes", "naive", "one_f_one_b",
+    "parameters", "pipedream", "pipeline_parallel_bytes", "pipelined_loading_s",
+    "ring_attention_bytes", "ring_exposed_s", "ring_hides_from", "ring_step_scores",
+    "stage_boundary_bytes", "step_flops", "table", "tensor_parallel_bytes", "ulysses_bytes",
+    "vocab_parallel_bytes", "zero_bubble_h1", "zero_bubble_h2",
+]  # fmt: skip

@@ -12,30 +12,25 @@ mask 1; labkit.GPT's block keeps what the paper's does:
     out         its input 2                     ──────────────────────────────────
     dropout     its mask 1                      34 + 5as/w
 
-Two things count it for labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`:
-`record(detail_step=0)`, what a step on one rank holds, and `labkit.memory.saved.saved_by`, what
-autograd saves of one layer, on 1, 2 and 4 ranks. The formula is right to the byte but for the
-statistics of the two norms, which it leaves out as the paper does: 2 numbers of 2 bytes for each
-norm and position, 8·s·b in all (on a GPU of 4 bytes, 16·s·b), below 0.1 % from width 256 on. What
-must be so for that, and is not so everywhere:
+For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, the formula is right to
+the byte (`labkit.memory.saved.saved_by` counts it on ranks) but for the statistics of the two
+norms, which it leaves out as the paper does: 8·s·b (on a GPU 16·s·b), below 0.1 % from width 256
+on. It assumes
 
-    the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the type of its
+    the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the dtype of its
                                        input, 2 bytes in bfloat16: 11 % more at 5as/w = 20
     scores are 2 bytes                 torch's own plain attention computes in float32: 4 bytes
     all scores count                   the half that a causal mask hides is stored like the other
     the causal mask is not kept        added to the scores, where `masked_fill` would keep it
 
-Over t tensor-parallel ranks, what lies between the cut matrices is cut as well, by heads and
-features; what lies outside, 10 of the 34, every rank keeps whole, unless it is cut by positions:
+Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
+and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
 
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
-    and sequence parallel                34/t + 5as/(wt)       of inputs, too, only the part is kept
+    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
     selective recomputation              without the term of scores, as/w
-    full recomputation                   2, or 2/t where the layer's input is cut by positions
-
-`saved_by` has counted each of these rows. What a pipeline's first stage holds, also with
-interleaved chunks, is `first_stage_activation_bytes`, counted on ranks in the same way.
+    full recomputation                   2, or 2/t where the layer's input is sharded by positions
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, section 4 and Table 2.
@@ -50,17 +45,17 @@ RECOMPUTED = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of the bill, and which module of labkit.GPT's block keeps it."""
+    """One summand, and which module of labkit.GPT's block keeps it."""
 
     name: str
     module: str
     of_sbw: int = 0  # bytes over s·b·w
     of_scores: int = 0  # bytes over a·s·s·b: for each score
-    outside: bool = False  # of the cut matrices: tensor-parallel ranks keep it whole
+    outside: bool = False  # of the sharded matrices: tensor-parallel ranks keep it whole
 
     @property
     def per_sbw(self) -> str:
-        """What it is over sbw, as the paper writes it: "2", "4as/w"."""
+        """As the paper writes it: "2", "4as/w"."""
         if not self.of_scores:
             return str(self.of_sbw)
         return f"{self.of_scores if self.of_scores > 1 else ''}as/w"
@@ -94,9 +89,7 @@ def activation_terms(
 ) -> dict[str, float]:
     """`activation_bytes`, summand by summand: name -> bytes.
 
-    "selective" has all but what counts scores, "full" the layer's input alone.
-    Source: arXiv 2205.05198, sections 4.1 and 4.2.
-    """
+    Source: arXiv 2205.05198, sections 4.1 and 4.2."""
     _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
     terms = {"none": TERMS, "full": (LAYER_INPUT,)}.get(
         recompute, tuple(term for term in TERMS if not term.of_scores)
@@ -143,12 +136,10 @@ def activation_bytes(
         recompute: in backward, "none"; "selective": the core of attention, from q, k and v;
             "full": the layer, from its input, which is all that is kept.
 
-    Source: arXiv 2205.05198, Table 2; what it counts stands at the top of this file.
-    """
+    Source: arXiv 2205.05198, Table 2."""
     _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
-    t = tensor_parallel
-    sbw = sequence * rows * width
-    whole = t if sequence_parallel else 1  # over how many ranks go parts outside the matrices
+    t, sbw = tensor_parallel, sequence * rows * width
+    whole = t if sequence_parallel else 1  # ranks that share what is outside the matrices
     if recompute == "full":
         return 2 * sbw / whole
     core = 5 * heads * sequence / width / t if recompute == "none" else 0.0
@@ -156,15 +147,11 @@ def activation_bytes(
 
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
-    """Bytes that one layer keeps where attention is one kernel that stores no scores, in 2-byte
-    types, on one rank: `activation_bytes` without 5as/w, and 4 bytes for each row of scores, the
-    logarithm of its sum (in float32), from which backward computes the weights anew.
+    """`activation_bytes` where attention is one kernel that stores no scores, as labkit.GPT's: not
+    5as/w, but 4 bytes for each row of scores, the logarithm of its sum. On one rank, without
+    dropout inside attention, for which torch has no such kernel on a CPU.
 
-    labkit.GPT with its own core (`CausalAttention`) keeps this, with no dropout inside attention:
-    for that torch's CPU has no such kernel.
-    Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1; the rest
-    as in `activation_bytes`.
-    """
+    Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
 
@@ -174,16 +161,15 @@ def first_stage_activation_bytes(
 ) -> float:
     """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
 
-    With 1F1B, p micro-batches are under way on its depth/p layers: depth layers' worth, whatever
-    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
-    that factor is not for v = 1. For p micro-batches or more; embedding and head are left out.
+    With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
+    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much.
+    For p micro-batches or more; embedding and head are left out.
 
     Args:
         layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.
         depth: layers of the whole model.
 
-    Source: arXiv 2205.05198, section 4.2.3.
-    """
+    Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)

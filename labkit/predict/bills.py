@@ -1,11 +1,7 @@
-"""The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules really keep.
+"""The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules keep.
 
-    labkit.memory.saved.saved_by(block, x)       tensor by tensor, what autograd saves
-              │  by module, and scores apart from the rest
-              ▼
-    activation_terms(**sizes)                  the same terms, by the formula
-
-No torch here: a kept tensor is asked for its `module`, `shape` and `nbytes` only.
+What autograd saves, tensor by tensor (`labkit.memory.saved.saved_by(block, x)`), is summed by
+module, scores apart from the rest. No torch here: a kept tensor has a module, a shape and bytes.
 """
 
 from collections.abc import Iterable
@@ -20,7 +16,7 @@ OTHERS = "other"
 
 
 class KeptTensor(Protocol):
-    """What is asked of a `labkit.memory.saved.SavedTensor`."""
+    """A `labkit.memory.saved.SavedTensor`."""
 
     @property
     def module(self) -> str: ...
@@ -87,13 +83,12 @@ def activation_bill(
 
     Args:
         kept: of `labkit.memory.saved.saved_by(block, x)`, with x [rows, sequence, width] in a
-            2-byte type and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
-            is this rank's part of the positions; `sequence` are all of them.
-        tensor_parallel, sequence_parallel: ranks over which the block is cut, and how.
-        recompute: "none", "selective" or "full": what the formula is to count.
+            2-byte dtype and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
+            is this rank's shard of the positions; `sequence` are all of them.
+        tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
 
-    What no term of the formula is for comes at the end: the statistics of the norms, and "other".
-    Scores are known by their shape, [..., s, s]: let no head be as wide as the sequence is long.
+    At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
+    by their shape, [..., s, s]: no head may be as wide as the sequence is long.
     """
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute

@@ -1,21 +1,18 @@
-"""Context parallelism: what a layer's attention sends, and when the ring's way is hidden.
+"""Context parallelism: what a layer's attention sends, and when the ring's messages are hidden.
 
               forward                          backward, beside the same once more
     ring      (n-1) blocks of k and v          (n-1) blocks of their gradients, in fp32
     Ulysses   4 all-to-alls: q, k, v, out      nothing: 4 all-to-alls, 2 in all
 
 The ring computes with one block while the next travels. With zig-zag shards of L = s/n tokens the
-rank's h heads compute L²/2 scores in each step, each 4e operations in forward (q kᵀ, then times v),
-and 10e in backward (five products); a block is 2 b g L e elements:
+rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q kᵀ, then times v), and
+10e in backward (five matmuls); a block is 2 b g L e elements:
 
-    computing   2 b h e L² / F        travelling   α + 2 b g L e · g₁ / B
+    computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
-so in forward the way is hidden from L = g₁ F g / (B h) on, whatever the head width and the rows,
-where latency is no matter. Twice that of Liu et al., who have no causal mask: it halves the scores,
-and the block remains. Halving g halves it.
-
-What is exposed all the same: in backward the gradients of the last block, on their way home, have
-nothing to hide behind.
+so without latency the forward hides the messages from L = g₁ F g / (B h) on, whatever the head
+width and the rows: twice that of Liu et al., who have no causal mask. In backward the gradients of
+the last block, on their way home, are exposed in any case.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
 element, F operations and B bytes per second, α the latency of a message.
@@ -29,7 +26,7 @@ import math
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
 from labkit.predict.wires import bus_factor
 
-FORWARD, BACKWARD = 2, 5  # matrix products for each score
+FORWARD, BACKWARD = 2, 5  # matmuls for each score
 
 
 def ring_attention_bytes(
@@ -44,8 +41,7 @@ def ring_attention_bytes(
     """What one rank sends in one layer's forward: n-1 blocks of k and v; in its `backward` n-1
     blocks again, and the gradients of n-1 blocks, in fp32, or in the type of k where that is wider.
 
-    Source: arXiv 2310.01889, section 3; that the gradients of a rank's own keys stay with it, which
-    saves a block, is labkit's way."""
+    Source: arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys stay there."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -77,7 +73,7 @@ def ulysses_bytes(
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
     """Scores that a rank computes in one step with a zig-zag block of `block` tokens: half of all
-    pairs, and with its own block the other half of the diagonal, too.
+    pairs, and with its `own` block the other half of the diagonal, too.
 
     Source: arXiv 2407.21783, section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
@@ -97,17 +93,15 @@ def ring_exposed_s(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> float:
-    """Seconds that a rank stands still for the ring, in one layer's forward or `backward`.
+    """Seconds that a rank waits for the ring, in one layer's forward or `backward`.
 
     Args:
         block: tokens of a rank, s/n.
-        flops_per_s, bytes_per_s: what a rank computes, and what its wire carries, one message
-            after the other; alpha_s: latency of each.
+        bytes_per_s, alpha_s: of its wire, one message after the other.
 
-    In forward each of n-1 blocks has a step to hide behind. In backward, too; and from the third
-    step on each step has the gradients of the block before to hide. Those of the last are exposed.
-    Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's, held to a replay.
-    """
+    Each of n-1 blocks has a step to hide behind; in backward, from the third step on, so have the
+    gradients of the block before.
+    Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's, held to a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
@@ -137,16 +131,15 @@ def ring_hides_from(
     alpha_s: float = 0.0,
     element_bytes: int = 2,
 ) -> float:
-    """The tokens of a block (s/n) from which on a ring's forward hides all it sends: where
-    `ring_exposed_s` is 0. (Two ranks need less: their one block has the diagonal, too, to hide
-    behind.) Times the ranks it is the sequence that is worth a ring.
+    """The tokens of a block (s/n) from which on `ring_exposed_s` of the forward is 0. (Two ranks
+    need less: their one block has the diagonal, too, to hide behind.)
 
     Source: arXiv 2310.01889, section 3, for scores that a causal mask halves, and latency."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
-    # a L² = α + c L, from the computing and the travelling of a block
+    # a L² = α + c L: computing and sending a block
     a = FORWARD * rows * heads * head_width / flops_per_s
     c = 2 * rows * kv_heads * head_width * element_bytes / bytes_per_s
     return (c + math.sqrt(c * c + 4 * a * alpha_s)) / (2 * a)

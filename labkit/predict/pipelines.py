@@ -12,17 +12,15 @@
     ZB-H2                (p-1)(F+I-2W)                 2p - 1
     PipeDream            (p-1)(F+B), not in each step  min(p, m)
 
-In ZB, backward is two parts: I seconds for the gradient of the input, which the stage before waits
-for, and W for that of the weights, which nobody does. One bubble no W can fill: the first stage
-does as many forwards as it may hold, then waits for the first I, which is (p-1) I with p held, and
-(p-1)(I-F) with 2p - 1. The functions give the larger; it is the published formula wherever W <= F,
-and never below 0. All bubbles are of the stage that takes longest from its own first action to its
-last, which in ZB is not the whole time: stages end as they began, one after the other, and the next
-step follows on each at once.
+In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
+waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
+forwards as it may hold, then waits for the first I, which is (p-1) I with p held, and (p-1)(I-F)
+with 2p - 1. The functions give the larger; it is the published formula wherever W <= F, and never
+below 0. All bubbles are of the stage that takes longest from its own first action to its last.
 
-The bubble is told as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
+The bubble is given as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
 as a part of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with
-each other. All stages take equally long, and messages no time; a replay needs neither.
+each other. All stages take equally long, and messages no time.
 
 Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
 2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
@@ -48,8 +46,7 @@ class PipelineStep:
 
     @property
     def of_ideal(self) -> float:
-        """The bubble as a part of the time of computing, (p-1)/m for 1F1B; 0.0 where nothing
-        takes time."""
+        """The bubble as a part of the time of computing, (p-1)/m for 1F1B."""
         return self.bubble_s / self.ideal_s if self.ideal_s else 0.0
 
     @property
@@ -95,7 +92,7 @@ def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
     """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
-    messages and some more memory. With one chunk it is 1F1B.
+    messages and some more memory.
 
     Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where micro-batches do not divide
     over stages, which the schedule needs."""
@@ -111,9 +108,9 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream: the bubble of 1F1B, once for all `microbatches` from the first to the last of a
-    training, for it never waits until the pipeline is empty. `update_s`: of the optimizer, after
-    each micro-batch. What it holds at most is as many versions of the weights, too.
+    """PipeDream: the bubble of 1F1B, once for all `microbatches` of a training, as it never
+    flushes. `update_s`: of the optimizer, after each micro-batch. It holds as many versions of the
+    weights, too.
 
     Source: arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
@@ -152,7 +149,7 @@ def _zero_bubble(
     each_s: float,
     peak: int,
 ) -> PipelineStep:
-    """`each_s` is what each stage after the first adds to the bubble."""
+    """`each_s`: what each stage after the first adds to the bubble."""
     _check(stages, microbatches, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     if microbatches < peak:
         raise ValueError(

@@ -6,19 +6,15 @@ and the one before has left:
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
 
-The first can only leave when it is full, and the last only when backward is over, so the step is
-
-    F + max(B + C/k, B/k + C) + optimizer
-
-Many buckets come near F + max(B, C), the whole of it hidden; one bucket hides nothing, F + B + C.
+The first leaves when it is full, the last when backward is over: F + max(B + C/k, B/k + C). Many
+buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive
 
 
 def compute_s(flops: float, flops_per_s: float, ranks: int = 1) -> float:
-    """Seconds to compute `flops` operations, shared by `ranks` that do `flops_per_s` each. With
-    the peak of a device that is the least time; with what it reaches on such matrices, an estimate.
+    """Seconds to compute `flops`, shared by `ranks` that do `flops_per_s` each.
 
     >>> compute_s(flops=6e15, flops_per_s=150e12, ranks=8)
     5.0
@@ -42,11 +38,10 @@ def ddp_step_s(
         communication_s: of all gradients together, latency of every bucket included.
         buckets: of equal bytes, which backward fills in equal times.
 
-    Exact for such buckets where computing and sending do not slow each other down. Buckets of a
-    real model differ (the embedding's is large, and comes last): a replay takes them as they are.
-    Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; the time is that of a flow
-    shop of two machines and equal jobs (Johnson, 1954).
-    """
+    Exact for such buckets. Those of a real model differ (the embedding's is large, and comes last):
+    a replay takes them as they are.
+    Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; a flow shop of two machines
+    and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)
@@ -57,8 +52,7 @@ def ddp_step_s(
 def ddp_step_without_overlap_s(
     forward_s: float, backward_s: float, communication_s: float, optimizer_s: float = 0.0
 ) -> float:
-    """Seconds of a step whose gradients travel after backward, as NaiveDDP's do: the sum. No
-    overlap makes a step longer than that, or shorter than `forward_s` and the longer of the two."""
+    """Seconds of a step whose gradients travel after backward, as NaiveDDP's do: the sum."""
     return ddp_step_s(forward_s, backward_s, communication_s, 1, optimizer_s)
 
 
@@ -66,10 +60,9 @@ def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) ->
     """Model FLOPs utilisation, 0 to 1: what the model asks for, over what the devices could do.
 
     Args:
-        flops: of one step of all ranks together, `step_flops(...)` for the whole batch. Without
-            `recompute` and `flash`: what is computed twice does not count (with them it is
-            hardware utilisation, which the 52 % in arXiv 2104.04473 are).
-        peak_flops_per_s: of one device, for the type that is computed in, dense.
+        flops: of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute`
+            and `flash` (with them it is hardware utilisation, as the 52 % in arXiv 2104.04473).
+        peak_flops_per_s: of one device, for the dtype that is computed in, dense.
 
     Source: Chowdhery et al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)

@@ -17,7 +17,7 @@ UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 @dataclass(frozen=True)
 class Table:
-    """Words in rows: a name, numbers to the right, and what they say of each other."""
+    """Words in rows: a name, numbers to the right, and how they compare."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -54,9 +54,8 @@ def table(**sources: Mapping[str, Number]) -> Table:
     """Formula, replay and measurement of the same quantities: a column for each source, a row for
     each quantity, and how far the others are from the first source.
 
-    A quantity has its unit in its name (`sent_bytes`, `step_s`). A source may lack some; where the
-    first lacks one, nothing is compared. Counts are equal or they are not; of floats, rounding is
-    forgiven. Raises ValueError without a source, or without numbers."""
+    A quantity has its unit in its name (`sent_bytes`, `step_s`); a source may lack some. Raises
+    ValueError without a source, or without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(

@@ -35,7 +35,7 @@ AXES = ("tensor", "pipeline", "data", "embedding")
 
 @dataclass(frozen=True)
 class Stage:
-    """What of the model one rank of the pipeline has: blocks of each of its chunks, and ends."""
+    """The blocks of each chunk of one pipeline rank, and whether it has the model's ends."""
 
     chunks: tuple[int, ...]
     is_first: bool
@@ -69,19 +69,18 @@ def bytes_by_axis(
     the stage's ranks.
 
     Args:
-        vocab, width, depth, context, tied: of the GPT.
-        key_width: of its keys, where they are fewer than its queries; `width` otherwise.
+        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
         rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
         chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
         zero: 0 for DDP, or the stage of ZeRO over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: the blocks have some; then their last collective is sent again, too.
-        scatter_gather: see above; without effect where the sequence is cut.
+        scatter_gather: see above; without effect with sequence parallelism.
         gather_logits: the logits of all the vocabulary on every rank.
         element_bytes: of activations, weights and gradients, as they travel.
 
     ZeRO's buckets are padded to dp equal shares, those of stage 3 block by block: counted as if a
-    rank's parameters were one bucket. Not counted: the numbers of clipping and of a loss scaler.
+    rank's parameters were one bucket. Not counted: the scalars of clipping and of a loss scaler.
 
     >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)
     >>> gpt3 = bytes_by_axis(**gpt, rows=96, sequence=2048, microbatches=96, pp=8, dp=16, tp=8)

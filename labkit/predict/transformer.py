@@ -1,17 +1,15 @@
-"""Parameters and floating-point operations of a transformer, as labkit.GPT computes it.
+"""Parameters and FLOPs of a transformer, as labkit.GPT computes it.
 
-A product of an [m, k] by a [k, n] matrix is 2mkn operations, a multiplication and an addition being
-two. Forward, one layer, for b rows of s positions and width w:
+A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward, one layer, for b rows of s positions and width
+w:
 
     q, k, v, out     8 b s w²          q kᵀ              2 b s² w
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. Backward computes each product twice, for its input and for its matrix.
-What is no product of matrices (norms, GELU, softmax, dropout, sums, the optimizer) is left out.
-
-Attention counts in full: a kernel that skips the half which a causal mask hides does half of
-4 b s² w. The counts of PaLM, Megatron-LM and torch are in full, too, so an MFU stays comparable.
+and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
+Norms, GELU, softmax, dropout, sums and the optimizer are left out. Attention counts in full, as in
+PaLM, Megatron-LM and torch, also where a kernel skips the half which a causal mask hides.
 
 Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
 Kaplan et al., arXiv 2001.08361, section 2.1.
@@ -29,10 +27,9 @@ def parameters(
     kv_heads: int | None = None,
     tied: bool = True,
 ) -> int:
-    """Numbers in labkit.GPT of these sizes, exactly: about 12 depth width² and the vocabulary.
+    """Elements of labkit.GPT of these sizes, exactly: about 12 depth width² and the vocabulary.
 
-    Source: arXiv 2104.04473, section 5.1 (equation 2), which has the same layers and the same
-    13 width of biases and norms; the 2 width of the last norm are not in it.
+    Source: arXiv 2104.04473, section 5.1 (equation 2), but for the 2 width of the last norm.
 
     >>> parameters(vocab=50257, width=12288, depth=96, heads=96, context=2048) / 1e9
     174.604259328
@@ -49,7 +46,7 @@ def parameters(
 def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
-    """Operations of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
+    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
 
     Source: arXiv 2104.04473, appendix."""
     keys = _key_width(width, heads, kv_heads)
@@ -60,12 +57,12 @@ def layer_forward_flops(
 
 
 def attention_core_flops(width: int, rows: int, sequence: int) -> int:
-    """Operations of one layer's q kᵀ and weights times v in forward: 4 b s² w."""
+    """FLOPs of one layer's q kᵀ and weights times v in forward: 4 b s² w."""
     return 4 * rows * sequence**2 * width
 
 
 def head_forward_flops(vocab: int, width: int, rows: int, sequence: int) -> int:
-    """Operations of the logits in forward: 2 b s w V. The embedding looks up, and computes none."""
+    """FLOPs of the logits in forward: 2 b s w V."""
     check_counts(vocab=vocab, width=width, rows=rows, sequence=sequence)
     return 2 * rows * sequence * width * vocab
 
@@ -79,7 +76,7 @@ def forward_flops(
     sequence: int,
     kv_heads: int | None = None,
 ) -> int:
-    """Operations of the whole forward: depth layers and the head.
+    """FLOPs of the whole forward: depth layers and the head.
 
     Source: arXiv 2104.04473, appendix."""
     check_counts(depth=depth)
@@ -98,19 +95,17 @@ def step_flops(
     flash: bool = False,
     recompute: bool = False,
 ) -> int:
-    """Operations of forward and backward for `rows` sequences: three times the forward.
-
-    This is what the model asks for, the count of an MFU. What a machine really does may be more:
+    """FLOPs of forward and backward for `rows` sequences, as an MFU counts them: three times the
+    forward. A machine may compute more:
 
     Args:
-        flash: count what an attention kernel computes that keeps no scores, as labkit.GPT's does:
-            its backward computes q kᵀ once more, 2 b s² w for each layer.
-        recompute: count the layers' forward once more, in backward (full recomputation):
-            96 instead of 72 b s depth w², the count of Megatron-LM.
+        flash: an attention kernel that keeps no scores, as labkit.GPT's: its backward computes
+            q kᵀ once more, 2 b s² w for each layer.
+        recompute: the layers' forward once more, in backward (full recomputation): 96 instead of
+            72 b s depth w², the count of Megatron-LM.
 
     Source: arXiv 2104.04473, appendix (with recompute, equation 3); Kaplan, arXiv 2001.08361,
-    section 2.1, for backward as twice the forward; FlashAttention, arXiv 2205.14135, section 3.1.
-    """
+    section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
     sizes = dict(vocab=vocab, width=width, depth=depth, heads=heads, kv_heads=kv_heads)
     flops = 3 * forward_flops(**sizes, rows=rows, sequence=sequence)  # type: ignore[arg-type]
     if flash:
@@ -121,12 +116,10 @@ def step_flops(
 
 
 def dense_flops(parameters: float, tokens: float) -> float:
-    """6 N D: operations to train N parameters on D tokens, without attention's products.
+    """6 N D: FLOPs to train N parameters on D tokens, without attention's core. With N from
+    `parameters` it counts positions, biases and norms, which are in no matmul, on top.
 
-    Two for each parameter and token in forward, four in backward. With N from `parameters` it
-    counts the tied vocabulary once (as the head), and the positions, biases and norms, which
-    compute no products, on top. Source: Kaplan et al., arXiv 2001.08361, section 2.1.
-    """
+    Source: Kaplan et al., arXiv 2001.08361, section 2.1."""
     check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens
 

@@ -7,12 +7,10 @@
 
 Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
 s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
-what one rank sends (`bus_bytes`); pipeline is what all stages send, which are 1/k of the layers: a
-stage in the middle sends x to the next and a gradient back to the one before, 2 b s w g.
+what one rank sends (`bus_bytes`); pipeline is what all stages send.
 
 So tensor parallelism sends the most often and the most, where b s is large against w; gradients
-do not grow with the batch; and a pipeline's cut is the cheapest. Which is why the first goes over
-the fastest wires, and the last over the slowest.
+do not grow with the batch; and a pipeline's cut is the cheapest.
 
 Sources: data, Li et al., arXiv 2006.15704, section 3; tensor, Shoeybi et al. (Megatron-LM), arXiv
 1909.08053, section 3, figure 4; tensor and pipeline, Narayanan et al., arXiv 2104.04473,
@@ -24,9 +22,8 @@ from labkit.predict.wires import bus_factor
 
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
-    """What one rank sends in a step, to average `parameters` gradients over `ranks`: their
-    `bus_bytes`, the mean over the ranks where nothing divides. The same for every stage of ZeRO
-    but the third, which sends half as much again.
+    """What one rank sends in a step, to average `parameters` gradients over `ranks`; the same for
+    every stage of ZeRO but the third, which sends half as much again.
 
     Source: arXiv 2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
@@ -74,10 +71,10 @@ def vocab_parallel_bytes(
     loss_element_bytes: int = 4,
     sequence_parallel: bool = False,
 ) -> float:
-    """What one rank sends in a step for an embedding, head and loss whose vocabulary is cut over
-    `ranks`: all-reduces of x, [rows, sequence, width], one forward after the embedding and one
-    backward before the head, and for the loss one of three numbers a token, in float32. With
-    sequence parallelism the head keeps its part of x, and gathers it again in backward.
+    """What one rank sends in a step for an embedding, head and loss whose vocabulary is sharded
+    over `ranks`: all-reduces of x, [rows, sequence, width], one forward after the embedding and one
+    backward before the head, and for the loss one of three elements a token, in float32. With
+    sequence parallelism the head keeps its shard of x, and gathers it again in backward.
 
     Source: arXiv 1909.08053, section 3."""
     check_counts(loss_element_bytes=loss_element_bytes)
@@ -90,8 +87,8 @@ def vocab_parallel_bytes(
 def gathered_logits_bytes(
     sequence: int, rows: int, vocab: int, ranks: int, element_bytes: int = 2
 ) -> float:
-    """What one rank sends where all logits are gathered on every rank instead, for a loss that
-    needs them all: v numbers a token (padded to a multiple of the ranks) in the place of three.
+    """What one rank sends where all logits are gathered on every rank instead: v elements a token
+    (padded to a multiple of the ranks) in the place of three.
 
     Source: arXiv 1909.08053, section 3."""
     check_counts(sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes)

@@ -1,7 +1,7 @@
-"""Collectives on wires: what must pass each rank's wire, and how long that takes.
+"""Collectives on wires: what each rank must send, and how long that takes.
 
-    least_s        S / B x bus factor     no algorithm of messages can be faster: bandwidth alone
-    algorithm_s    steps x alpha + ...    a given algorithm, latency and all: the alpha-beta model
+    least_s        S / B x bus factor     the lower bound: bandwidth alone
+    algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
 
 Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
 B bytes per second out of a rank, n ranks.
@@ -24,11 +24,10 @@ BUS_FACTORS = {
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; so, too, the part of S that each rank must send (the
-    root, for broadcast and reduce). A rank alone sends nothing.
+    """Bus bandwidth over algorithm bandwidth, and the part of S that each rank must send (the root,
+    for broadcast and reduce).
 
-    "all_reduce_in_network" is one whose sums are made by the switches (SHARP); its factor makes
-    bandwidths comparable, and is no bound: each rank sends all of S there.
+    In "all_reduce_in_network" the switches sum (SHARP): its factor is no bound, each rank sends S.
     Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:
@@ -60,7 +59,7 @@ def algorithm_s(
 
     Args:
         alpha_s: latency of a message.
-        reduced_bytes_per_s: how fast a rank adds; as good as at once if not said.
+        reduced_bytes_per_s: how fast a rank adds.
 
     Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
     labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""

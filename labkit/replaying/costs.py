@@ -10,11 +10,10 @@ Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a
 very small pieces: each step pays its latency once, not once for each piece. Of several algorithms
 the fastest is taken, as NCCL does.
 
-A ring passes through all ranks of a node before it leaves it, so that it leaves each node once,
-over all ports of these ranks: n GPUs of a node with n ports drive them together, and the node with
-the fewest limits the others. Where each rank sends directly to each other, all at once, it has only
-its own port. A port is shared as if all devices of its node sent. The latencies are those of NCCL's
-protocol for long tensors (Simple), so small collectives seem slower than they are.
+A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
+the others. Where each rank sends directly to each other, all at once, it has only its own port. A
+port is shared as if all devices of its node sent. The latencies are those of NCCL's protocol for
+long tensors (Simple), so small collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -70,14 +69,13 @@ class Costs:
         self._remembered: dict[Hashable, Any] = {}
 
     def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find()` returned under this key before; else its result now."""
+        """What `find()` returned for this key."""
         if key not in self._remembered:
             self._remembered[key] = find()
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Of one operation on a device. Raises ValueError for a matmul in a dtype that the device
-        has no rate for."""
+        """Of one operation. Raises ValueError for a dtype without a matmul rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -99,15 +97,15 @@ class Costs:
         """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
-        key = op, nbytes, ranks
-        return self.remembered(key, lambda: self._fastest(*key))
 
-    def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        if len(ranks) == 1:
-            return Sending(0.0, 0.0, self.cluster.inside.name, "")
-        place = _Place(ranks, self.cluster)
-        seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
-        return Sending(seconds, 0.0, place.level.name, name)
+        def fastest() -> Sending:
+            if len(ranks) == 1:
+                return Sending(0.0, 0.0, self.cluster.inside.name, "")
+            place = _Place(ranks, self.cluster)
+            seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
+            return Sending(seconds, 0.0, place.level.name, name)
+
+        return self.remembered((op, nbytes, ranks), fastest)
 
 
 class _Place:

@@ -1,15 +1,11 @@
 """A dry run: what one rank of many does, recorded without data, memory or other ranks.
 
-The same code runs as on real ranks. Its tensors are torch's fake tensors, which have shapes, dtypes
-and a place in autograd's graph, but no values; its process group is a fake one, in which every
-collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
+The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
+every collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
 
-The code must not look at a value, as `loss.item()` and `if gradient.isnan().any()` do; labkit's
-strategies do not. Communication past labkit's communicator is not recorded.
-
-The tensors claim to be on a CPU. Where torch chooses otherwise on a GPU, that is patched in: its
-optimizers take all parameters in a few operations ("foreach"). An exception is attention with
-dropout, which stores its scores on a CPU, where a GPU has a kernel for it.
+The code must not look at a value, as `loss.item()` does; labkit's strategies do not. The tensors
+claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
+("foreach") is patched in. Attention with dropout stores its scores, as on a CPU.
 """
 
 import gc
@@ -17,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -30,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from labkit.runtime.attach import on_paper
-from labkit.trace import RankTrace, Trace
+from labkit.trace import Trace
 from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
 
@@ -83,33 +80,25 @@ def dry_run(
                 f"dry_run: the function made {len(trace.steps())} training steps, and step {step} "
                 f"is to be kept; make {step + 1}, or give step=0"
             )
-        found.ranks[rank] = _kept(trace, rank, step)
+        forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
+        if forward and step not in forward:
+            raise ValueError(
+                f"dry_run: in step {step} there is no forward: each step of an optimizer ends a "
+                f"training step, and the function has several optimizers; give step={max(forward)},"
+                " or one optimizer with several groups of parameters"
+            )
+        found.ranks[rank] = trace.step(step).ranks[rank]
         found.ranks[rank].alike = others
     return found
-
-
-def _kept(trace: Trace, rank: int, step: int) -> RankTrace:
-    """That step of the rank. Raises ValueError for the step of a second optimizer."""
-    forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
-    if forward and step not in forward:
-        raise ValueError(
-            f"dry_run: in step {step} there is no forward: each step of an optimizer ends a "
-            f"training step, and the function has several optimizers; give step={max(forward)}, "
-            "or one optimizer with several groups of parameters"
-        )
-    return trace.step(step).ranks[rank]
 
 
 def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """Each rank to run -> the others that it represents. Raises ValueError where they overlap."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
-    found = {
-        rank: tuple(sorted(set(others) - {rank}))
-        for rank, others in ({0: range(ranks)} if alike is None else alike).items()
-    }
-    every = sorted([*found, *(one for others in found.values() for one in others)])
-    if every != list(range(ranks)):
+    groups = {0: range(ranks)} if alike is None else alike
+    found = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
+    if sorted([*found, *chain(*found.values())]) != list(range(ranks)):
         raise ValueError(
             f"dry_run: alike={alike!r} must have each of the ranks 0 to {ranks - 1} once"
         )
@@ -129,8 +118,8 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
 
 @contextmanager
 def _nothing_from_before() -> Iterator[None]:
-    """A detailed recording searches all objects that Python tracks for tensors. Objects from before
-    are not this run's memory, and there are many."""
+    """Objects from before are not this run's memory, and a detailed recording searches all that
+    Python tracks."""
     gc.freeze()
     try:
         yield
@@ -141,23 +130,19 @@ def _nothing_from_before() -> Iterator[None]:
 @contextmanager
 def _without_data(label: str, as_on: str) -> Iterator[None]:
     """Tensors created in this block have no data."""
-    mode = _FakeWithProgress(label)
+    mode, chooses = _FakeWithProgress(label), "_default_to_fused_or_foreach"
     with ExitStack() as changes:
         changes.enter_context(patch.object(nn.Module, "_apply", _converted))
-        if as_on == "cuda":
+        if as_on == "cuda":  # not fused, but all parameters in one operation
             for name, module in list(sys.modules.items()):
-                if name.startswith("torch.optim.") and _CHOOSES in vars(module):
-                    changes.enter_context(patch.object(module, _CHOOSES, _foreach))
+                if name.startswith("torch.optim.") and chooses in vars(module):
+                    changes.enter_context(patch.object(module, chooses, _foreach))
         changes.callback(mode.stop_showing)
         with mode:
             yield
 
 
-_CHOOSES = "_default_to_fused_or_foreach"
-
-
 def _foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
-    """What torch chooses on a GPU: not fused, but all parameters in one operation."""
     return False, True
 
 
@@ -199,8 +184,7 @@ class _FakeWithProgress(FakeTensorMode):
 def _converted(
     module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Converts parameters and buffers as `module.to(...)` does. torch's own would swap the contents
-    of fake tensors, which they refuse."""
+    """As `module.to(...)`; torch's own would swap the contents of fake tensors."""
     for part in module.modules() if recurse else (module,):
         for parameter in part._parameters.values():
             if parameter is not None:

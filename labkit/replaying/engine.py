@@ -1,22 +1,18 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
-Each rank has a program, a list of three kinds of instructions that it runs in order:
-
     Compute   takes a number of seconds
     Issue     hands an operation to a port of this rank and continues at once
     Wait      blocks until the operation has ended
 
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
 each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
-one wire out of a rank: operations leave it one after the other, in the order of issue. The latency
-is that of the wire to the other end; the steps of a collective count into its seconds.
+one wire out of a rank: operations leave it one after the other, in the order of issue.
 
 A message is an operation that only its sender issues; its receiver waits for it. So it leaves
 whether or not the receiver is ready, and many can arrive at once. Where both must be ready, as for
 a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
-No time is random or measured: each is a sum of given numbers and a maximum of others, so a replay
-is the same to the last digit, whichever rank runs first.
+Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
 
 from collections import deque
@@ -120,11 +116,16 @@ class _Run:
         while ready:
             for operation in self.advance(ready.popleft()):
                 ready.extend(self.begin(operation))
-        if any(one.timed is None for one in self.operations.values()) or any(
-            not rank.at_end for rank in self.ranks.values()
-        ):
+        ended = all(one.timed is not None for one in self.operations.values())
+        if not ended or not all(rank.at_end for rank in self.ranks.values()):
             raise _DeadlockFinder(self.ranks, self.operations).deadlock()
-        return {number: self.times_of(rank) for number, rank in self.ranks.items()}
+        return {
+            number: [
+                self.operations[part.key].timed if isinstance(part, Issue) else timed
+                for part, timed in zip(rank.program, rank.timed, strict=True)
+            ]
+            for number, rank in self.ranks.items()
+        }  # type: ignore[return-value]
 
     def advance(self, number: int) -> list[_Operation]:
         """Run until a wait that has no end yet; returns the operations that can begin now."""
@@ -201,15 +202,6 @@ class _Run:
             awake += self.waiting.pop(issue.key, [])
         return awake
 
-    def times_of(self, rank: _Rank) -> list[Timed]:
-        """The times of a rank; an Issue has those of its operation."""
-        found = []
-        for part, timed in zip(rank.program, rank.timed, strict=True):
-            timed_there = self.operations[part.key].timed if isinstance(part, Issue) else timed
-            assert timed_there is not None
-            found.append(timed_there)
-        return found
-
 
 class _DeadlockFinder:
     """Why no rank continues: follows what each rank and operation waits for, until a cycle, or an
@@ -226,7 +218,7 @@ class _DeadlockFinder:
     def deadlock(self) -> Deadlock:
         """One with a cycle, if there is any."""
         waits = [
-            (number, "waits for", rank.program[rank.place].key)  # type: ignore[union-attr]
+            (number, "waits for", self._awaited(number))
             for number, rank in self.ranks.items()
             if not rank.at_end
         ]
@@ -235,20 +227,20 @@ class _DeadlockFinder:
             for key, one in self.operations.items()
             if one.timed is None
         ]
-        without_cycle, known = None, set[Hashable]()
+        found, known = [], set[Hashable]()
         for number, does, key in waits:
             if key not in known:
-                found = self.follow(number, does, key, known)
-                if found.cycle:
-                    return found
-                without_cycle = without_cycle or found
-        assert without_cycle is not None
-        return without_cycle
+                found.append(self.follow(number, f"rank {number} {does} {key!r}", key, known))
+        return next((one for one in found if one.cycle), found[0])
 
-    def follow(self, number: int, does: str, key: Hashable, known: set[Hashable]) -> Deadlock:
+    def _awaited(self, number: int) -> Hashable:
+        part = self.ranks[number].program[self.ranks[number].place]
+        assert isinstance(part, Wait)
+        return part.key
+
+    def follow(self, number: int, subject: str, key: Hashable, known: set[Hashable]) -> Deadlock:
         """From the rank that waits for operation `key`, or has issued it."""
         steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
-        subject = f"rank {number} {does} {key!r}"
         while key not in steps:
             known.add(key)
             one = self.operations.get(key)
@@ -257,27 +249,19 @@ class _DeadlockFinder:
             else:
                 culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
             if one is not None and culprit is None:  # all have issued it: it is queued
-                port = one.issue.port
-                number, rank = next(
-                    (number, rank)
-                    for number, rank in one.members.items()
-                    if rank.queues[port][0] is not one
-                )
-                before = rank.queues[port][0].issue.key
+                queues = {rank: one.members[rank].queues[one.issue.port] for rank in one.members}
+                number = next(rank for rank, queue in queues.items() if queue[0] is not one)
+                before = queues[number][0].issue.key
                 steps[key] = number, f"{subject}, which on rank {number} stands behind {before!r}"
                 key, subject = before, "that"
-            elif culprit is None:
-                steps[key] = number, f"{subject}, which no rank issues"
-                return Deadlock(_in_words(steps), ())
-            elif key not in self.to_issue[culprit]:
-                steps[key] = number, f"{subject}, which rank {culprit} never issues"
+            elif culprit is None or key not in self.to_issue[culprit]:
+                never = "no rank issues" if culprit is None else f"rank {culprit} never issues"
+                steps[key] = number, f"{subject}, which {never}"
                 return Deadlock(_in_words(steps), ())
             else:
                 steps[key] = number, f"{subject}, which rank {culprit} has yet to issue"
-                number = culprit
-                part = self.ranks[culprit].program[self.ranks[culprit].place]
-                assert isinstance(part, Wait)
-                key, subject = part.key, f"rank {culprit} waits for {part.key!r}"
+                number, key = culprit, self._awaited(culprit)
+                subject = f"rank {number} waits for {key!r}"
         keys = list(steps)
         cycle = {one: steps[one] for one in keys[keys.index(key) :]}
         ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
@@ -285,7 +269,7 @@ class _DeadlockFinder:
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """The steps in words; of many, the first and the last."""
+    """Of many steps, the first and the last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

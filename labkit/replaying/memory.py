@@ -1,10 +1,8 @@
-"""Does it fit? The memory of a recorded strategy at full scale, without the hardware.
-
-A dry run counts every tensor of a step as a real one does, for a model of any size: its peak is
-what a device must hold. The device's own software (the CUDA context, NCCL's buffers, the
-allocator's fragments: some GB) comes on top.
+"""Does it fit? The memory of a recorded strategy at full scale; the device's own software (the CUDA
+context, NCCL's buffers, fragments: some GB) comes on top.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -38,11 +36,5 @@ def largest_that_fits(
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """
-    fitting, too_large = -1, len(sizes)
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(record(sizes[middle]), memory_bytes):
-            fitting = middle
-        else:
-            too_large = middle
-    return sizes[fitting] if fitting >= 0 else None
+    fitting = bisect_left(sizes, True, key=lambda size: not fits(record(size), memory_bytes))
+    return sizes[fitting - 1] if fitting else None

@@ -1,13 +1,11 @@
 """Which action of a pipeline's schedule each span of a trace is.
 
-    recorded on stage 1     forward  forward  backward  forward  backward  ...
-    its list of actions     F0       F1       B0        F2       B1        ...
-
-A stage runs its list in order, so the k-th outermost span of computing is the k-th action. Then a
-recorded step can be measured and drawn like the schedule.
+recorded on stage 1     forward  forward  backward  forward  backward  ...
+its list of actions     F0       F1       B0        F2       B1        ...
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -68,43 +66,35 @@ def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
 def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
     """Its spans, each a copy with the name of its action."""
     actions, chunks = schedule[one.rank], chunks_of(schedule)
-    phases = {RECORDED_AS[action.phase] for action in actions}
+    phases = [RECORDED_AS[action.phase] for action in actions]
     spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s and x.kind != "loss"]
-    ends = [x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in the loss
-    if one.rank < len(schedule) - 1:
-        ends = [False] * len(ends)
-    loss_is_module = _forwards(spans) == _rounds(spans, actions) * (_forwards(actions) + sum(ends))
+    is_last = one.rank == len(schedule) - 1
+    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in loss
+    recorded = Counter(span.phase for span in spans)
+    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how often the list was run
+    loss_is_module = recorded["forward"] == rounds * (phases.count("forward") + sum(ends))
     place = number = 0
     while place < len(spans) or number % len(actions):
-        action, in_loss = actions[number % len(actions)], ends[number % len(actions)]
+        k = number % len(actions)
+        action, in_loss = actions[k], ends[k]
         found = spans[place : place + 1 + (in_loss and loss_is_module)]
-        if [x.phase for x in found] != [RECORDED_AS[action.phase]] * max(len(found), 1):
+        if [x.phase for x in found] != [phases[k]] * max(len(found), 1):
             what = f"{found[-1].phase} of {found[-1].kind or 'all'}" if found else "nothing more"
             raise ValueError(
-                f"rank {one.rank}: action {number % len(actions)} of its list is {action}, and "
+                f"rank {one.rank}: action {k} of its list is {action}, and "
                 f"what was recorded is {what}; this trace is not of steps by this schedule"
             )
         place, number = place + len(found), number + 1
         ended_s = found[-1].ended_s
         if in_loss and actions[number % len(actions)] == action._replace(phase="backward"):
-            ended_s = max([ended_s, *_loss_before(one, spans[place:])])
+            ended_s = max([ended_s, *_losses_before(one, spans[place:])])
         yield replace(
             found[0], phase=action.phase, module=span_name(action, chunks), ended_s=ended_s,
             kind=KIND, depth=0,
         )  # fmt: skip
 
 
-def _forwards(some: Iterable[Span | Action]) -> int:
-    return sum(x.phase == "forward" for x in some)
-
-
-def _rounds(spans: Sequence[Span], actions: Sequence[Action]) -> float:
-    """How often the list was run, by its backwards."""
-    wanted = sum(RECORDED_AS[x.phase] == "backward" for x in actions)
-    return sum(x.phase == "backward" for x in spans) / max(wanted, 1)
-
-
-def _loss_before(one: RankTrace, following: Sequence[Span]) -> list[float]:
+def _losses_before(one: RankTrace, following: Sequence[Span]) -> list[float]:
     """When the loss was computed from which this backward begins."""
     return [
         x.ended_s

@@ -1,12 +1,11 @@
 """A pipeline schedule as programs of ranks, one for each stage.
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
-backward on a cluster, and the schedule says how often and in which order they run. The messages
-follow from the schedule, too (`labkit.schedules.messages`).
+backward on a cluster; order and messages follow from the schedule.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
@@ -17,9 +16,8 @@ from labkit.schedules import Action, Message, Schedule, check, chunks_of, receiv
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""Of an action: `seconds(stage, action)`, or by its phase alone, the same on all stages:
-{"forward": 1.0, "backward": 2.0}. An action on one of v equal chunks takes 1/v of a stage: the
-caller divides."""
+"""Of an action: `seconds(stage, action)`, or by its phase, the same on all stages: {"forward": 1.0,
+"backward": 2.0}. An action on one of v chunks takes 1/v of a stage: the caller divides."""
 MessageSeconds = float | Callable[[Message], float]
 """Of a message until it arrives: the same for all, or by the message."""
 
@@ -28,11 +26,10 @@ def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
     """The program of each stage: it waits for the input of each action, runs it, and sends the
-    output, which arrives `message_s` later. (A message is all latency: several may be in flight to
-    the same stage.)
+    output, which arrives `message_s` later (all latency: several may be in flight at once).
 
-    Raises ScheduleError, a ValueError, with the first rule that the schedule breaks, and ValueError
-    for a phase without seconds.
+    Raises ScheduleError with the first rule that the schedule breaks, and ValueError for a phase
+    without seconds.
     """
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
@@ -80,12 +77,8 @@ def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
 
 def pipeline_step_s(trace: Trace) -> float:
     """The time between steps: the longest that a stage takes, from the begin of its own first
-    action to the end of its own last. If every stage starts the next step as soon as it has
-    finished this one, steps follow each other at this interval.
-
-    In most schedules the first stage is the first and the last to act, and this is the whole step.
-    Zero-bubble schedules end as they begin, one stage after the other, and their bubbles are
-    counted in this way (arXiv 2401.10241).
+    action to the end of its own last. Zero-bubble schedules end as they begin, one stage after the
+    other, and their bubbles are counted in this way (arXiv 2401.10241).
 
     `trace`: of `pipeline_trace`. Raises ValueError for one without micro-batches.
     """
@@ -105,38 +98,34 @@ def pipeline_trace(
     A span has the phase of its action and is named after its micro-batch, "3", or with several
     chunks "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
-    timed, chunks = run(programs), chunks_of(schedule)
-    ways = Counter[str]()  # messages in each direction so far, as sent (not as needed)
-    numbers: dict[Message, int] = {}
-    when_sent: dict[Message, Timed] = {}
+    timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
+    sent_when: dict[Hashable, tuple[int, Timed]] = {}  # and its number in its direction, as sent
+    count = Counter[tuple[int, str]]()
     for stage, program in programs.items():
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Issue):
-                ways[f"{stage} {part.port}"] += 1
-                numbers[part.key] = ways[f"{stage} {part.port}"]  # type: ignore[index]
-                when_sent[part.key] = when  # type: ignore[index]
+                count[stage, part.port] += 1
+                sent_when[part.key] = count[stage, part.port], when
     ranks = {}
     for stage, program in programs.items():
-        ended_s = timed[stage][-1].ended_s
-        one = ranks[stage] = RankTrace(stage, len(schedule), steps=[Step(0, 0.0, ended_s)])
+        one = RankTrace(stage, stages, steps=[Step(0, 0.0, timed[stage][-1].ended_s)])
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Compute):
                 name = span_name(part.what, chunks)
                 one.spans.append(Span(part.what.phase, name, 0, *when, kind=KIND))
                 continue
             message: Message = part.key  # type: ignore[assignment]
-            source, target = message.source % len(schedule), message.target % len(schedule)
-            one.comms.append(
-                CommEvent(
-                    "send" if source == stage else "recv", "pipeline", tuple(range(len(schedule))),
-                    stage, numbers[message], "", (), message_bytes,
-                    message_bytes if source == stage else 0, blocking=source != stage,
-                    peer=target if source == stage else source,
-                )
+            is_send = isinstance(part, Issue)
+            number, carried = sent_when[message]
+            event = CommEvent(
+                "send" if is_send else "recv", "pipeline", tuple(range(stages)), stage, number, "",
+                (), message_bytes, message_bytes if is_send else 0, blocking=not is_send,
+                peer=(message.target if is_send else message.source) % stages,
             )  # fmt: skip
-            wait = when if isinstance(part, Wait) else None
-            set_times(one.comms[-1], when.began_s, when_sent[message], wait)
-    return Trace(ranks, {"what": "pipeline", "world_size": len(schedule)})
+            set_times(event, when.began_s, carried, None if is_send else when)
+            one.comms.append(event)
+        ranks[stage] = one
+    return Trace(ranks, {"what": "pipeline", "world_size": stages})
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:

@@ -4,106 +4,38 @@ recorded order, with the moments in between at which spans and steps begin and e
     recorded   forward [ mm add mm ]  issue all-reduce  backward [ mm mm ]  wait  step
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
-
-Only the order of the record is used, unless its times are asked for ("measured"): then the time
-between two moments is kept.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from labkit.events import CommEvent
-from labkit.replaying.engine import Compute, Issue, Timed, Wait
-from labkit.trace import Operation, RankTrace, Span, Step
-
-
-class Moment(NamedTuple):
-    """The time of `field` of `record`: `after_s` after the begin of an instruction."""
-
-    record: Any
-    field: str
-    place: int
-    after_s: float
+from labkit.replaying.engine import Compute, Issue, Wait
+from labkit.trace import RankTrace, Span, Step
 
 
 @dataclass
 class RankProgram:
-    """The program of a rank, and the moments in it."""
+    """The program of a rank. `moments`: (id(record), name of its field) -> the place of an
+    instruction, and the seconds after it began."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    moments: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
-    _pending_s: float = 0.0  # computed since the last Issue or Wait
+    computed_s: float = 0.0  # since the last Issue or Wait
 
-    def compute(self, seconds: float) -> None:
-        self._pending_s += seconds
+    def add_moment(self, record: Any, name: str) -> None:
+        self.moments[id(record), name] = len(self.parts), self.computed_s
 
-    def moment(self, record: Any, name: str) -> None:
-        self.moments.append(Moment(record, name, len(self.parts), self._pending_s))
+    def add(self, *parts: Issue | Wait) -> None:
+        """What was computed so far, then this."""
+        self.parts += [Compute(self.computed_s), *parts]
+        self.computed_s = 0.0
 
-    def issue(self, part: Issue) -> None:
-        self._close()
-        self.parts.append(part)
-
-    def wait(self, event: CommEvent, part: Wait) -> None:
-        self._close()
-        self.waits[id(event)] = len(self.parts)
-        self.parts.append(part)
-
-    def finish(self) -> "RankProgram":
-        self._close()
-        return self
-
-    def _close(self) -> None:
-        self.parts.append(Compute(self._pending_s))
-        self._pending_s = 0.0
-
-    def times(self, timed: list[Timed]) -> dict[int, dict[str, float]]:
-        """id(record) -> field -> seconds, of all moments, once the clock has run."""
-        times: dict[int, dict[str, float]] = {}
-        for moment in self.moments:
-            at_s = timed[moment.place].began_s + moment.after_s
-            times.setdefault(id(moment.record), {})[moment.field] = at_s
-        return times
-
-
-def program_of(
-    one: RankTrace,
-    compute_s: Callable[[Operation], float] | None,
-    issue_of: Callable[[RankTrace, CommEvent], Issue | None],
-    wait_for: Callable[[RankTrace, CommEvent], Wait],
-) -> RankProgram:
-    """The program of one rank.
-
-    Args:
-        compute_s: seconds of an operation; None: computing takes the recorded time.
-        issue_of: the part of this rank in an operation; None for a receive, which only waits.
-        wait_for: the wait of this rank for an operation.
-    """
-    program = RankProgram()
-    measured = compute_s is None
-    last_s, waiting = None, 0
-    for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
-        if measured and last_s is not None and not waiting:
-            program.compute(when_s - last_s)
-        last_s = when_s
-        match kind:
-            case "compute":
-                if compute_s is not None:
-                    program.compute(compute_s(record))
-            case "issue":
-                program.moment(record, "issued_s")
-                if (part := issue_of(one, record)) is not None:
-                    program.issue(part)
-            case "wait":
-                program.wait(record, wait_for(one, record))
-                waiting += 1
-            case "waited":
-                waiting -= 1
-            case field_name:
-                program.moment(record, field_name)
-    return program.finish()
+    def add_wait(self, event: CommEvent, wait: Wait) -> None:
+        self.add(wait)
+        self.waits[id(event)] = len(self.parts) - 1
 
 
 # At the same moment, ends come before begins, and an issue before the wait for it.

@@ -15,14 +15,8 @@ LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
 class Redrawing:
-    """Replays, drawn one after the other on the same axes.
-
-    The time axis keeps its length while a step takes between a quarter and all of it, so that one
-    sees the step grow and shrink.
-
-    Args:
-        most_ranks: the number of ranks drawn, from the first on.
-    """
+    """Replays of the first `most_ranks` ranks, drawn one after the other on the same axes, whose
+    length stays while a step takes between a quarter and all of it."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -31,7 +25,9 @@ class Redrawing:
 
     def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
         """The timeline of the replay as a PNG, and where the time of its step went."""
-        replayed = replay(without_memory(recorded), cluster)
+        # Memory points are most of a trace, and a timeline does not show them.
+        ranks = {number: replace(one, memory=[]) for number, one in recorded.ranks.items()}
+        replayed = replay(replace(recorded, ranks=ranks), cluster)
         step = choose_step(replayed)
         split = split_of(replayed, step)
         self.axis_s = next_axis_s(self.axis_s, split.step_s)
@@ -54,12 +50,6 @@ def wires_in_words(cluster: Cluster) -> str:
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
     )
-
-
-def without_memory(trace: Trace) -> Trace:
-    """Memory points are most of a trace, and a timeline does not show them."""
-    ranks = {number: replace(one, memory=[]) for number, one in trace.ranks.items()}
-    return replace(trace, ranks=ranks)
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:

@@ -3,11 +3,8 @@
     recorded ranks ── programs ── virtual clock ── the same trace, with the times of the cluster
 
 The order on each rank and the dependencies are the recorded ones; the times are the cluster's. A
-rank that represents others (`RankTrace.alike`) is replayed once for all of them: they do the same
-at the same time. Where their groups are spread over nodes differently, the slowest counts.
-
-A send does not wait for its receiver, and a rank's incoming bandwidth is not limited, as over a
-`Link`.
+rank that represents others (`RankTrace.alike`) is replayed once for all of them. Where their groups
+are spread over nodes differently, the slowest counts. A send does not wait for its receiver.
 """
 
 from collections import Counter
@@ -20,7 +17,7 @@ from labkit.clusters import Cluster
 from labkit.events import CommEvent
 from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.engine import Issue, Timed, Wait, run
-from labkit.replaying.programs import RankProgram, program_of
+from labkit.replaying.programs import RankProgram, events_of
 from labkit.trace import MemoryPoint, RankTrace, Trace
 from labkit.trace.graph import as_seen_by
 
@@ -44,8 +41,7 @@ def replay(
             "measured" keeps the recorded times, and takes only the wires from the cluster.
         steps: to replay; by default all that were recorded as `computing` needs.
 
-    Returns a trace like any other, of these steps, which can be drawn, compared and exported; the
-    same to the last digit every time.
+    Returns a trace like any other, of these steps; the same to the last digit every time.
 
     Raises ValueError when the cluster has too few devices, a dtype has no rate on them, or ranks
     or steps are missing; Deadlock, with the cycle, where ranks wait for each other.
@@ -74,7 +70,7 @@ def replay(
 
 
 class _Collective(NamedTuple):
-    """A key that a deadlock's message shows."""
+    """A key, as a deadlock's message shows it."""
 
     group: str
     seq: int
@@ -84,7 +80,7 @@ class _Collective(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Likewise, of the messages in one direction with one tag."""
+    """A key, of the messages in one direction with one tag."""
 
     group: str
     source: int
@@ -99,30 +95,52 @@ class _Message(NamedTuple):
 
 class _Replay:
     def __init__(self, trace: Trace, costs: Costs, computing: Computing):
-        self.recorded, self.costs = trace, costs
+        self.recorded, self.costs, self.computing = trace, costs, computing
         self.record_of = trace.record_of
         self._known_places: dict[Any, list[int]] = {}
         self.issues = self._issues()
-        compute_s = None if computing == "measured" else costs.compute_s
-        self.programs = {
-            number: program_of(one, compute_s, self._issue_of, self._wait_for)
-            for number, one in trace.ranks.items()
-        }
 
     def trace(self) -> Trace:
-        timed = run({number: program.parts for number, program in self.programs.items()})
+        programs = {number: self._program(one) for number, one in self.recorded.ranks.items()}
+        timed = run({number: program.parts for number, program in programs.items()})
         of_operation = {
             part.key: when
-            for number, program in self.programs.items()
+            for number, program in programs.items()
             for part, when in zip(program.parts, timed[number], strict=True)
             if isinstance(part, Issue)
         }
         ranks = {
-            number: self._with_times(one, self.programs[number], timed[number], of_operation)
+            number: self._with_times(one, programs[number], timed[number], of_operation)
             for number, one in self.recorded.ranks.items()
         }
         about = {**self.recorded.about, "replayed": self.costs.cluster.title}
         return Trace(ranks, about, self.recorded.metrics)
+
+    def _program(self, one: RankTrace) -> RankProgram:
+        """Only the order of the record is used, unless its times are asked for: then the time
+        between two moments is kept, but for waits."""
+        program, measured = RankProgram(), self.computing == "measured"
+        last_s, waiting = None, 0
+        for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
+            if measured and last_s is not None and not waiting:
+                program.computed_s += when_s - last_s
+            last_s = when_s
+            match kind:
+                case "compute":
+                    program.computed_s += 0.0 if measured else self.costs.compute_s(record)
+                case "issue":
+                    program.add_moment(record, "issued_s")
+                    if record.op != "recv":  # a receive only waits
+                        program.add(self.issues[self._key(one, record)])
+                case "wait":
+                    program.add_wait(record, Wait(self._key(one, record)))
+                    waiting += 1
+                case "waited":
+                    waiting -= 1
+                case field:
+                    program.add_moment(record, field)
+        program.add()
+        return program
 
     def _key(self, one: RankTrace, event: CommEvent) -> "_Collective | _Message":
         """The same for a collective on all its ranks, and for a message at both its ends."""
@@ -134,8 +152,7 @@ class _Replay:
         return _Message(event.group, source, target, event.tag, event.seq)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """All operations as their ranks issue them. Where ranks send unequally, the largest part
-        decides."""
+        """All operations. Where ranks send unequally, the largest part decides."""
         found: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
@@ -158,12 +175,10 @@ class _Replay:
 
     def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
         """The costs on the slowest of all the groups that this one represents."""
-        costs = [self.costs.sending(event)]
-        if len(event.ranks) == one.size and event.op != "send":
-            return costs[0]  # there is one such group
-        for place in self._places(one, event):
-            costs.append(self.costs.sending(as_seen_by(event, place, one.size)))
-        return max(costs, key=lambda cost: cost.total_s)
+        alike = [event]
+        if len(event.ranks) < one.size or event.op == "send":  # else there is one such group
+            alike += [as_seen_by(event, rank, one.size) for rank in self._places(one, event)]
+        return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
         """One rank for each way in which the group, or the two ends, are spread over nodes."""
@@ -189,12 +204,6 @@ class _Replay:
             )
         return self.record_of[rank].rank
 
-    def _issue_of(self, one: RankTrace, event: CommEvent) -> Issue | None:
-        return None if event.op == "recv" else self.issues[self._key(one, event)]
-
-    def _wait_for(self, one: RankTrace, event: CommEvent) -> Wait:
-        return Wait(self._key(one, event))
-
     def _with_times(
         self,
         one: RankTrace,
@@ -202,19 +211,20 @@ class _Replay:
         timed: list[Timed],
         of_operation: Mapping[Hashable, Timed],
     ) -> RankTrace:
-        times = program.times(timed)
+        def at(record: Any, name: str) -> float:
+            place, after_s = program.moments[id(record), name]
+            return timed[place].began_s + after_s
 
         def event_of(event: CommEvent) -> CommEvent:
             new = replace(event, algorithm=self.costs.sending(event).algorithm)
-            place = program.waits.get(id(event))
-            issued_s, when = times[id(event)]["issued_s"], of_operation[self._key(one, event)]
-            set_times(new, issued_s, when, None if place is None else timed[place])
+            place, when = program.waits.get(id(event)), of_operation[self._key(one, event)]
+            set_times(new, at(event, "issued_s"), when, None if place is None else timed[place])
             return new
 
         def moved(record: Any, **changes: Any) -> Any:
-            at = times[id(record)]
-            ended_s = _end(at["ended_s"]) if "ended_s" in at else 0.0
-            return replace(record, began_s=at["began_s"], ended_s=ended_s, **changes)
+            has_end = (id(record), "ended_s") in program.moments
+            ended_s = _end(at(record, "ended_s")) if has_end else 0.0
+            return replace(record, began_s=at(record, "began_s"), ended_s=ended_s, **changes)
 
         return replace(
             one,
@@ -222,7 +232,7 @@ class _Replay:
             spans=[moved(span) for span in one.spans],
             comms=[event_of(event) for event in one.comms],
             memory=[
-                MemoryPoint(times[id(point)]["when_s"], point.step, point.held_bytes)
+                MemoryPoint(at(point, "when_s"), point.step, point.held_bytes)
                 for point in one.memory
             ],
             operations=[],  # not needed any more: times are known
@@ -230,8 +240,7 @@ class _Replay:
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
-    """Write into an event when it was issued, carried, and waited for (or not). A message that
-    arrives before its receiver asks for it costs the receiver no time."""
+    """Write into an event when it was issued, carried, and waited for (or not)."""
     event.issued_s = issued_s
     event.began_s = max(carried.began_s, issued_s)
     event.ended_s = _end(max(carried.ended_s, issued_s))

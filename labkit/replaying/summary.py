@@ -32,8 +32,7 @@ def on_clusters(
     for name, where in clusters.items():
         try:
             replayed = replay(trace, where, computing)
-            split = split_of(replayed)
-            mfu = None
+            split, mfu = split_of(replayed), None
             if computing == "counted" and split.flops is not None and dtype is not None:
                 mfu = split.mfu(where.device.peak_flops_of(dtype))
             found.append(OnCluster(name, replayed, split, mfu))

@@ -3,8 +3,6 @@
 inside a node   [----o---] 450 GB/s   [-o------] 3.4 µs
 between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs
 devices per node  8     bucket_mb  25     ...
-the timeline of the replay
-its time: computing, exposed communication, bubble; MFU
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +32,7 @@ Recorded = Trace | Callable[..., Trace]
 def what_if(
     recorded: Recorded, cluster: Cluster, ranks: int = 8, **choices: Iterable[Any]
 ) -> "WhatIf":
-    """A replay with sliders: bandwidth and latency inside a node and between nodes, devices per
-    node, and your own choices.
+    """A replay with sliders: bandwidth and latency, devices per node, and your own choices.
 
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records one.
@@ -53,18 +50,14 @@ def what_if(
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: draw at least 1")
-    values = {name: _values(name, given) for name, given in choices.items()}
+    values = {}
+    for name, given in choices.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(f"{name}={given!r}: give the values to choose from, as {name}=(1, 5)")
+        values[name] = list(dict.fromkeys(given))
+        if not values[name]:
+            raise ValueError(f"{name} has no values to choose from; give some, as {name}=(1, 5)")
     return WhatIf(_recordings(recorded, values), values, cluster, ranks)
-
-
-def _values(name: str, given: Iterable[Any]) -> list[Any]:
-    """The values of a choice, each once."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ValueError(f"{name}={given!r}: give the values to choose from, as {name}=(1, 5)")
-    values = list(dict.fromkeys(given))
-    if not values:
-        raise ValueError(f"{name} has no values to choose from; give some, as {name}=(1, 5)")
-    return values
 
 
 def _recordings(
@@ -77,19 +70,20 @@ def _recordings(
                 f"{', '.join(choices)}: a trace that is recorded has no such choice; give a "
                 "function that records one, as lambda bucket_mb: dry_run(train, bucket_mb, ranks=8)"
             )
-        return {(): _counted(recorded, "this trace")}
+        _check_counted(recorded, "this trace")
+        return {(): recorded}
     if not callable(recorded):
         raise ValueError(f"what_if of {recorded!r}: give a trace, or a function that records one")
     found = {}
     for chosen in progress(list(product(*choices.values())), "record"):
         named = dict(zip(choices, chosen, strict=True))
-        what = "the recording with " + ", ".join(f"{name}={x!r}" for name, x in named.items())
-        found[chosen] = _counted(recorded(**named), what if named else "the recording")
+        found[chosen] = recorded(**named)
+        words = " with " * bool(named) + ", ".join(f"{name}={x!r}" for name, x in named.items())
+        _check_counted(found[chosen], f"the recording{words}")
     return found
 
 
-def _counted(trace: Any, what: str) -> Trace:
-    """The trace. Raises ValueError where it cannot be replayed."""
+def _check_counted(trace: Any, what: str) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
             f"{what} is of type {type(trace).__name__}, and a Trace is needed; see dry_run"
@@ -99,7 +93,6 @@ def _counted(trace: Any, what: str) -> Trace:
             f"{what} has no operations counted (a replay has not, either), and cannot be replayed; "
             "record with dry_run or record(detail_step=1)"
         )
-    return trace
 
 
 class WhatIf(PictureWidget):
@@ -118,8 +111,9 @@ class WhatIf(PictureWidget):
         self.wires = {name: _wire(name, cluster) for name in WIRES}
         size = max(trace.size for trace in recordings.values())
         per_node = min(cluster.devices_per_node, size)
+        powers_of_2 = {1 << power for power in range(size.bit_length())}
         self.devices_per_node = _selection(
-            "devices per node", sorted({per_node, *_powers_of_2(size)}), per_node
+            "devices per node", sorted({per_node, *powers_of_2}), per_node
         )
         self.choices = {name: _selection(name, few, few[0]) for name, few in choices.items()}
         self._at_first = {name: slider.value for name, slider in self.wires.items()}
@@ -175,7 +169,3 @@ def _selection(label: str, values: list[Any], value: Any) -> Any:
         options=[(str(x), x) for x in values], value=value, description=label,
         style={"description_width": "11em"}, layout={"width": "28em"},
     )  # fmt: skip
-
-
-def _powers_of_2(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())]

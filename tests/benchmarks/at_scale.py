@@ -25,8 +25,7 @@ from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.stages import virtual_stages
-from labkit.replaying.planning.steps import step_report
-from labkit.replaying.planning.traces import step_trace
+from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.replaying.replays import replay
 from labkit.trace import split_of
 

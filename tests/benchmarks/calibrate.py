@@ -53,9 +53,8 @@ from labkit.replaying.planning.calibration import (
     read_lines,
     step_rows,
 )
-from labkit.replaying.planning.clock import Timing, pipeline_timing
-from labkit.replaying.planning.placement import data_groups, slowest
-from labkit.replaying.planning.steps import Planned, plan_step
+from labkit.replaying.planning.stages import data_groups, slowest
+from labkit.replaying.planning.step_model import step_model
 from robust_fit import Bounds, Fit, fit, refit
 
 TABLES = Path(__file__).resolve().parents[1] / "data" / "published"
@@ -94,28 +93,18 @@ def rounds(row: Row) -> int:
 def step_seconds(row: Row, costs: Costs) -> float:
     """Micro-batches as in `step_report`, then their end of a step: all gradients at once, in fp32,
     and one kernel of Adam."""
-    planned, timing = _all_microbatches(row, costs)
+    model = step_model(row.sizes, row.layout, row.global_batch, costs.cluster, costs, "plain")
+    timing = model.timing()
     device, per_node = costs.cluster.device, costs.cluster.devices_per_node
     adam_s_per_element = ADAM_BYTES / (device.memory_bytes_per_s * device.memory_reached)
     ended = []
-    for stage, chunks in enumerate(planned.stages):
+    for stage, chunks in enumerate(model.stages):
         elements = sum(chunk.parameters for chunk in chunks)
         groups = data_groups(row.layout, stage, per_node)
         data = slowest("all_reduce", GRADIENT_BYTES * elements, costs, groups)
         end_s = float(timing.ended_s[stage]) + data.seconds + data.latency_s
         ended.append(end_s + elements * adam_s_per_element)
     return max(ended)
-
-
-def _all_microbatches(row: Row, costs: Costs) -> tuple[Planned, Timing]:
-    """Forward and backward of all micro-batches."""
-    planned = plan_step(row.sizes, row.layout, row.global_batch, costs.cluster, costs, "plain")
-    forward_s, backward_s = (
-        np.array([[getattr(chunk, name) for chunk in chunks] for chunks in planned.chunks])
-        for name in ("forward_s", "backward_s")
-    )
-    messages_s = np.array(planned.messages_s)
-    return planned, pipeline_timing(planned.microbatches, forward_s, backward_s, messages_s)
 
 
 def predictor(rows: Sequence[Row], where: Cluster) -> Callable[[Array], Array]:

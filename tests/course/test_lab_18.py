@@ -19,7 +19,7 @@ from labkit.labs.lab_18.scenarios import (
 )
 from labkit.labs.lab_18.wrong_answers import BEST
 from labkit.predict import interleaved
-from labkit.replaying.planning.feasibility import least_bytes
+from labkit.replaying.planning.ranking import least_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

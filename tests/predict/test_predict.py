@@ -1,11 +1,12 @@
-"""The closed formulas: equal to the published figures, to what a replay finds, and to labkit's own
-counts. What is recorded stands in test_predict_recorded.py."""
+"""The closed formulas: equal to the published figures (tests/data/published), to what a replay
+finds, and to labkit's own counts. What is recorded stands in test_predict_recorded.py."""
 
 import csv
 import doctest
 import re
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel import NaiveDDP
 from labkit.replaying import Compute, Issue, Wait, bubble, pipeline_programs, run
+from labkit.replaying.planning.published import MEGATRON
 from labkit.schedules import Action, Schedule, gpipe, one_f_one_b
 from places import PUBLISHED
 
 
 def rows_of(name: str) -> list[tuple[str, ...]]:
-    """The rows of a published file, where it lies beside this checkout."""
     with open(PUBLISHED / name) as file:
         return [tuple(row) for row in csv.reader(file)][1:]
 
@@ -34,31 +35,8 @@ def value(expression: str, **numbers: float) -> float:
 
 # --- model states --------------------------------------------------------------------------------
 
-# Billions of parameters, ranks, GB with stage 1, 2, 3: arXiv 1910.02054, Table 1 (zero_memory.csv).
-ZERO = [
-    ("7.5", "1", "120", "120", "120"),
-    ("7.5", "4", "52.5", "41.3", "30"),
-    ("7.5", "16", "35.6", "21.6", "7.5"),
-    ("7.5", "64", "31.4", "16.6", "1.88"),
-    ("7.5", "256", "30.4", "15.4", "0.47"),
-    ("7.5", "1024", "30.1", "15.1", "0.12"),
-    ("128", "1", "2048", "2048", "2048"),
-    ("128", "4", "896", "704", "512"),
-    ("128", "16", "608", "368", "128"),
-    ("128", "64", "536", "284", "32"),
-    ("128", "256", "518", "263", "8"),
-    ("128", "1024", "513", "257", "2"),
-    ("1000", "1", "16000", "16000", "16000"),
-    ("1000", "4", "7000", "5500", "4000"),
-    ("1000", "16", "4750", "2875", "1000"),
-    ("1000", "64", "4187", "2218", "250"),
-    ("1000", "256", "4046", "2054", "62.5"),
-    ("1000", "1024", "4011", "2013", "15.6"),
-]
-
-
-def test_the_rows_of_zero_are_those_of_the_file() -> None:
-    assert rows_of("zero_memory.csv") == ZERO
+# Billions of parameters, ranks, GB with stage 1, 2, 3: arXiv 1910.02054, Table 1.
+ZERO = rows_of("zero_memory.csv")
 
 
 @pytest.mark.parametrize("row", ZERO, ids=lambda row: f"{row[0]}B-{row[1]}")
@@ -72,9 +50,7 @@ def test_model_states_are_those_of_zero(row: tuple[str, ...]) -> None:
 
 
 def test_stage_0_holds_everything_on_every_rank() -> None:
-    assert (
-        predict.model_state_bytes(7.5e9, dp=64) == predict.model_state_bytes(7.5e9, 1, 3) == 120e9
-    )
+    assert predict.model_state_bytes(7.5e9, dp=64) == 120e9
 
 
 def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
@@ -87,50 +63,8 @@ def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
 
 # --- activations ---------------------------------------------------------------------------------
 
-# arXiv 2205.05198, Table 2 (activation_bytes_per_layer.csv).
-ACTIVATIONS = [
-    ("no parallelism", "s*b*h*(34+5*a*s/h)"),
-    ("tensor parallel", "s*b*h*(10+24/t+5*a*s/(h*t))"),
-    ("tensor + sequence", "s*b*h*(34/t+5*a*s/(h*t))"),
-    ("tensor + selective", "s*b*h*(10+24/t)"),
-    ("tensor + sequence + selective", "s*b*h*34/t"),
-    ("full recompute", "2*s*b*h (2*s*b*h/t if the stored input is sequence-sharded)"),
-    ("pipeline first stage, 1F1B", "multiply by L (not L/p)"),
-    ("interleaved", "times (1+(p-1)/(p*v)); only applies for v>1 -- 1F1B has factor 1"),
-]
-SIZES = {"s": 2048, "b": 4, "h": 6144, "a": 64, "t": 8}  # the paper's 22B model
-
-
-def test_the_rows_of_activations_are_those_of_the_file() -> None:
-    assert rows_of("activation_bytes_per_layer.csv") == ACTIVATIONS
-
-
-@pytest.mark.parametrize(("configuration", "expression"), ACTIVATIONS[:5])
-def test_activations_are_the_published_formulas(configuration: str, expression: str) -> None:
-    found = predict.activation_bytes(
-        sequence=2048,
-        rows=4,
-        width=6144,
-        heads=64,
-        tensor_parallel=8 if "tensor" in configuration else 1,
-        sequence_parallel="sequence" in configuration,
-        recompute="selective" if "selective" in configuration else "none",
-    )
-    assert found == pytest.approx(value(expression, **SIZES), rel=1e-12)
-
-
-def test_without_sequence_parallelism_only_matrices_are_shared() -> None:
-    found = predict.activation_bytes(2048, 4, 6144, 64, tensor_parallel=8)
-    assert found == pytest.approx(value(ACTIVATIONS[1][1], **SIZES))
-
-
-def test_full_recomputation_keeps_the_input_alone() -> None:
-    whole, rest = ACTIVATIONS[5][1].split(" (")
-    sharded = rest.split(" if")[0]
-    sizes = dict(sequence=2048, rows=4, width=6144, heads=64, tensor_parallel=8)
-    for parallel, expression in ((False, whole), (True, sharded)):
-        found = predict.activation_bytes(**sizes, sequence_parallel=parallel, recompute="full")  # type: ignore[arg-type]
-        assert found == value(expression, **SIZES)
+# arXiv 2205.05198, Table 2; test_predict_tensor.py asks for each of its rows.
+ACTIVATIONS = rows_of("activation_bytes_per_layer.csv")
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -164,31 +98,17 @@ def test_parameters_are_those_of_the_model(
     assert found == model.parameter_count
 
 
-# Width, heads, depth, and billions of parameters as printed, with 51,200 words and 2,048 positions:
-# arXiv 2104.04473, Table 1.
-MEGATRON = [
-    (2304, 24, 24, 1.7),
-    (3072, 32, 30, 3.6),
-    (4096, 32, 36, 7.5),
-    (6144, 48, 40, 18.4),
-    (8192, 64, 48, 39.1),
-    (10240, 80, 60, 76.1),
-    (12288, 96, 80, 145.6),
-    (16384, 128, 96, 310.1),
-    (20480, 128, 105, 529.6),
-    (25600, 160, 128, 1008.0),
-]
-
-
-@pytest.mark.parametrize(("width", "heads", "depth", "billions"), MEGATRON)
-def test_parameters_and_operations_are_those_of_megatron(
-    width: int, heads: int, depth: int, billions: float
-) -> None:
-    found = predict.parameters(51200, width, depth, heads, 2048)
-    assert round(found / 1e9, 1) == billions
-    flops = predict.step_flops(51200, width, depth, heads, rows=3, sequence=2048, recompute=True)
+@pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"{one.billions}B")
+def test_parameters_and_operations_are_those_of_megatron(one: Any) -> None:
+    """arXiv 2104.04473, Table 1, and equation 3."""
+    sizes = one.sizes
+    assert round(sizes.parameters / 1e9, 1) == one.billions
+    assert one.layout.ranks == one.ranks and one.batch % (one.layout.dp * one.microbatch) == 0
+    flops = predict.step_flops(
+        51200, sizes.width, sizes.depth, sizes.heads, rows=3, sequence=2048, recompute=True
+    )
     printed = "96*B*s*l*h*h*(1+s/(6h)+V/(16*l*h))"
-    expected = value(printed, B=3, s=2048, l=depth, h=width, V=51200)
+    expected = value(printed, B=3, s=2048, l=sizes.depth, h=sizes.width, V=51200)
     assert flops == pytest.approx(expected, rel=1e-12)
 
 
@@ -240,26 +160,25 @@ def test_a_pipeline_sends_the_messages_of_its_schedule(depth: int, layers_per_st
     assert predict.stage_boundary_bytes(128, rows, 64) == 2 * 128 * rows * 64
 
 
-def data(w: int, b: int, s: int, layers: int, k: int) -> float:
-    return predict.data_parallel_bytes(predict.parameters(1, w, layers, 1, 1), ranks=8)
+VOLUMES: list[tuple[Callable[[int, int, int, int, int], float], dict[str, int]]] = [
+    (
+        lambda w, b, s, layers, k: predict.data_parallel_bytes(
+            predict.parameters(1, w, layers, 1, 1), ranks=8
+        ),
+        {"w": 2, "b": 0, "s": 0, "layers": 1, "k": 0},
+    ),
+    (
+        lambda w, b, s, layers, k: predict.tensor_parallel_bytes(s, b, w, layers, ranks=8),
+        {"w": 1, "b": 1, "s": 1, "layers": 1, "k": 0},
+    ),
+    (
+        lambda w, b, s, layers, k: predict.pipeline_parallel_bytes(s, b, w, layers, k),
+        {"w": 1, "b": 1, "s": 1, "layers": 1, "k": -1},
+    ),
+]
 
 
-def tensor(w: int, b: int, s: int, layers: int, k: int) -> float:
-    return predict.tensor_parallel_bytes(s, b, w, layers, ranks=8)
-
-
-def pipeline(w: int, b: int, s: int, layers: int, k: int) -> float:
-    return predict.pipeline_parallel_bytes(s, b, w, layers, k)
-
-
-@pytest.mark.parametrize(
-    ("volume", "powers"),
-    [
-        (data, {"w": 2, "b": 0, "s": 0, "layers": 1, "k": 0}),
-        (tensor, {"w": 1, "b": 1, "s": 1, "layers": 1, "k": 0}),
-        (pipeline, {"w": 1, "b": 1, "s": 1, "layers": 1, "k": -1}),
-    ],
-)
+@pytest.mark.parametrize(("volume", "powers"), VOLUMES, ids=["data", "tensor", "pipeline"])
 def test_volumes_have_their_orders(volume: Callable[..., float], powers: dict[str, int]) -> None:
     sizes = {"w": 4096, "b": 8, "s": 1024, "layers": 4096, "k": 4}
     for name, power in powers.items():
@@ -269,24 +188,11 @@ def test_volumes_have_their_orders(volume: Callable[..., float], powers: dict[st
 
 # --- wires ---------------------------------------------------------------------------------------
 
-# nccl-tests, doc/PERFORMANCE.md (bus_bandwidth_factors.csv).
-FACTORS = [
-    ("AllReduce", "2(n-1)/n", "(S/B)*2(n-1)/n"),
-    ("AllReduce in-network", "(n-1)/(n+1)", ""),
-    ("ReduceScatter", "(n-1)/n", "S(n-1)/(nB), S=total bytes"),
-    ("AllGather", "(n-1)/n", "S(n-1)/(nB), S=total bytes"),
-    ("Broadcast", "1", "S/B"),
-    ("Reduce", "1", "S/B"),
-    ("AlltoAll", "(n-1)/n", ""),
-]
+FACTORS = rows_of("bus_bandwidth_factors.csv")  # nccl-tests, doc/PERFORMANCE.md
 OURS = (
     "all_reduce", "all_reduce_in_network", "reduce_scatter", "all_gather", "broadcast", "reduce",
     "all_to_all",
 )  # fmt: skip
-
-
-def test_the_rows_of_factors_are_those_of_the_file() -> None:
-    assert rows_of("bus_bandwidth_factors.csv") == FACTORS
 
 
 @pytest.mark.parametrize(("name", "row"), list(zip(OURS, FACTORS, strict=True)))
@@ -329,44 +235,24 @@ def test_a_ring_is_the_least_time_and_its_latencies() -> None:
 
 # --- pipelines -----------------------------------------------------------------------------------
 
-# arXiv 2104.04473 and 2401.10241 (pipeline_bubbles.csv); in the ZB rows B is the input gradient.
-BUBBLES = [
-    ("GPipe", "(p-1)(F+B); fraction of ideal (p-1)/m", "m microbatches", "1x", "1x"),
-    (
-        "1F1B / PipeDream-flush",
-        "(p-1)(F+B); (p-1)/m of ideal, (p-1)/(m+p-1) of total",
-        "min(p,m) microbatches",
-        "1x",
-        "1x",
-    ),
-    ("interleaved 1F1B", "(p-1)(F+B)/v", "p*(1+(p-1)/(p*v))", "1x", "v x"),
-    ("ZB-H1", "(p-1)(F+B-W)  [B=input-grad]", "p M_B", "1x", "1x"),
-    ("ZB-H2", "(p-1)(F+B-2W)", "(2p-1) M_B", "1x", "1x"),
-]
+# arXiv 2104.04473 and 2401.10241; in the ZB rows B is the input gradient.
+BUBBLES = rows_of("pipeline_bubbles.csv")
 
 
-def test_the_rows_of_bubbles_are_those_of_the_file() -> None:
-    assert rows_of("pipeline_bubbles.csv") == BUBBLES
-
-
-def of_schedule(name: str, p: int, m: int, F: float, B: float, W: float) -> predict.PipelineStep:
-    match name:
-        case "GPipe":
-            return predict.gpipe(p, m, F, B)
-        case "1F1B / PipeDream-flush":
-            return predict.one_f_one_b(p, m, F, B)
-        case "interleaved 1F1B":
-            return predict.interleaved(p, m, F, B, chunks=3)
-        case "ZB-H1":
-            return predict.zero_bubble_h1(p, m, F, B, W)
-    return predict.zero_bubble_h2(p, m, F, B, W)
+OF_SCHEDULE: dict[str, Callable[..., predict.PipelineStep]] = {
+    "GPipe": lambda p, m, F, B, W: predict.gpipe(p, m, F, B),
+    "1F1B / PipeDream-flush": lambda p, m, F, B, W: predict.one_f_one_b(p, m, F, B),
+    "interleaved 1F1B": lambda p, m, F, B, W: predict.interleaved(p, m, F, B, chunks=3),
+    "ZB-H1": predict.zero_bubble_h1,
+    "ZB-H2": predict.zero_bubble_h2,
+}
 
 
 @pytest.mark.parametrize("row", BUBBLES, ids=lambda row: row[0])
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 8), (8, 16)])
 def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int) -> None:
     sizes = {"p": p, "m": m, "F": 1.0, "B": 1.25, "W": 0.75, "v": 3}
-    step = of_schedule(row[0], p, m, 1.0, 1.25, 0.75)
+    step = OF_SCHEDULE[row[0]](p, m, 1.0, 1.25, 0.75)
     assert step.bubble_s == pytest.approx(value(re.split(r"[;\s]", row[1])[0], **sizes))
     peak = value(re.sub(r" (microbatches|M_B)", "", row[2]), **sizes)
     assert step.peak_microbatches == pytest.approx(peak)
@@ -433,10 +319,6 @@ def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: in
     assert shortest <= found <= longest
 
 
-def test_one_bucket_hides_nothing() -> None:
-    assert predict.ddp_step_s(1, 2, 3) == predict.ddp_step_without_overlap_s(1, 2, 3) == 6
-
-
 def test_mfu_is_that_of_palm() -> None:
     """540.35e9 parameters, 238,300 tokens a second on 6,144 chips of 275 TFLOP/s, 118 layers of 48
     heads of 256, 2,048 positions: 45.7 % without attention, 46.2 % with (arXiv 2204.02311, B)."""
@@ -447,10 +329,9 @@ def test_mfu_is_that_of_palm() -> None:
 
 
 def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
-    step_s = predict.compute_s(6e15, 150e12, ranks=8)
-    assert predict.mfu(6e15, step_s, 150e12, ranks=8) == 1
-    assert predict.mfu(6e15, predict.compute_s(6e15, 150e12), 150e12) == 1, "one rank"
-    assert predict.compute_s(6e15, 150e12) == 8 * step_s
+    for ranks in (1, 8):
+        step_s = predict.compute_s(6e15, 150e12, ranks)
+        assert step_s == 40 / ranks and predict.mfu(6e15, step_s, 150e12, ranks) == 1
 
 
 # --- examples ------------------------------------------------------------------------------------
@@ -474,6 +355,8 @@ THREE_D = {
     **{"microbatches": 1, "pp": 2, "dp": 2, "tp": 2, "chunks": 2, "element_bytes": 2},
     **{"key_width": 4},
 }
+RING = {"rows": 1, "kv_heads": 2, "head_width": 4, "element_bytes": 2}
+RATES = {"flops_per_s": 1.0, "bytes_per_s": 1.0, "alpha_s": 1.0}
 TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
 
 
@@ -519,6 +402,14 @@ TWO = {"stages": 2, "microbatches": 4, "forward_s": 1.0}
             },
         ),
         (predict.mfu, {"flops": 1.0, "step_s": 1.0, "peak_flops_per_s": 1.0, "ranks": 1}),
+        (predict.ring_attention_bytes, {**RING, "sequence": 8, "ranks": 2}),
+        (predict.ulysses_bytes, {**RING, "sequence": 8, "ranks": 2, "heads": 2}),
+        (predict.ring_step_scores, {"block": 4, "heads": 2, "rows": 1}),
+        (predict.ring_exposed_s, {**RING, **RATES, "block": 4, "heads": 2, "ranks": 2}),
+        (predict.ring_hides_from, {**RING, **RATES, "heads": 2}),
+        (predict.activation_terms, {**S, "heads": 1, "tensor_parallel": 1}),
+        (predict.vocab_parallel_bytes, {**S, "ranks": 2, "loss_element_bytes": 4}),
+        (predict.gathered_logits_bytes, {"sequence": 8, "rows": 1, "vocab": 5, "ranks": 2}),
     ],
 )
 def test_no_size_may_be_less_than_nothing(

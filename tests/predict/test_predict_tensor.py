@@ -182,22 +182,3 @@ def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gathe
         loss_bytes = predict.bus_factor("all_reduce", 4) * 3 * 3 * 24 * 4
         expected += predict.gathered_logits_bytes(**sizes, vocab=50) - loss_bytes
     assert set(world4.run(sent, sequence, gather)) == {expected}
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5])
-@pytest.mark.parametrize(
-    ("function", "good"),
-    [
-        (predict.activation_terms, {**SIZES, "tensor_parallel": 2}),
-        (
-            predict.vocab_parallel_bytes,
-            {"sequence": 8, "rows": 1, "width": 4, "ranks": 2, "loss_element_bytes": 4},
-        ),
-        (predict.gathered_logits_bytes, {"sequence": 8, "rows": 1, "vocab": 5, "ranks": 2}),
-    ],
-)
-def test_sizes_that_cannot_be_are_named(function: Any, good: dict[str, int], wrong: float) -> None:
-    function(**good)
-    for name in good:
-        with pytest.raises(ValueError, match=f"{name}={wrong}"):
-            function(**good | {name: wrong})

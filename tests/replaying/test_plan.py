@@ -18,10 +18,10 @@ from labkit.cli import app
 from labkit.clusters import cluster, write_clusters
 from labkit.plot.plans import compared_with_best
 from labkit.replaying.planning import ranking
-from labkit.replaying.planning.feasibility import Report, deepest, lowest_peak
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
+from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS, model
-from labkit.replaying.planning.ranking import Plan
+from labkit.replaying.planning.ranking import Report, deepest, lowest_peak
 from labkit.replaying.planning.report import seconds
 from plan_cases import formula_step
 

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from labkit.replaying.planning.feasibility import least_bytes
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
+from labkit.replaying.planning.ranking import least_bytes
 from plan_cases import SMALL
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)

@@ -12,11 +12,11 @@ import pytest
 
 from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
-from labkit.replaying.planning.feasibility import Report, least_bytes
 from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
+from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS
-from labkit.replaying.planning.ranking import Plan, reporter
+from labkit.replaying.planning.ranking import Report, least_bytes, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
 from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL

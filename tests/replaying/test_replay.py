@@ -24,21 +24,9 @@ from labkit.replaying import (
 from labkit.schedules import Action, one_f_one_b
 
 # stages, micro-batches, milliseconds of forward, input gradient, weight gradient and message, and
-# the bubble rate of 1F1B: arXiv 2401.10241, Tables 5 and 9 (bubble_rates_1f1b.csv).
-PUBLISHED = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.124),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347),
-    (8, 32, 29.802, 29.428, 19.53, 0.577, 0.1898),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
-    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646),
-    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168),
-    (32, 256, 10.402, 10.248, 7.698, 0.46, 0.1352),
-]
+# the bubble rate of 1F1B: arXiv 2401.10241, Tables 5 and 9.
+with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
+    PUBLISHED = [tuple(map(float, list(row.values())[1:])) for row in csv.DictReader(file)]
 
 
 def bubble_of_1f1b(
@@ -63,12 +51,6 @@ def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None
     stages, microbatches, forward, inputs, weights, message, rate = row
     found = bubble_of_1f1b(int(stages), int(microbatches), forward, inputs + weights, message)
     assert round(found, 4) == rate
-
-
-def test_the_published_rows_are_those_of_the_file() -> None:
-    with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
-        rows = [tuple(float(x) for x in list(row.values())[1:]) for row in csv.DictReader(file)]
-    assert rows == PUBLISHED
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
@@ -142,13 +124,10 @@ def test_a_deadlock_is_told_with_its_cycle() -> None:
 
 
 def test_collectives_in_different_orders_are_a_deadlock() -> None:
-    programs: dict[int, Program] = {
-        0: [reduce("a"), reduce("b"), Wait("a"), Wait("b")],
-        1: [reduce("b"), reduce("a"), Wait("b"), Wait("a")],
-    }
-    for without_waits in (False, True):
+    a, b = reduce("a"), reduce("b")
+    for waits in ([], [Wait("a"), Wait("b")]):
         with pytest.raises(Deadlock) as caught:
-            run({r: program[: 2 if without_waits else 4] for r, program in programs.items()})
+            run({0: [a, b, *waits], 1: [b, a, *waits[::-1]]})
         assert set(caught.value.cycle) == {0, 1}
         assert "'a', which on rank 1 stands behind 'b'" in str(caught.value)
         assert "that, which on rank 0 stands behind 'a'" in str(caught.value)
@@ -183,21 +162,15 @@ def test_a_long_cycle_is_told_short() -> None:
     assert len(caught.value.cycle) == n and len(str(caught.value)) < 500
 
 
-def test_who_stands_behind_another_operation_is_told_of_it() -> None:
-    programs: dict[int, Program] = {0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]}
-    with pytest.raises(Deadlock, match="on rank 0 stands behind 'a'; that, which rank 1 never"):
-        run(programs)
-
-
-def test_a_wait_for_nothing_is_told() -> None:
-    with pytest.raises(Deadlock, match="rank 0 waits for 'a', which no rank issues"):
-        run({0: [Wait("a")]})
-
-
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
         ({0: [reduce("a")], 1: []}, "rank 0 has issued 'a', which rank 1 never issues"),
+        ({0: [Wait("a")]}, "rank 0 waits for 'a', which no rank issues"),
+        (
+            {0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]},
+            "on rank 0 stands behind 'a'; that, which rank 1 never",
+        ),
         ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "and another rank"),
         ({0: [reduce("a", ranks=(1,))], 1: []}, "is not among its ranks"),
         ({0: [reduce("a", ranks=(0,)), reduce("a", ranks=(0,))]}, "twice"),

@@ -8,8 +8,8 @@ from typing import Any
 
 from labkit.clusters import Cluster
 from labkit.predict import step_flops
-from labkit.replaying.planning.feasibility import least_bytes
 from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.ranking import least_bytes
 from labkit.replaying.planning.report import StepReport
 
 PEAK_FLOPS = 312e12

@@ -56,18 +56,18 @@ class Row:
 
 def step_rows(folder: str | Path = TABLES) -> list[Row]:
     """The rows of both tables. Raises FileNotFoundError, or ValueError that names the line."""
-    return [_row(name, *line) for name in FILES for line in read_lines(Path(folder) / name)]
+    return [_row(*line) for name in FILES for line in read_lines(Path(folder) / name)]
 
 
 def read_lines(path: Path) -> list[tuple[str, Mapping[str, str]]]:
-    """The lines of a CSV table, each with its place for error messages."""
+    """The lines of a CSV table, each behind its place for error messages."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; name the folder that has {', '.join(FILES)}")
     with path.open(encoding="utf-8", newline="") as file:
         return [(f"{path.name}, line {i}", line) for i, line in enumerate(csv.DictReader(file), 2)]
 
 
-def _row(file: str, place: str, line: Mapping[str, str]) -> Row:
+def _row(place: str, line: Mapping[str, str]) -> Row:
     (gpus, batch, microbatch, width, heads, depth, context, tp, dp, pp) = (
         count_in(line, name, place) for name in COUNTS
     )
@@ -81,8 +81,8 @@ def _row(file: str, place: str, line: Mapping[str, str]) -> Row:
             f"{place}: a batch of {batch} rows does not divide over dp {dp} and micro-batches of "
             f"{microbatch}"
         )
-    sizes = Sizes(width, depth, heads, context)
-    return Row(file, sizes, layout, batch, positive_in(line, "step_ms", place) * 1e-3)
+    step_s = positive_in(line, "step_ms", place) * 1e-3
+    return Row(place.partition(",")[0], Sizes(width, depth, heads, context), layout, batch, step_s)
 
 
 def count_in(line: Mapping[str, str], name: str, place: str) -> int:
@@ -110,9 +110,8 @@ def positive_in(line: Mapping[str, str], name: str, place: str) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants by name, each with the ends of its interval; each row's predicted seconds, with
-    theirs; and its seconds by constants fitted without the models of its width, and without its
-    layout. Intervals are of 90 %."""
+    """Constants by name, each with the ends of its 90 % interval; each row's predicted seconds,
+    with theirs, and by constants fitted without the models of its width, or its layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]
@@ -129,8 +128,7 @@ class Calibration:
 
     def errors(self, predicted_s: Array | None = None) -> Array:
         """The signed relative error of each row: of the fit to all rows, or of other seconds."""
-        predicted = self.predicted_s if predicted_s is None else predicted_s
-        return predicted / self.measured_s - 1
+        return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
 
     def summary(self) -> dict[str, tuple[int, float, float]]:
         """Rows, mean and median absolute error: of all, by table, by width, left out."""
@@ -144,8 +142,7 @@ class Calibration:
             parts[model] = off[selected]
             parts[f"{model}, fitted to the others"] = without[selected]
         parts["each width, fitted to the others"] = without
-        layouts = np.abs(self.errors(self.without_layout_s))
-        parts["each layout, fitted to the others"] = layouts
+        parts["each layout, fitted to the others"] = np.abs(self.errors(self.without_layout_s))
         return {name: (len(x), float(x.mean()), float(np.median(x))) for name, x in parts.items()}
 
 

@@ -3,11 +3,9 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after the warm-up, rounds of one
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
 
-What a stage does in a round depends on the round before and on its neighbours. Once all stages end
-a round the same number of seconds later than c micro-batches ago, they always will. So the clock
-runs until it finds such a period and inserts as many as are missing; without one, it runs to the
-end. It gives the times of `labkit.replaying.engine`, which can run anything, in a hundredth of the
-time (tests/replaying/test_at_scale.py).
+Once all stages end a round the same number of seconds later than c micro-batches ago, they always
+will. So the clock runs until it finds such a period and inserts as many as are missing. It gives
+the times of `labkit.replaying.engine`, which can run anything, in a hundredth of the time.
 
     waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
 """
@@ -41,15 +39,19 @@ class _Compiled(NamedTuple):
     needed: list[int]  # the action that sends its input; 0: none
     takes: list[int]  # index of its seconds, 2 x virtual stage + (backward)
     over: list[int]  # index of its message's seconds; p: none
-    of_stage: list[Array]  # the actions of each stage, in order
-    warm_up: list[int]  # actions before the first round
-    lasts: list[Array]  # the last backward of each chunk of each stage
+    of_stage: Array  # [p, 2mv] the actions of each stage, in order
+    warm_up: Array  # [p] actions before the first round
+    lasts: Array  # [p, v] the last backward of each chunk of each stage
+
+    def rounds(self, begin: int, end: int) -> Array:
+        """[p, 2 (end - begin)] the actions of each stage in rounds `begin` to `end`."""
+        columns = self.warm_up[:, None] + np.arange(2 * begin, 2 * end)
+        return np.take_along_axis(self.of_stage, columns, axis=1)
 
 
 def schedule_of(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B, or interleaved where there are chunks."""
-    name = "interleaved" if chunks > 1 else "1f1b"
-    return schedule(name, stages, microbatches, chunks)
+    return schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
 
 
 @lru_cache(maxsize=512)
@@ -84,10 +86,7 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
         [number["backward", microbatches - 1, chunk * stages + stage] for chunk in range(chunks)]
         for stage in range(stages)
     ]
-    return _Compiled(
-        before, needed, takes, over, list(map(np.array, of_stage)), warm_up,
-        list(map(np.array, lasts)),
-    )  # fmt: skip
+    return _Compiled(before, needed, takes, over, *map(np.array, (of_stage, warm_up, lasts)))
 
 
 class _Simulated:
@@ -114,13 +113,8 @@ class _Simulated:
         """The micro-batches after which all stages repeat, a constant time later; None where they
         do not yet. `last`: the last round that all stages have."""
         stages = len(self.compiled.of_stage)
-        window = stages + 1 if chunks > 1 else 1
-        ends = [
-            self.ended[one[warm : warm + 2 * (last + 1)]]
-            for one, warm in zip(self.compiled.of_stage, self.compiled.warm_up, strict=True)
-        ]
-        by_round = np.stack(ends)  # [p, 2 (last + 1)]
-        step = stages if chunks > 1 else 1
+        window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
+        by_round = self.ended[self.compiled.rounds(0, last + 1)]
         for count in range(step, stages + 1, step):
             back = 2 * count * chunks
             if by_round.shape[1] < 2 * window + back:
@@ -153,7 +147,7 @@ def pipeline_timing(
     count = 3 * stages
     while count < microbatches:
         run = simulated(count)
-        last = count * chunks - max(run.compiled.warm_up) - 1
+        last = count * chunks - int(run.compiled.warm_up.max()) - 1
         period = run.period(last, chunks)
         if period is not None:
             if rest := (microbatches - count) % period:
@@ -166,21 +160,14 @@ def pipeline_timing(
 
 def _timing(run: _Simulated, chunks: int, last: int = 0, period: int = 0, times: int = 0) -> Timing:
     """The timing of a run into which a period is inserted so many times."""
-    rows = []
-    for actions, warm, lasts in zip(
-        run.compiled.of_stage, run.compiled.warm_up, run.compiled.lasts, strict=True
-    ):
-        end = warm + 2 * (last + 1)
-        begin = end - 2 * period * chunks
-        again, later_s = actions[begin:end], 0.0
-        if times:
-            later_s = times * (run.ended[again[-1]] - run.ended[actions[begin - 1]])
-        rows.append(
-            (
-                run.ended[actions[-1]] + later_s,
-                run.bubble[actions].sum() + times * run.bubble[again].sum(),
-                run.pipeline[actions].sum() + times * run.pipeline[again].sum(),
-                run.began[lasts] + later_s,
-            )
-        )
-    return Timing(*(np.array(column) for column in zip(*rows, strict=True)))
+    compiled, first = run.compiled, last + 1 - period * chunks
+    actions, again = compiled.of_stage, compiled.rounds(first, last + 1)
+    later_s = np.zeros(len(actions))
+    if times:
+        later_s += times * np.ptp(run.ended[compiled.rounds(first - 1, last + 1)[:, 1:]], axis=1)
+    return Timing(
+        run.ended[actions[:, -1]] + later_s,
+        run.bubble[actions].sum(axis=1) + times * run.bubble[again].sum(axis=1),
+        run.pipeline[actions].sum(axis=1) + times * run.pipeline[again].sum(axis=1),
+        run.began[compiled.lasts] + later_s[:, None],
+    )

@@ -5,9 +5,8 @@
                step the gradient of a tied embedding, between the ends; with ZeRO a share, 1/dp
     data       2(dp-1)/dp of the gradients, once in a step; ZeRO pads them to dp equal shares
 
-With scatter/gather each of tp ranks sends one part, and the receivers all-gather it: that
-all-gather is on the tensor axis, and its time is part of the message's. With sequence parallelism
-the activations are such parts already. Source: Narayanan et al., arXiv 2104.04473, section 4.1.
+With scatter/gather each of tp ranks sends one part, and the receivers all-gather it, on the tensor
+axis. Source: Narayanan et al., arXiv 2104.04473, section 4.1.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,13 @@ from labkit.predict.wires import bus_factor
 from labkit.replaying.costs import Costs
 from labkit.replaying.planning.layers import ELEMENT_BYTES
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.placement import boundary, slowest, tensor_groups
-from labkit.replaying.planning.stages import VirtualStage, vocabulary_elements
+from labkit.replaying.planning.stages import (
+    VirtualStage,
+    pipeline_groups,
+    slowest,
+    tensor_groups,
+    vocabulary_elements,
+)
 
 
 def message_bytes(sizes: Sizes, layout: Layout) -> int:
@@ -41,13 +45,14 @@ def messages_s(sizes: Sizes, layout: Layout, costs: Costs) -> list[float]:
     nbytes, per_node = message_bytes(sizes, layout), costs.cluster.devices_per_node
     seconds = []
     for stage in range(layout.pp):
+        following = (stage + 1) % layout.pp
         sends = [
             CommEvent("send", "pipeline", ends, 0, 0, "", (), nbytes, nbytes, False, peer=1)
-            for ends in boundary(layout, stage, per_node)
+            for ends in pipeline_groups(layout, (stage, following), per_node)
         ]
         seconds.append(max(costs.sending(send).total_s for send in sends))
         if layout.gathers_messages:
-            groups = tensor_groups(layout, (stage + 1) % layout.pp, per_node)
+            groups = tensor_groups(layout, following, per_node)
             seconds[-1] += slowest("all_gather", nbytes * layout.tp, costs, groups).total_s
     return seconds
 

@@ -3,19 +3,15 @@
     source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
 
 A model of a trillion parameters has three kinds of layers. Each is recorded once, through labkit's
-own code (GPT's parts, `tensor_parallel`, `Recompute`, and `MasterWeights` for the optimizer's step
-on it), between a source that makes its input and a sink that takes its output. So what a stage
-computes, sends and keeps is the sum over its layers, to the byte. Recordings are cached; how long
-they take on a cluster is in `stages.py`.
+own code, between a source that makes its input and a sink that takes its output. So what a stage
+computes, sends and keeps is the sum over its layers, to the byte.
 
-Parameters and gradients are bfloat16, 2 + 2 bytes; the optimizer keeps 12: an fp32 master copy and
-two moments of AdamW. Dropout is 0.
-
-Legend: b rows of a micro-batch, s positions, w width, t ranks.
+Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and two moments of
+AdamW. Dropout is 0. Legend: b rows of a micro-batch, s positions, w width, t ranks.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -36,7 +32,7 @@ from labkit.precision import MasterWeights
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.programs import events_of
-from labkit.trace import Operation, RankTrace
+from labkit.trace import RankTrace
 from labkit.trace.recording import span
 
 Kind = Literal["embedding", "block", "head"]
@@ -63,7 +59,7 @@ class Shape(NamedTuple):
 
 class LayerEvent(NamedTuple):
     """What a rank does next: "compute" an Operation, "issue" a CommEvent or "wait" for it, or
-    "gradient": the gradient of a parameter of so many elements is complete."""
+    "gradient" of so many elements is complete."""
 
     kind: str
     what: Any
@@ -71,8 +67,8 @@ class LayerEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or the backward of one micro-batch. `peak`: the most it holds above what was held
-    before the forward."""
+    """The forward or backward of one micro-batch, or the optimizer's step. `peak`: bytes held at
+    most, above those before the forward or the step."""
 
     events: tuple[LayerEvent, ...]
     peak: Bytes
@@ -103,7 +99,6 @@ class Layer:
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
-    """What to record for a layer of this kind."""
     sequence = layout.sequence and layout.tp > 1
     common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
     if kind == "block":
@@ -113,15 +108,14 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape. Raises ValueError for sizes that do not divide, as
-    `tensor_parallel` does."""
+    """The layer of this shape. Raises ValueError as `tensor_parallel` for sizes that do not
+    divide."""
     return record_layers([shape])
 
 
 def record_layers(shapes: Sequence[Shape]) -> Layer:
     """These layers one after the other in one recording: a whole stage."""
-    trace = dry_run(_micro_batch, shapes, ranks=shapes[0].tp)
-    return _layer_of(trace.ranks[0])
+    return _layer_of(dry_run(_micro_batch, shapes, ranks=shapes[0].tp).ranks[0])
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
@@ -144,33 +138,44 @@ def _mark_complete(parameter: Tensor) -> None:
 
 
 class _Stage(nn.Module):
-    """Layers of a GPT between a source and a sink, as a rank of a pipeline has them."""
+    """Layers of a GPT between a source and a sink: one rank of a pipeline."""
 
     def __init__(self, shapes: Sequence[Shape]):
         super().__init__()
-        self.first = shapes[0]
-        model = _model(shapes)
-        blocks = iter(model.blocks)
-        self.layers = nn.ModuleList()
-        for shape in shapes:
-            if shape.kind == "embedding":
-                self.layers.append(_Embedding(model.embed, shape))
-            elif shape.kind == "block":
-                self.layers.append(_edited(next(blocks), shape))
-            else:
-                self.layers.append(_Head(model.norm, model.head, shape))
+        kinds, model = {shape.kind for shape in shapes}, _model(shapes)
+        self.first, self.vocab = shapes[0], shapes[-1].vocab
+        self.layers = nn.ModuleDict()
+        if "embedding" in kinds:
+            self.layers["embed"] = model.embed
+        if "head" in kinds:
+            self.layers.update({"norm": model.norm, "head": model.head})
+        self.layers["blocks"] = blocks = nn.ModuleList()
+        edited: Any = zip(model.blocks, (shape for shape in shapes if shape.kind == "block"))
+        for block, shape in edited:
+            if shape.core == "plain":
+                block.attn.core = PlainAttention()
+            if shape.recompute == "full":
+                Recompute(block, blocks=[block])
+            blocks.append(block)
         self.anchor = nn.Parameter(torch.empty(0))  # gives the source's output a gradient
 
-    def forward(self) -> Tensor:
-        rows, positions = self.first.rows, self.first.context
-        if self.first.sequence:
-            positions //= self.first.tp
-        x: Any = None
-        if self.first.kind != "embedding":
-            x = _Source.apply(self.anchor, rows, positions, self.first.width)
-        for layer in self.layers:
-            x = layer(x)
-        return x if x.ndim == 0 else _Sink.apply(x)
+    def forward(self) -> Any:
+        first, layers = self.first, self.layers
+        batch = first.rows, first.context
+        if "embed" in layers:
+            x = layers["embed"](torch.zeros(batch, dtype=torch.long))
+        else:
+            positions = first.context // (first.tp if first.sequence else 1)
+            x = _Source.apply(self.anchor, first.rows, positions, first.width)
+        for block in layers["blocks"]:  # type: ignore[union-attr]
+            x = block(x)
+        if "head" not in layers:
+            return _Sink.apply(x)
+        logits = layers["head"](layers["norm"](x))
+        targets = torch.zeros(batch, dtype=torch.long)
+        if first.tp > 1:
+            return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self.vocab)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
@@ -179,37 +184,21 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
-    with _uninitialised():
+    default = torch.get_default_dtype()
+    with ExitStack() as patches:  # parameters without values: none are drawn, none copied
+        for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
+            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
+        patches.enter_context(patch.object(tensor, "copy_from_rank_0", _do_nothing))
+        patches.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(DTYPE)
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
         if first.tp > 1:
             tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
     return model
 
 
-@contextmanager
-def _uninitialised() -> Iterator[None]:
-    """Models are built in bfloat16; their parameters have no values, so none are drawn, and none
-    copied from rank 0."""
-    default = torch.get_default_dtype()
-    with ExitStack() as patches:
-        for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
-            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(tensor, "copy_from_rank_0", _do_nothing))
-        patches.callback(torch.set_default_dtype, default)
-        torch.set_default_dtype(DTYPE)
-        yield
-
-
 def _do_nothing(*_: Any) -> None:
     pass
-
-
-def _edited(block: Any, shape: Shape) -> nn.Module:
-    if shape.core == "plain":
-        block.attn.core = PlainAttention()
-    if shape.recompute == "full":
-        Recompute(block, blocks=[block])
-    return block
 
 
 class _Source(torch.autograd.Function):
@@ -237,34 +226,6 @@ class _Sink(torch.autograd.Function):
         return grads[0].new_empty(ctx.shape)
 
 
-class _Embedding(nn.Module):
-    """None -> [b, s, w], of a batch of tokens."""
-
-    def __init__(self, embed: nn.Module, shape: Shape):
-        super().__init__()
-        self.embed, self._batch = embed, (shape.rows, shape.context)
-
-    def forward(self, nothing: None) -> Any:
-        return self.embed(torch.zeros(self._batch, dtype=torch.long))
-
-
-class _Head(nn.Module):
-    """[b, s, w] -> the loss."""
-
-    def __init__(self, norm: nn.Module, head: nn.Module, shape: Shape):
-        super().__init__()
-        self.norm, self.head = norm, head
-        self._batch, self._vocab = (shape.rows, shape.context), shape.vocab
-        self._vocab_parallel = shape.tp > 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.head(self.norm(x))
-        targets = torch.zeros(self._batch, dtype=torch.long)
-        if self._vocab_parallel:
-            return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self._vocab)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
 def _layer_of(one: RankTrace) -> Layer:
     """The two passes of a recording."""
     forward, backward = (
@@ -277,41 +238,32 @@ def _layer_of(one: RankTrace) -> Layer:
             events.append((mark.began_s, 0, "gradient", int(mark.module.split()[1])))
     events.sort(key=lambda x: x[:2])
     before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
-    passes, held = [], []
-    for began_s, ended_s in (
-        (forward.began_s, backward.began_s),
-        (backward.began_s, backward.ended_s),
-    ):
-        held.append([x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s])
-        during = tuple(
-            LayerEvent(kind, what)
-            for when_s, _, kind, what in events
-            if began_s <= when_s <= ended_s
-        )
-        passes.append(LayerPass(during, _above(max(held[-1], key=sum), before)))
-    return Layer(passes[0], passes[1], _above(held[0][-1], before))
+
+    def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
+        """And what it holds at its end."""
+        held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
+        during = [LayerEvent(*x[2:]) for x in events if began_s <= x[0] <= ended_s]
+        return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]
+
+    of_forward, at_end = pass_of(forward.began_s, backward.began_s)
+    of_backward, _ = pass_of(backward.began_s, backward.ended_s)
+    return Layer(of_forward, of_backward, _above(at_end, before))
 
 
 def _above(held: Bytes, before: Bytes) -> Bytes:
     return tuple(now - then for now, then in zip(held, before, strict=True))
 
 
-class Update(NamedTuple):
-    """The optimizer's step on some parameters; `peak` as in a LayerPass."""
-
-    operations: tuple[Operation, ...]
-    peak: Bytes
-
-
 @lru_cache(maxsize=4096)
-def recorded_update(parameters: tuple[int, ...]) -> Update:
+def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
     """`MasterWeights` of AdamW on parameters of so many elements each: its second step."""
     one = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in one.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in one.memory]
     during = [point.held_bytes for point in one.memory if point.when_s >= step.began_s]
     before = held[len(held) - len(during) - 1]
-    return Update(tuple(one.operations), _above(max(during, key=sum, default=before), before))
+    events = tuple(LayerEvent("compute", operation) for operation in one.operations)
+    return LayerPass(events, _above(max(during, key=sum, default=before), before))
 
 
 def _updates(parameters: Sequence[int]) -> None:

@@ -5,23 +5,16 @@
     a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
     a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
 
-This is the mesh `Mesh(pp=8, dp=16, tp=8)` of arXiv 2104.04473, in numbers alone, without torch.
-
-`layouts` enumerates all that divide: 1,024 ranks = tp · pp · dp, where tp divides the heads, pp
-times the chunks of a stage divides the blocks, and dp times the rows of a micro-batch divides the
-batch. It does not reject a tp of 16 on nodes of 8: the step time will show what that costs. On an
-axis of one rank, a choice that belongs to the axis keeps its default: ZeRO with one replica,
-sequence parallelism on one rank, chunks of one stage.
-
-Unless others are named, micro-batches and chunks are powers of two: between two of them a step time
-changes little. Micro-batches stop growing at 16,384 positions (8 rows of 2,048), where a matmul in
-tiles of 128 runs at 99 % of its speed and a larger one only lengthens the bubble (arXiv
-2104.04473, section 3.4).
+On an axis of one rank, a choice that belongs to the axis keeps its default: ZeRO with one replica,
+sequence parallelism on one rank, chunks of one stage. Unless others are named, micro-batches and
+chunks are powers of two, and micro-batches stop growing at 16,384 positions, where a matmul in
+tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import parameters
@@ -30,6 +23,7 @@ ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
 MOST_POSITIONS = 16_384  # of a micro-batch
 
+T = TypeVar("T")
 Several = int | Iterable[int] | None  # None: all that divide
 Wanted = Mapping[str, tuple[int, ...] | None]
 
@@ -101,16 +95,13 @@ class Layout:
 
 def described(layout: Layout) -> str:
     """The layout in words, with every choice that is not the default."""
-    words = [layout.in_words]
-    if layout.chunks > 1:
-        words.append(f"{layout.chunks} chunks")
-    if layout.zero:
-        words.append(f"zero {layout.zero}")
-    if layout.sequence:
-        words.append("sequence")
-    if layout.recompute != "none":
-        words.append(f"recompute {layout.recompute}")
-    return " · ".join(words)
+    choices = {
+        f"{layout.chunks} chunks": layout.chunks > 1,
+        f"zero {layout.zero}": layout.zero,
+        "sequence": layout.sequence,
+        f"recompute {layout.recompute}": layout.recompute != "none",
+    }
+    return " · ".join([layout.in_words, *(name for name, chosen in choices.items() if chosen)])
 
 
 def layouts(
@@ -135,8 +126,8 @@ def layouts(
         sequence: with sequence parallelism or without; both if None.
         recompute: "none", "full" or several; both if None.
 
-    Raises ValueError for a number that no layout can have, listing those that can; and where no
-    layout is left, naming the nearest numbers of ranks that have one.
+    Raises ValueError for a number that no layout can have, and where no layout is left, naming the
+    nearest numbers that can.
     """
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
@@ -147,19 +138,29 @@ def layouts(
         "dp": _divisors_of("dp", dp, global_batch, rows),
         "microbatch": _divisors_of("microbatch", microbatch, global_batch, rows),
         "chunks": _divisors_of("chunks", chunks, sizes.depth, blocks),
-        "zero": _zero_stages(zero),
+        "zero": several(zero) or None,
     }
+    for stage in wanted["zero"] or ():
+        if stage not in ZERO_STAGES:
+            raise ValueError(
+                f"zero={stage}: a plan knows {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
+                "gradients and parameters, which a pipeline needs whole for each of its "
+                "micro-batches"
+            )
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:
         raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
-    recomputing = _recompute(recompute)
+    choices = RECOMPUTE if recompute is None else several(recompute)
+    for choice in choices:
+        if choice not in RECOMPUTE:
+            raise ValueError(f"recompute={choice!r}: a plan knows {' and '.join(RECOMPUTE)}")
     found = [
-        replace(one, zero=stage, sequence=sharded, recompute=blocks)
+        replace(one, zero=stage, sequence=sharded, recompute=choice)
         for one in of_ranks
-        for stage, sharded, blocks in product(
+        for stage, sharded, choice in product(
             (wanted["zero"] or ZERO_STAGES) if one.dp > 1 else (0,),
             (False,) if one.tp == 1 else (False, True) if sequence is None else (sequence,),
-            recomputing,
+            choices,
         )
         if not (sharded and sizes.context % one.tp)
     ]
@@ -180,7 +181,8 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
         if left or not dp or global_batch % dp or dp not in (wanted["dp"] or (dp,)):
             continue
         rows = global_batch // dp
-        for microbatch in wanted["microbatch"] or _microbatches(rows, sizes.context):
+        few = [b for b in powers_of_two(rows) if b == 1 or b * sizes.context <= MOST_POSITIONS]
+        for microbatch in wanted["microbatch"] or few:
             if rows % microbatch:
                 continue
             for chunks in (
@@ -192,13 +194,7 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
                 yield Layout(tp, pp, dp, microbatch, chunks)
 
 
-def _microbatches(rows: int, context: int) -> list[int]:
-    """The micro-batches to try of so many rows; always one row."""
-    return [one for one in powers_of_two(rows) if one == 1 or one * context <= MOST_POSITIONS]
-
-
 def divisors(number: int) -> list[int]:
-    """All of them, from 1 up."""
     small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
     return sorted({*small, *(number // one for one in small)})
 
@@ -208,14 +204,12 @@ def powers_of_two(number: int) -> list[int]:
     return [one for one in divisors(number) if not one & (one - 1)]
 
 
-def several(given: Several) -> tuple[int, ...]:
-    """One number or more, each once; empty for None."""
+def several(given: T | Iterable[T] | None) -> tuple[T, ...]:
+    """One value or more, each once; empty for None."""
     if given is None:
         return ()
-    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
-
-
-# ---- argument validation
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return (given,) if is_one else tuple(dict.fromkeys(given))  # type: ignore[return-value, arg-type]
 
 
 def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:
@@ -234,27 +228,6 @@ def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, .
     return numbers
 
 
-def _zero_stages(given: Several) -> tuple[int, ...] | None:
-    for stage in several(given):
-        if stage not in ZERO_STAGES:
-            raise ValueError(
-                f"zero={stage}: a plan knows {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
-                "gradients and parameters, which a pipeline needs whole for each of its "
-                "micro-batches"
-            )
-    return several(given) or None
-
-
-def _recompute(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    if given is None:
-        return RECOMPUTE
-    words = (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
-    for word in words:
-        if word not in RECOMPUTE:
-            raise ValueError(f"recompute={word!r}: a plan knows {' and '.join(RECOMPUTE)}")
-    return words
-
-
 def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> str:
     """What does not divide, and the nearest numbers of ranks that do."""
     named = [
@@ -269,16 +242,14 @@ def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> s
     below = sorted((n for n in counts if n < ranks), reverse=True)
     above = sorted(n for n in counts if n > ranks)
     near = [
-        str(n)
+        next((n for n in side if any(_of_ranks(sizes, n, global_batch, wanted))), 0)
         for side in (below, above)
-        for n in [next((n for n in side if any(_of_ranks(sizes, n, global_batch, wanted))), 0)]
-        if n
     ]
     return (
         f"no layout of {ranks} ranks: tp must divide {sizes.heads} heads, pp {sizes.depth} blocks, "
         f"dp times the micro-batch {global_batch} rows, and tp · pp · dp be {ranks}"
         + (f", with {', '.join(named)}" if named else "")
-        + (f"; {' and '.join(near)} ranks would do" if near else "")
+        + (f"; {' and '.join(str(n) for n in near if n)} ranks would do" if any(near) else "")
     )
 
 

@@ -1,33 +1,36 @@
-"""Peak memory of a rank in a layout.
+"""Peak memory of a rank in a layout, as recorded for its layers.
 
     states        2 + 2 + 12 bytes for each of its parameters, less what ZeRO shards over dp
-    in flight     for each micro-batch between its forward and its backward, what its layers keep;
-                  the schedule says how many there are: p - stage with 1F1B
-    working       on top, the moment in a forward or backward, or in the optimizer's step, at which
-                  a layer holds the most: the logits, or what a block recomputes
-
+    in flight     for each micro-batch between its forward and its backward, what its layers keep
+    working       the moment at which a layer or the optimizer holds the most: the logits, or what a
+                  block recomputes
     messages      one being sent, and one received early
     tied          ZeRO's share of the gradient of the embedding, once more, on the first and the
                   last stage
 
-All as recorded for a layer without data, and summed over whole layers. Not counted: the batch of
-tokens, and what the device's own software takes.
+Not counted: the batch of tokens, and what the device's own software takes.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from labkit.replaying.planning.clock import schedule_of
 from labkit.replaying.planning.communication import message_bytes, tied_bytes
-from labkit.replaying.planning.layers import Bytes, recorded_update
+from labkit.replaying.planning.layers import recorded_update
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.stages import VirtualStage
 from labkit.trace import CATEGORIES
 
-NOTHING: Bytes = (0,) * len(CATEGORIES)
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # bf16; bf16; fp32 and two moments
 STEP_COUNT_BYTES = 4  # Adam's, for each tensor; with ZeRO a rank has a part of these
+PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, OTHER = map(
+    CATEGORIES.index,
+    ("parameters", "gradients", "optimizer state", "communication buffers", "other"),
+)
 
+Held = np.ndarray  # bytes by category: [len(CATEGORIES)]
 InFlight = tuple[tuple[int, tuple[int, ...]], ...]
 """For each chunk at work, the micro-batches in flight on all chunks of its stage besides the one it
 works on, at their maximum."""
@@ -40,49 +43,45 @@ def peak_memory(
     in_flight = _in_flight(layout.pp, min(microbatches, 2 * layout.pp), layout.chunks)
     peaks = [_peak(chunks, layout, some) for chunks, some in zip(stages, in_flight, strict=True)]
     if layout.pp > 1:
-        messages = _only("communication buffers", 2 * message_bytes(sizes, layout))
-        peaks = [_sum(peak, messages) for peak in peaks]
+        for peak in peaks:
+            peak[BUFFERS] += 2 * message_bytes(sizes, layout)
         if sizes.tied and layout.zero:
-            share = _only("other", tied_bytes(sizes, layout))
-            peaks[0], peaks[-1] = _sum(peaks[0], share), _sum(peaks[-1], share)
-    return dict(zip(CATEGORIES, max(peaks, key=sum), strict=True))
+            for peak in (peaks[0], peaks[-1]):
+                peak[OTHER] += tied_bytes(sizes, layout)
+    return dict(zip(CATEGORIES, max(peaks, key=np.sum).tolist(), strict=True))
 
 
-def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -> Bytes:
+def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -> Held:
     """Of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
     tensors = sum(len(layer.gradients) * n for chunk in chunks for layer, n in chunk.recorded())
-    states = _sum(
-        _only("parameters", PARAMETER_BYTES * elements),
-        _only("gradients", GRADIENT_BYTES * elements),
-        _only(
-            "optimizer state",
-            MASTER_BYTES * elements // layout.shards + STEP_COUNT_BYTES * tensors,
-        ),
-    )
+    states = np.zeros(len(CATEGORIES), dtype=int)
+    states[PARAMETERS] = PARAMETER_BYTES * elements
+    states[GRADIENTS] = GRADIENT_BYTES * elements
+    states[OPTIMIZER] = MASTER_BYTES * elements // layout.shards + STEP_COUNT_BYTES * tensors
     kept, working = zip(*(_microbatch(chunk) for chunk in chunks), strict=True)
-    moments = [_updating(chunks)]
+    moments = [_updating(chunks)]  # nothing is in flight then
     for chunk, counts in in_flight:
-        moments.append(_sum(working[chunk], *(_times(n, k) for n, k in zip(counts, kept))))
-    return _sum(states, max(moments, key=sum))
+        moments.append(working[chunk] + sum(n * k for n, k in zip(counts, kept, strict=True)))
+    return states + max(moments, key=np.sum)
 
 
 @lru_cache(maxsize=4096)
-def _microbatch(chunk: VirtualStage) -> tuple[Bytes, Bytes]:
+def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
     """What a micro-batch keeps between forward and backward, and its peak in either."""
-    kept, most = NOTHING, NOTHING
+    kept = most = np.zeros(len(CATEGORIES), dtype=int)
     for layer, count in chunk.recorded():
-        before = _sum(kept, _times(count - 1, layer.kept))  # when its last copy works
-        peaks = (layer.forward.peak, layer.backward.peak)
-        most = max(most, *(_sum(before, peak) for peak in peaks), key=sum)
-        kept = _sum(before, layer.kept)
+        before = kept + (count - 1) * np.array(layer.kept)  # when its last copy works
+        peaks = [before + peak for peak in (layer.forward.peak, layer.backward.peak)]
+        most = max(most, *peaks, key=np.sum)
+        kept = before + layer.kept
     return kept, most
 
 
-def _updating(chunks: Sequence[VirtualStage]) -> Bytes:
-    """In the optimizer's step; nothing is in flight then."""
+def _updating(chunks: Sequence[VirtualStage]) -> Held:
+    """In the optimizer's step."""
     every = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
-    return max((recorded_update(one).peak for one in every), key=sum)
+    return np.array(max((recorded_update(one).peak for one in every), key=sum))
 
 
 @lru_cache(maxsize=1024)
@@ -103,15 +102,3 @@ def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, .
                 now[action.chunk] += 1
         found.append(tuple(most.items()))
     return tuple(found)
-
-
-def _only(category: str, nbytes: int) -> Bytes:
-    return tuple(nbytes if name == category else 0 for name in CATEGORIES)
-
-
-def _sum(*some: Bytes) -> Bytes:
-    return tuple(map(sum, zip(*some, strict=True)))
-
-
-def _times(count: int, some: Bytes) -> Bytes:
-    return tuple(count * nbytes for nbytes in some)

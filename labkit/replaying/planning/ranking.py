@@ -4,123 +4,31 @@
     all that divide    of its memory     seconds, peak         `Plan`
                             └── more than a device has ──┴──> `too_large`
 
-All layouts share one `Costs`, which remembers what each stage takes: a thousand layouts need some
-dozens of recordings.
+The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
+layouts that do not fit. All layouts share one `Costs`, which remembers what each stage takes: a
+thousand layouts need some dozens of recordings.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
 from labkit.clusters import Cluster
-from labkit.predict.tables import Table
-from labkit.replaying.planning.feasibility import (
-    Fit,
-    Report,
-    TooLarge,
-    by_bound,
-    deepest,
-    lowest_peak,
-)
-from labkit.replaying.planning.layout import Layout, Sizes, described, layouts, several
-from labkit.replaying.planning.render import parse_plan, plan_json, plan_table, trades_table
-from labkit.replaying.planning.report import StepReport, why, why_not
+from labkit.predict.activations import activation_terms
+from labkit.predict.pipelines import interleaved
+from labkit.predict.states import MIXED_ADAM
+from labkit.replaying.planning.layout import Layout, Sizes, layouts, several
+from labkit.replaying.planning.plan import Fit, Plan, TooLarge
+from labkit.replaying.planning.report import StepReport
 from labkit.runtime.progress import slow_progress
 
+DROPOUT_MASKS = "dropout: two masks"  # a step at scale is recorded without dropout
+MOST_BLOCKS = 1 << 20  # of one stage
 
-@dataclass(frozen=True)
-class Plan:
-    """All layouts of a model on a cluster, ranked.
-
-    Attributes:
-        reports: of the layouts that fit, by the seconds of a step.
-        too_large: those that do not, the smallest first.
-        budget_bytes: what a device may hold.
-        took_s: seconds that the planning took.
-    """
-
-    cluster: Cluster
-    reports: tuple[StepReport, ...]
-    too_large: tuple[TooLarge, ...]
-    budget_bytes: float
-    took_s: float = 0.0
-
-    @property
-    def best(self) -> StepReport:
-        return self.reports[0]
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Ranked."""
-        return tuple(report.layout for report in self.reports)
-
-    def report(self, layout: Layout) -> StepReport:
-        """Raises ValueError for a layout that is not among those that fit."""
-        if layout in self._reports:
-            return self._reports[layout]
-        reason = "is not in this plan; its layouts are plan.layouts"
-        if layout in self._too_large:
-            reason = self.why(layout)
-        raise ValueError(f"{described(layout)} {reason}")
-
-    def why(self, layout: Layout) -> str:
-        """One sentence: what this layout loses to the best, or by how much it does not fit."""
-        if large := self._too_large.get(layout):
-            return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
-        return why(self.best, self.report(layout), self.cluster)
-
-    @cached_property
-    def _reports(self) -> dict[Layout, StepReport]:
-        return {one.layout: one for one in self.reports}
-
-    @cached_property
-    def _too_large(self) -> dict[Layout, TooLarge]:
-        return {one.layout: one for one in self.too_large}
-
-    def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout for each value of "tp", "pp", "microbatch" or another field: what a
-        choice costs when all others are optimal."""
-        if choice not in Layout.__dataclass_fields__:
-            fields = ", ".join(Layout.__dataclass_fields__)
-            raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
-        found: dict[Any, StepReport] = {}
-        for report in self.reports:  # ranked: the first of each value is the fastest
-            found.setdefault(getattr(report.layout, choice), report)
-        return dict(sorted(found.items()))
-
-    def trades(self, near: int | None = None) -> Table:
-        """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
-        takeaways of arXiv 2104.04473, section 3, for this model.
-
-        Args:
-            near: show so many values to each side of the best, and the first tp that leaves the
-                node; all of them if None.
-        """
-        return trades_table(self, near)
-
-    def table(self, top: int | None = 10) -> Table:
-        """The `top` layouts, all of them if None, with what they take, hold and send."""
-        return plan_table(self, top)
-
-    def to_json(self) -> str:
-        """The whole plan, for other programs and for `Plan.from_json`."""
-        return plan_json(self)
-
-    @staticmethod
-    def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know.
-
-        Raises ValueError for any other text."""
-        return Plan(*parse_plan(text, cluster))
-
-    def __repr__(self) -> str:
-        return repr(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+Report = Callable[[Sizes, Layout], StepReport]
 
 
 def plan(
@@ -147,15 +55,16 @@ def plan(
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
     began_s = time.monotonic()
-    every = layouts(sizes, devices(cluster, gpus), global_batch, **constraints)
-    search = sizes, global_batch, budget(cluster, max_memory_bytes), reporter(cluster, global_batch)
+    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
+    budget_bytes = _budget(cluster, max_memory_bytes)
+    search = sizes, global_batch, budget_bytes, reporter(cluster, global_batch)
     reports, large = ranked(every, *search)
     if not reports:
         raise ValueError(
             f"no layout fits: {lowest_peak(every, *search)}; take more devices, a smaller "
             "model, or recompute full and zero 1 if they were left out"
         )
-    return Plan(cluster, reports, large, search[2], time.monotonic() - began_s)
+    return Plan(cluster, reports, large, budget_bytes, time.monotonic() - began_s)
 
 
 def fits(
@@ -168,8 +77,8 @@ def fits(
     **constraints: Any,
 ) -> Fit:
     """Whether a model fits at all, and the layout with the lowest peak. Arguments as for `plan`."""
-    every = layouts(sizes, devices(cluster, gpus), global_batch, **constraints)
-    budget_bytes = budget(cluster, max_memory_bytes)
+    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
+    budget_bytes = _budget(cluster, max_memory_bytes)
     return lowest_peak(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
 
 
@@ -186,7 +95,7 @@ def largest_that_fits(
 
     Arguments as for `plan`; by default micro-batches have one row and stages one chunk, which need
     the least memory. Raises ValueError where not even one block a stage fits."""
-    ranks, budget_bytes = devices(cluster, gpus), budget(cluster, max_memory_bytes)
+    ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
     # Any number of stages divides some depth: this one, which all of them divide, represents it.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
@@ -209,12 +118,70 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
     return lambda sizes, one: step_report(sizes, one, global_batch, cluster, costs=costs)
 
 
+def _devices(cluster: Cluster, gpus: int | None) -> int:
+    """How many are used. Raises ValueError for more than the cluster has."""
+    if gpus is None:
+        return cluster.size
+    if not 1 <= gpus <= cluster.size:
+        raise ValueError(
+            f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
+            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
+            "(dataclasses.replace(cluster, nodes=...))"
+        )
+    return gpus
+
+
+def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
+    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
+    has = cluster.device.memory_bytes
+    if max_memory_bytes is None:
+        return has
+    if not 0 < max_memory_bytes <= has:
+        raise ValueError(
+            f"max_memory_bytes={max_memory_bytes:g}: {cluster.device.name} has {has:g}; take more "
+            "than 0, and no more than that"
+        )
+    return max_memory_bytes
+
+
+# ---- the search
+
+
+def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
+    """A lower bound of the first stage's peak, in bytes by category.
+
+    States (arXiv 1910.02054) of the weight matrices alone, and what its blocks keep for the
+    micro-batches in flight (arXiv 2205.05198), without dropout or scores."""
+    width, tp = sizes.width, layout.tp
+    blocks = sizes.depth // layout.pp
+    elements = (12 * width**2 * blocks + sizes.vocab * width) / tp
+    terms = activation_terms(
+        sizes.context, layout.microbatch, width, sizes.heads, tp, layout.sequence,
+        "full" if layout.recompute == "full" else "selective",
+    )  # fmt: skip
+    kept = sum(held for name, held in terms.items() if name != DROPOUT_MASKS)
+    count = layout.microbatches(global_batch)
+    in_flight = interleaved(layout.pp, count, 1, 2, layout.chunks).peak_microbatches
+    return {
+        "parameters": elements * MIXED_ADAM.parameter,
+        "gradients": elements * MIXED_ADAM.gradient,
+        "optimizer state": elements * MIXED_ADAM.optimizer / layout.shards,
+        "activations": kept * blocks * in_flight,
+    }
+
+
+def _by_bound(every: Iterable[Layout], sizes: Sizes, global_batch: int) -> list[TooLarge]:
+    """The layouts with their lower bounds, the smallest first."""
+    bounds = [TooLarge(one, least_bytes(sizes, one, global_batch), True) for one in every]
+    return sorted(bounds, key=lambda bound: bound.peak_bytes)
+
+
 def ranked(
     every: Sequence[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
 ) -> tuple[tuple[StepReport, ...], tuple[TooLarge, ...]]:
     """Reports of the layouts that fit, the fastest first (at equal speed, the lower peak), and the
     others, the smallest first."""
-    bounds = by_bound(every, sizes, global_batch)
+    bounds = _by_bound(every, sizes, global_batch)
     large = [bound for bound in bounds if bound.peak_bytes > budget_bytes]
     reports = []
     for bound in slow_progress(bounds[: len(bounds) - len(large)], "replaying layouts"):
@@ -229,27 +196,49 @@ def ranked(
     )
 
 
-def devices(cluster: Cluster, gpus: int | None) -> int:
-    """How many are used. Raises ValueError for more than the cluster has."""
-    if gpus is None:
-        return cluster.size
-    if not 1 <= gpus <= cluster.size:
-        raise ValueError(
-            f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
-            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
-            "(dataclasses.replace(cluster, nodes=...))"
-        )
-    return gpus
+def lowest_peak(
+    every: Iterable[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
+) -> Fit:
+    """The layout with the lowest recorded peak."""
+    bounds = _by_bound(every, sizes, global_batch)
+    best, recorded = report(sizes, bounds[0].layout), 1
+    for bound in slow_progress(bounds[1:], "recording layouts"):
+        if bound.peak_bytes >= best.peak_bytes:
+            break
+        best = min(best, report(sizes, bound.layout), key=lambda found: found.peak_bytes)
+        recorded += 1
+    return Fit(best, budget_bytes, len(bounds) - recorded)
 
 
-def budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
-    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
-    has = cluster.device.memory_bytes
-    if max_memory_bytes is None:
-        return has
-    if not 0 < max_memory_bytes <= has:
-        raise ValueError(
-            f"max_memory_bytes={max_memory_bytes:g}: {cluster.device.name} has {has:g}; take more "
-            "than 0, and no more than that"
-        )
-    return max_memory_bytes
+def deepest(
+    every: Sequence[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
+) -> Fit | None:
+    """The most blocks of this width, over all these layouts, by bisection of each; None if one
+    block a stage is too much. A layout whose bound allows no more than the best is not recorded."""
+
+    def bound(one: Layout) -> int:
+        """Blocks that the formulas allow, on all stages."""
+
+        def too_large(blocks: int) -> bool:
+            held = least_bytes(replace(sizes, depth=one.pp * blocks), one, global_batch)
+            return sum(held.values()) > budget_bytes
+
+        return one.pp * bisect_left(range(1, MOST_BLOCKS), True, key=too_large)
+
+    best: StepReport | None = None
+    recorded, deepest_so_far = 0, 0
+    bounds = sorted(((bound(one), one) for one in every), key=lambda x: -x[0])
+    for depth, one in slow_progress(bounds, "recording layouts"):
+        if depth <= deepest_so_far:
+            break
+        found: dict[int, StepReport] = {}
+
+        def too_large(blocks: int, one: Layout = one, found: dict = found) -> bool:
+            found[blocks] = report(replace(sizes, depth=one.pp * blocks), one)
+            return found[blocks].peak_bytes > budget_bytes
+
+        blocks = bisect_left(range(1, depth // one.pp + 1), True, key=too_large)
+        recorded += 1
+        if one.pp * blocks > deepest_so_far:
+            best, deepest_so_far = found[blocks], one.pp * blocks
+    return Fit(best, budget_bytes, len(bounds) - recorded) if best else None

@@ -4,13 +4,9 @@
     other   ███████████ compute ██ tensor █████████████ bubble
                                            └──────────┘ the largest difference is the reason
 
-The seconds of a report add up to its step, so a slower step has more of at least one part. That
-part names the trade of arXiv 2104.04473, section 3, that was lost:
-
-    tensor      collectives of every layer: between nodes they wait for the slower wire (3.2)
-    bubble      (pp - 1) / (m chunks) of the step: more stages, or fewer micro-batches (3.2, 3.3.1)
-    compute     matmuls made thin by tp or a small micro-batch run slower (3.4)
-    data        gradients, once in a step (3.3)
+It names the trade of arXiv 2104.04473, section 3, that was lost: collectives between nodes wait for
+the slower wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin
+by tp or a small micro-batch run slower (3.4); gradients travel once in a step (3.3).
 """
 
 from collections.abc import Mapping
@@ -79,15 +75,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
     if slower <= AS_FAST:
         more = (other.peak_bytes - best.peak_bytes) / GB
         return f"as fast; a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
-    explain = {
-        "compute": _compute,
-        "optimizer": _optimizer,
-        "tensor": _tensor,
-        "pipeline": _pipeline,
-        "data": _data,
-        "bubble": _bubble,
-    }[cause(best, other)]
-    reason = explain(best, other, cluster)
+    reason = _reason(cause(best, other), best, other, cluster)
     return f"all but as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
 
 
@@ -102,7 +90,42 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
     )
 
 
-def _compute(best: StepReport, other: StepReport, cluster: Cluster) -> str:
+def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) -> str:
+    layout, node = other.layout, cluster.devices_per_node
+    exposed = f"stand exposed {_share(other, part)} of the step (the best: {_share(best, part)})"
+    match part:
+        case "compute":
+            return _compute_reason(best, other)
+        case "optimizer":
+            return (
+                f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
+                f"{best.optimizer_s * 1e3:,.0f}: zero {layout.zero} over dp {layout.dp}, "
+                f"there zero {best.layout.zero} over dp {best.layout.dp}"
+            )
+        case "bubble":
+            return (
+                f"bubble {_share(other, part)}: {_filling(other)} (the best: "
+                f"{_share(best, part)}, {_filling(best)})"
+            )
+        case "tensor" if layout.tp > node >= best.layout.tp and cluster.between is not None:
+            return (
+                f"tp {layout.tp} leaves the node of {node}: its collectives go over "
+                f"{cluster.between.name} and {exposed}"
+            )
+        case "tensor":
+            what = f"collectives of tp {layout.tp}"
+        case "data":
+            what = f"gradients of dp {layout.dp}"
+        case _:
+            pieces = f"{layout.pp * layout.chunks} pieces of the model on " * (layout.chunks > 1)
+            what = f"messages between {pieces}{layout.pp} stages"
+    ours, theirs = best.sent_bytes.get(part, 0.0), other.sent_bytes.get(part, 0.0)
+    times = theirs / ours if ours else inf
+    more = f", {times:.1f} × the best's" if 1.05 < times < inf else ""
+    return f"{what} {exposed}; a rank sends {theirs / GB:.1f} GB{more}"
+
+
+def _compute_reason(best: StepReport, other: StepReport) -> str:
     again_s = other.compute_s / 4  # forward, once more: one of four equal parts
     if (
         other.layout.recompute == "full"
@@ -116,57 +139,10 @@ def _compute(best: StepReport, other: StepReport, cluster: Cluster) -> str:
     ours, theirs = reached(best), reached(other)
     if theirs >= ours:
         return f"computes longer: {other.compute_s:.2f} s, the best {best.compute_s:.2f}"
+    choices, bests = (f"tp {x.layout.tp} and b {x.layout.microbatch}" for x in (other, best))
     return (
-        f"smaller products: with {_matmul_choices(other)} they reach {theirs:.0%} of the peak, the "
-        f"best's with {_matmul_choices(best)} {ours:.0%}"
-    )
-
-
-def _matmul_choices(report: StepReport) -> str:
-    return f"tp {report.layout.tp} and b {report.layout.microbatch}"
-
-
-def _optimizer(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    return (
-        f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
-        f"{best.optimizer_s * 1e3:,.0f}: zero {other.layout.zero} over dp {other.layout.dp}, "
-        f"there zero {best.layout.zero} over dp {best.layout.dp}"
-    )
-
-
-def _tensor(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    tp, node = other.layout.tp, cluster.devices_per_node
-    if tp > node >= best.layout.tp and cluster.between is not None:
-        return (
-            f"tp {tp} leaves the node of {node}: its collectives go over {cluster.between.name} "
-            f"and stand exposed {_exposed(best, other, 'tensor')}"
-        )
-    return (
-        f"collectives of tp {tp} stand exposed {_exposed(best, other, 'tensor')}; "
-        f"{_sent(best, other, 'tensor')}"
-    )
-
-
-def _pipeline(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    pp, chunks = other.layout.pp, other.layout.chunks
-    parts = f"{pp * chunks} pieces of the model on {pp} stages" if chunks > 1 else f"{pp} stages"
-    return (
-        f"messages between {parts} stand exposed {_exposed(best, other, 'pipeline')}; "
-        f"{_sent(best, other, 'pipeline')}"
-    )
-
-
-def _data(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    return (
-        f"gradients of dp {other.layout.dp} stand exposed {_exposed(best, other, 'data')}; "
-        f"{_sent(best, other, 'data')}"
-    )
-
-
-def _bubble(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    return (
-        f"bubble {_share(other, 'bubble')}: {_filling(other)} (the best: "
-        f"{_share(best, 'bubble')}, {_filling(best)})"
+        f"smaller products: with {choices} they reach {theirs:.0%} of the peak, the "
+        f"best's with {bests} {ours:.0%}"
     )
 
 
@@ -178,17 +154,6 @@ def _filling(report: StepReport) -> str:
     return f"pp - 1 = {layout.pp - 1} over {count} micro-batch{'es' * (count != 1)}{chunks}"
 
 
-def _exposed(best: StepReport, other: StepReport, part: str) -> str:
-    return f"{_share(other, part)} of the step (the best: {_share(best, part)})"
-
-
 def _share(report: StepReport, part: str) -> str:
     share = seconds(report)[part] / report.step_s
     return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
-
-
-def _sent(best: StepReport, other: StepReport, axis: str) -> str:
-    ours, theirs = best.sent_bytes.get(axis, 0.0), other.sent_bytes.get(axis, 0.0)
-    times = theirs / ours if ours else inf
-    more = f", {times:.1f} × the best's" if 1.05 < times < inf else ""
-    return f"a rank sends {theirs / GB:.1f} GB{more}"

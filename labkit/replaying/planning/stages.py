@@ -1,10 +1,11 @@
-"""The stages of a layout: which layers each has, and what they take on a cluster.
+"""The stages of a layout: which layers each has, where its ranks sit, and what they take there.
 
     GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
     pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
 
-Chunk c of stage r is virtual stage c p + r. Blocks are distributed as `labkit.split` does, with the
-embedding on the first virtual stage and the head on the last.
+Chunk c of stage r is virtual stage c p + r. Ranks are those of Mesh(pp, dp, tp), tensor parallelism
+innermost. Groups that are spread over nodes in the same way take the same time: one of each way is
+enough.
 
     host        │launch│launch│launch│ ...     does not wait for the device
     computing          ███    ████████████     one operation after the other, at the device's rates,
@@ -12,22 +13,21 @@ embedding on the first virtual stage and the head on the last.
     wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank waits for it
 
-All ranks of a tensor-parallel group do the same at the same time, so one rank is enough, and a
-layer begins and ends with nothing in flight: the seconds of layers add up.
-
-Small operations wait for their launches, large ones do not. A host runs ahead within the forward or
-the backward of a layer, but not into the next: over a whole step, it would hide a slow forward
-behind a long backward, and measured steps do not show that (calibrate.py). Models of width 1,024
-with short micro-batches are limited by their host; models of billions of parameters never are. A
-cluster without `host_s` has hosts that launch in no time.
+A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
+within the forward or the backward of a layer, but not into the next: over a whole step, it would
+hide a slow forward behind a long backward, and measured steps do not show that (calibrate.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
+from labkit.comm.mesh import rank_at
 from labkit.events import chunk_sizes
-from labkit.replaying.costs import Costs
+from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.planning.layers import (
     Layer,
     LayerPass,
@@ -37,7 +37,13 @@ from labkit.replaying.planning.layers import (
     shape_of,
 )
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.planning.placement import Groups, moved, slowest, tensor_groups
+
+Ranks = tuple[int, ...]
+Groups = tuple[Ranks, ...]
+CompletedGradients = tuple[tuple[float, int], ...]  # seconds into the backward, elements
+
+
+# ---- layers
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,8 @@ def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[Vi
     layers[0].insert(0, (embedding, 1))
     layers[-1].append((head, 1))
     tied_elements = vocabulary_elements(sizes, layout) if sizes.tied and layout.pp == 1 else 0
-    return [
-        *(VirtualStage(tuple(some)) for some in layers[:-1]),
-        VirtualStage(tuple(layers[-1]), tied_elements),
-    ]
+    *before, last = map(tuple, layers)
+    return [*map(VirtualStage, before), VirtualStage(last, tied_elements)]
 
 
 def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
@@ -93,63 +97,107 @@ def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
     return -(-sizes.vocab // layout.tp) * sizes.width
 
 
-class PassSeconds(NamedTuple):
-    """`compute_s`: including waits for launches. `gradients`: when each gradient was complete, and
-    its elements."""
-
-    compute_s: float
-    exposed_s: float
-    gradients: tuple[tuple[float, int], ...] = ()
-
-    @property
-    def sum_s(self) -> float:
-        return self.compute_s + self.exposed_s
+# ---- places
 
 
-class ChunkSeconds(NamedTuple):
-    """One chunk of a stage, for one micro-batch."""
+def mesh_sizes(layout: Layout) -> dict[str, int]:
+    """The mesh of a layout, as Mesh(**sizes) takes it."""
+    return {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
+
+
+def tensor_groups(layout: Layout, stage: int, per_node: int) -> Groups:
+    """Ranks that share the layers of a stage: one group of each way to sit on nodes."""
+    return _groups(layout.pp, layout.dp, layout.tp, "tp", (stage,), per_node)
+
+
+def data_groups(layout: Layout, stage: int, per_node: int) -> Groups:
+    """Ranks with the same shard of a stage, likewise."""
+    return _groups(layout.pp, layout.dp, layout.tp, "dp", (stage,), per_node)
+
+
+def pipeline_groups(layout: Layout, stages: tuple[int, int], per_node: int) -> Groups:
+    """Ranks with the same shard of two stages, likewise."""
+    return _groups(layout.pp, layout.dp, layout.tp, "pp", stages, per_node)
+
+
+@lru_cache(maxsize=65536)
+def _groups(pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int) -> Groups:
+    """The groups along `axis`; those along "pp" have one rank of each of the `stages`."""
+    mesh = {"pp": pp, "dp": dp, "tp": tp}
+    members = stages if axis == "pp" else range(mesh[axis])
+    others = [other for other in ("dp", "tp") if other != axis]
+    kinds: dict[Ranks, Ranks] = {}
+    # After as many indices as a node has ranks, placements repeat.
+    for indices in product(*(range(min(mesh[other], per_node)) for other in others)):
+        fixed = {"pp": stages[0], **dict(zip(others, indices, strict=True))}
+        ranks = tuple(rank_at(mesh, fixed | {axis: member}) for member in members)
+        on_node = Counter(rank // per_node for rank in ranks)
+        kinds.setdefault(tuple(sorted(on_node.values())), ranks)
+    return tuple(kinds.values())
+
+
+@lru_cache(maxsize=65536)
+def from_first_node(groups: Groups, per_node: int) -> Groups:
+    """The same groups counted from the first node: stages whose groups sit alike then share what
+    was computed for one of them."""
+    return tuple(
+        tuple(rank - min(ranks) // per_node * per_node for rank in ranks) for ranks in groups
+    )
+
+
+def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
+    """A collective, on that of the groups where it takes longest."""
+    return max((costs.collective(op, nbytes, ranks) for ranks in groups), key=lambda x: x.total_s)
+
+
+# ---- seconds
+
+
+class StageSeconds(NamedTuple):
+    """One micro-batch in one chunk of a stage, or in one of its layers."""
 
     forward_s: float
     backward_s: float
-    compute_s: float  # of both
+    compute_s: float  # of both, with waits for launches
     exposed_s: float
-    gradients: tuple[tuple[float, int], ...]  # in its backward: when complete, how many elements
+    gradients: CompletedGradients
 
 
-def chunk_seconds(chunk: VirtualStage, layout: Layout, stage: int, costs: Costs) -> ChunkSeconds:
+def chunk_seconds(chunk: VirtualStage, layout: Layout, stage: int, costs: Costs) -> StageSeconds:
     """The sum over its layers."""
     per_node = costs.cluster.devices_per_node
-    groups = moved(tensor_groups(layout, stage, per_node), per_node)
+    groups = from_first_node(tensor_groups(layout, stage, per_node), per_node)
     key = "chunk", chunk.layers, groups
     return costs.remembered(key, lambda: _chunk_seconds(chunk, groups, costs))
 
 
-def _chunk_seconds(chunk: VirtualStage, groups: Groups, costs: Costs) -> ChunkSeconds:
+def _chunk_seconds(chunk: VirtualStage, groups: Groups, costs: Costs) -> StageSeconds:
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        forward, backward = _layer_seconds(shape, costs, groups)
-        gradients += [(backward_s + when_s, numel) for when_s, numel in backward.gradients]
-        forward_s, backward_s = forward_s + forward.sum_s, backward_s + backward.sum_s
-        compute_s += forward.compute_s + backward.compute_s
-        exposed_s += forward.exposed_s + backward.exposed_s
-    return ChunkSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
-
-
-def _layer_seconds(shape: Shape, costs: Costs, groups: Groups) -> tuple[PassSeconds, PassSeconds]:
-    """Forward and backward, on that of the `groups` which is slowest."""
-
-    def simulated() -> tuple[PassSeconds, PassSeconds]:
-        layer = recorded(shape)
-        return (
-            _pass_seconds(layer.forward, costs, groups),
-            _pass_seconds(layer.backward, costs, groups),
+        layer = costs.remembered(
+            (shape, groups), lambda shape=shape: _layer_seconds(recorded(shape), groups, costs)
         )
+        gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
+        forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
+        compute_s, exposed_s = compute_s + layer.compute_s, exposed_s + layer.exposed_s
+    return StageSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
 
-    return costs.remembered((shape, groups), simulated)
+
+def _layer_seconds(layer: Layer, groups: Groups, costs: Costs) -> StageSeconds:
+    """On that of the `groups` which is slowest."""
+    forward_s, waited_s, _ = _pass_seconds(layer.forward, costs, groups)
+    backward_s, exposed_s, gradients = _pass_seconds(layer.backward, costs, groups)
+    return StageSeconds(
+        forward_s + waited_s, backward_s + exposed_s, forward_s + backward_s, waited_s + exposed_s,
+        gradients,
+    )  # fmt: skip
 
 
-def _pass_seconds(layer_pass: LayerPass, costs: Costs, groups: Groups) -> PassSeconds:
+def _pass_seconds(
+    layer_pass: LayerPass, costs: Costs, groups: Groups
+) -> tuple[float, float, CompletedGradients]:
+    """Computing, exposed, and when each gradient is complete."""
     compute_s = exposed_s = wire_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
@@ -166,7 +214,7 @@ def _pass_seconds(layer_pass: LayerPass, costs: Costs, groups: Groups) -> PassSe
             exposed_s += max(arrives_s[id(what)] - now_s, 0.0)
         else:
             gradients.append((now_s, what))
-    return PassSeconds(compute_s, exposed_s, tuple(gradients))
+    return compute_s, exposed_s, tuple(gradients)
 
 
 def update_seconds(chunks: list[VirtualStage], costs: Costs, shards: int = 1) -> float:
@@ -182,7 +230,7 @@ def update_seconds(chunks: list[VirtualStage], costs: Costs, shards: int = 1) ->
 def _layer_update_seconds(parameters: tuple[int, ...], costs: Costs, shards: int) -> float:
     def simulated() -> float:
         ended_s = 0.0
-        for count, operation in enumerate(recorded_update(parameters).operations, 1):
+        for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
             launched_s = count * costs.cluster.device.host_s
             share = operation._replace(moved_bytes=operation.moved_bytes // shards)
             ended_s = max(ended_s, launched_s) + costs.compute_s(share)

@@ -1,55 +1,39 @@
-"""`step_report(sizes, layout, global_batch, cluster)`: a training step of a large model on a large
-cluster, from recordings of its layers.
+"""A training step of a large model on a large cluster, from recordings of its layers (step_model).
 
-    layers          each kind recorded once, without data
-    placement       where ranks sit on nodes, and what a collective takes there
-    stages          what a stage takes: a sum over its layers
-    communication   messages between stages, bytes along each axis
-    clock           the schedule, over all micro-batches
-    step_end        gradients over dp, the tied embedding, the optimizer
-    peak_memory     states, and what is in flight
+stage 0   F F F .. B F .. B F .. B . B . B │ data │ tied │ step │
+stage 1     F F B F B F B F B B            │ data │ tied │ step │
 
-    stage 0   F F F .. B F .. B F .. B . B . B │ data │ tied │ step │
-    stage 1     F F B F B F B F B B            │ data │ tied │ step │
-
-    >>> gpt3 = Sizes(width=12288, depth=96, heads=96)
-    >>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
-    >>> report = step_report(gpt3, layout, 1536, cluster("selene"))
-    >>> report.step_s, report.mfu, report.memory_bytes, report.sent_bytes
-
-Your own constants: `step_report(..., costs=Costs(cluster))` with a subclass of
-labkit.replaying.costs.Costs. Recordings do not depend on costs, so that trying many is quick.
-
-Assumptions: gradients travel as labkit's DDP and ZeRO send them, in buckets, while the backward of
-the last micro-batch runs; ZeRO's updated parameters travel after the step, overlapping nothing. A
-message does not wait for its receiver, nor for the messages before it.
+>>> gpt3 = Sizes(width=12288, depth=96, heads=96)
+>>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
+>>> step_report(gpt3, layout, 1536, cluster("selene")).step_s
+>>> plot.timeline(step_trace(gpt3, layout, 1536, cluster("selene")))
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from labkit.clusters import Cluster
-from labkit.predict.sizes import check_counts
+from labkit.comm.mesh import rank_at
+from labkit.events import CommEvent
 from labkit.predict.transformer import step_flops
+from labkit.predict.wires import bus_factor
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.clock import pipeline_timing
-from labkit.replaying.planning.communication import messages_s, sent_bytes
-from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
+from labkit.replaying.engine import Timed
+from labkit.replaying.microbatches import action_of
+from labkit.replaying.pipeline import pipeline_trace
+from labkit.replaying.planning.clock import schedule_of
+from labkit.replaying.planning.communication import message_bytes, sent_bytes
+from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.peak_memory import peak_memory
 from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.stages import (
-    ChunkSeconds,
-    VirtualStage,
-    chunk_seconds,
-    virtual_stages,
-)
-from labkit.replaying.planning.step_end import StageEnd, step_ends
+from labkit.replaying.planning.stages import mesh_sizes
+from labkit.replaying.planning.step_model import Sent, StageEnd, step_ends, step_model
+from labkit.replaying.replays import set_times
+from labkit.schedules import Action, Message
+from labkit.trace import RankTrace, Span, Step, Trace
 
 DTYPE = "bfloat16"
-COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
-CORES = ("fused", "plain")
+STEP = 0  # its number in a trace
 
 
 def step_report(
@@ -68,21 +52,14 @@ def step_report(
         core: of attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has.
-
-    Where the cluster has a time for launches (`host_s`), no operation begins before its launch.
+    than the cluster has. Where the cluster has a time for launches (`host_s`), no operation begins
+    before its launch.
     """
-    planned = plan_step(sizes, layout, global_batch, cluster, costs, core)
-    m, chunks, costs = planned.microbatches, planned.chunks, planned.costs
-    timing = pipeline_timing(
-        m,
-        np.array([[chunk.forward_s for chunk in of_stage] for of_stage in chunks]),
-        np.array([[chunk.backward_s for chunk in of_stage] for of_stage in chunks]),
-        np.array(planned.messages_s),
-    )
-    ends = planned.ends(timing.ended_s.tolist(), timing.last_s.tolist())
+    model = step_model(sizes, layout, global_batch, cluster, costs, core)
+    m, timing = model.microbatches, model.timing()
+    ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())
     step_s = max(end.ended_s for end in ends)
-    every_chunk = [chunk for of_stage in chunks for chunk in of_stage]
+    every_chunk = [chunk for of_stage in model.chunks for chunk in of_stage]
     means = {
         "compute_s": _mean(m * chunk.compute_s for chunk in every_chunk) * layout.chunks,
         "tensor_s": _mean(m * chunk.exposed_s for chunk in every_chunk) * layout.chunks,
@@ -94,11 +71,11 @@ def step_report(
     flops = step_flops(
         sizes.vocab, sizes.width, sizes.depth, sizes.heads, global_batch, sizes.context
     )
-    peak = costs.cluster.device.peak_flops_of(DTYPE)
+    peak = model.costs.cluster.device.peak_flops_of(DTYPE)
     return StepReport(
         sizes, layout, global_batch, sum(means.values()), **means,
-        memory_bytes=peak_memory(sizes, layout, planned.stages, m),
-        sent_bytes=sent_bytes(sizes, layout, m, planned.stages),
+        memory_bytes=peak_memory(sizes, layout, model.stages, m),
+        sent_bytes=sent_bytes(sizes, layout, m, model.stages),
         model_flops=flops, mfu=flops / (step_s * layout.ranks * peak),
     )  # fmt: skip
 
@@ -108,82 +85,83 @@ def _mean(some: Iterable[float]) -> float:
     return float(sum(every) / len(every))
 
 
-class Planned(NamedTuple):
-    """A step's costs before the clock runs: what the report, the trace and the calibration
-    share."""
-
-    sizes: Sizes
-    layout: Layout
-    microbatches: int
-    costs: Costs
-    stages: list[list[VirtualStage]]  # the chunks of each stage
-    chunks: list[list[ChunkSeconds]]
-    messages_s: list[float]
-
-    def ends(self, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]) -> list[StageEnd]:
-        """As `step_ends`, of this step."""
-        of_step = self.sizes, self.layout, self.stages, self.chunks
-        return step_ends(*of_step, ended_s, lasts_s, self.costs)
-
-
-def plan_step(
+def step_trace(
     sizes: Sizes,
     layout: Layout,
     global_batch: int,
     cluster: Cluster,
+    *,
     costs: Costs | None = None,
     core: str = "fused",
-) -> Planned:
-    """Arguments and errors as those of `step_report`."""
-    check(sizes, layout, global_batch, cluster)
-    if core not in CORES:
-        raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
-    costs = Costs(cluster) if costs is None else costs
-    virtual = virtual_stages(sizes, layout, core)
-    stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
-    chunks = [
-        [chunk_seconds(chunk, layout, stage, costs) for chunk in of_stage]
-        for stage, of_stage in enumerate(stages)
-    ]
-    return Planned(
-        sizes, layout, layout.microbatches(global_batch), costs, stages, chunks,
-        messages_s(sizes, layout, costs),
+) -> Trace:
+    """One step: of each stage the rank dp 0, tp 0, which represents the others (RankTrace.alike).
+    Collectives of tensor parallelism are inside the spans of micro-batches.
+
+    Arguments and errors are those of `step_report`. There is a span for each action of the
+    schedule, at 20 us each: a step of many micro-batches on many stages takes a while.
+    """
+    model = step_model(sizes, layout, global_batch, cluster, costs, core)
+
+    def seconds(stage: int, action: Action) -> float:
+        chunk = model.chunks[stage][action.chunk]
+        return chunk.forward_s if action.phase == "forward" else chunk.backward_s
+
+    def message_s(message: Message) -> float:
+        return model.messages_s[min(message.source, message.target) % layout.pp]
+
+    schedule = schedule_of(layout.pp, model.microbatches, layout.chunks)
+    trace = pipeline_trace(schedule, seconds, message_s, message_bytes(sizes, layout))
+    ended_s, lasts_s = [], []
+    for one in trace.ranks.values():
+        backward = [span for span in one.spans if span.phase == "backward"]
+        ended_s.append(max(span.ended_s for span in backward))
+        began = {action_of(span).chunk: span.began_s for span in backward}  # the last of each
+        lasts_s.append([began[chunk] for chunk in range(layout.chunks)])
+    ends = step_ends(model, ended_s, lasts_s)
+    step_s = max(end.ended_s for end in ends)
+    mesh = mesh_sizes(layout)
+    first = [rank_at(mesh, {"pp": k, "dp": 0, "tp": 0}) for k in range(layout.pp)]
+    ranks = {
+        first[stage]: _with_end(trace.ranks[stage], end, first, step_s, layout)
+        for stage, end in enumerate(ends)
+    }
+    about = {"what": f"{layout.in_words}, replayed", "world_size": layout.ranks}
+    return Trace(ranks, about)
+
+
+def _with_end(
+    one: RankTrace, end: StageEnd, first: Sequence[int], step_s: float, layout: Layout
+) -> RankTrace:
+    """The stage as its first rank, with what follows its last backward."""
+    rank = first[one.rank]
+    began_s, ended_s = end.update_began_s, end.update_began_s + end.update_s
+    update = Span("optimizer", "", STEP, began_s, ended_s, 0, "AdamW")
+    over_s = max(span.ended_s for span in one.spans)  # its last backward
+    messages = [replace(event, ranks=tuple(first)) for event in one.comms]
+    return RankTrace(
+        rank, layout.ranks, steps=[Step(STEP, 0.0, step_s)], spans=[*one.spans, update],
+        comms=[*messages, *_collectives(end.sent, one.rank, first, layout, over_s)],
+        alike=tuple(range(rank + 1, rank + layout.dp * layout.tp)),
     )  # fmt: skip
 
 
-def check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
-    """Raises ValueError for an invalid layout, naming a valid choice."""
-    check_counts(**{name: getattr(layout, name) for name in COUNTS}, global_batch=global_batch)
-    rows = layout.dp * layout.microbatch
-    if global_batch % rows:
-        raise ValueError(
-            f"a batch of {global_batch} rows does not divide over dp={layout.dp} replicas in "
-            f"micro-batches of {layout.microbatch}; choose a multiple of {rows}"
-        )
-    if layout.ranks > cluster.size:
-        raise ValueError(
-            f"{layout.in_words} takes {layout.ranks:,} ranks, and {cluster.title} has "
-            f"{cluster.size:,}; dataclasses.replace(cluster, nodes=...) has more"
-        )
-    if layout.chunks > 1 and (layout.pp == 1 or layout.microbatches(global_batch) % layout.pp):
-        raise ValueError(
-            f"chunks={layout.chunks} with pp={layout.pp} and {layout.microbatches(global_batch)} "
-            "micro-batches: interleaved 1F1B needs several stages, and micro-batches in whole "
-            "groups of pp"
-        )
-    if sizes.heads % layout.tp:
-        raise ValueError(
-            f"{sizes.heads} heads do not divide over tp={layout.tp}; choose a tp that divides them"
-        )
-    if layout.sequence and sizes.context % layout.tp:
-        raise ValueError(
-            f"{sizes.context} positions do not divide over tp={layout.tp}; choose another context, "
-            "or sequence=False"
-        )
-    if layout.zero not in ZERO_STAGES:
-        raise ValueError(
-            f"zero={layout.zero}: here are 0 (DDP) and 1; stages 2 and 3 send for each micro-batch "
-            "again (labkit.predict.bytes_by_axis counts that)"
-        )
-    if layout.recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")
+def _collectives(
+    sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
+) -> Iterator[CommEvent]:
+    """Each bucket on the wire; the stage waits for the last of each kind."""
+    replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
+    ends = (first[0], first[-1])
+    for seq, one in enumerate(sent, start=1):
+        is_data = one.axis == "data"
+        ranks, group = (replicas, f"data {stage}") if is_data else (ends, "tied")
+        bus_bytes = round(bus_factor(one.op, len(ranks)) * one.nbytes)
+        event = CommEvent(
+            one.op, group, ranks, ranks.index(first[stage]), seq if is_data else 1, DTYPE, (),
+            one.nbytes, bus_bytes, blocking=False, step=STEP,
+        )  # fmt: skip
+        wait = None
+        if seq == len(sent) or (sent[seq].op, sent[seq].axis) != (one.op, one.axis):
+            wait_began_s = max(one.issued_s, over_s)  # not before the last backward is over
+            wait = Timed(wait_began_s, max(wait_began_s, one.ended_s))
+        set_times(event, one.issued_s, Timed(one.began_s, one.ended_s), wait)
+        yield event

@@ -1,0 +1,249 @@
+"""What planning answers, as tables and as JSON: a ranked `Plan`, or a `Fit`.
+
+`ranking.py` finds both.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from labkit.clusters import Cluster
+from labkit.clusters import cluster as find_cluster
+from labkit.predict.tables import Table
+from labkit.replaying.planning.layout import Layout, Sizes, described
+from labkit.replaying.planning.report import GB, PARTS, StepReport, seconds, why, why_not
+
+FORMAT = "labkit plan 1"
+AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "microbatch": "micro-batch"}
+SENT_AXES = ("tensor", "pipeline", "data")
+HEADS = (
+    "", "tp", "pp", "dp", "b", "chunks", "zero", "seq", "recompute", "step s", "MFU",
+    "bubble", "exposed", "GB held", "tensor GB", "pipeline GB", "data GB", "why it loses",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A layout that does not fit. `at_least`: these bytes are the lower bound."""
+
+    layout: Layout
+    memory_bytes: Mapping[str, float]
+    at_least: bool = False
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a model fits, and its layout: the one with the lowest peak, or in which the largest
+    model fits.
+
+    Attributes:
+        others: layouts that their bounds ruled out without a recording.
+    """
+
+    report: StepReport
+    budget_bytes: float
+    others: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return self.report.peak_bytes <= self.budget_bytes
+
+    def __str__(self) -> str:
+        sizes, layout = self.report.sizes, self.report.layout
+        held, budget = self.report.peak_bytes / GB, self.budget_bytes / GB
+        model = (
+            f"{sizes.parameters / 1e9:,.1f}B parameters ({sizes.depth} blocks of width "
+            f"{sizes.width}) on {layout.ranks} device{'s' * (layout.ranks > 1)}"
+        )
+        if self.fits:
+            return f"{model}: fits, as {described(layout)}, with {held:.1f} GB of {budget:.1f} GB"
+        return (
+            f"{model}: does not fit; {described(layout)} holds the least, {held:.1f} GB of "
+            f"{budget:.1f} GB, {held - budget:.1f} GB too much"
+        )
+
+    def table(self) -> Table:
+        """What the fullest stage holds at its peak, by category."""
+        free = self.budget_bytes - self.report.peak_bytes
+        parts = {name: held for name, held in self.report.memory_bytes.items() if held}
+        parts["free" if free >= 0 else "too much"] = abs(free)
+        rows: list[tuple[str, ...]] = [
+            (name, f"{nbytes / GB:.2f}", f"{nbytes / self.budget_bytes:.1%}", "")
+            for name, nbytes in parts.items()
+        ]
+        return Table(("at the peak", "GB", "of a device", ""), rows)
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self}</p>{self.table()._repr_html_()}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layouts of a model on a cluster, ranked.
+
+    Attributes:
+        reports: of the layouts that fit, by the seconds of a step.
+        too_large: those that do not, the smallest first.
+        budget_bytes: what a device may hold.
+        took_s: seconds that the planning took.
+    """
+
+    cluster: Cluster
+    reports: tuple[StepReport, ...]
+    too_large: tuple[TooLarge, ...]
+    budget_bytes: float
+    took_s: float = 0.0
+
+    @property
+    def best(self) -> StepReport:
+        return self.reports[0]
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Ranked."""
+        return tuple(report.layout for report in self.reports)
+
+    def report(self, layout: Layout) -> StepReport:
+        """Raises ValueError for a layout that is not among those that fit."""
+        if layout in self._reports:
+            return self._reports[layout]
+        reason = "is not in this plan; its layouts are plan.layouts"
+        if layout in self._too_large:
+            reason = self.why(layout)
+        raise ValueError(f"{described(layout)} {reason}")
+
+    def why(self, layout: Layout) -> str:
+        """One sentence: what this layout loses to the best, or by how much it does not fit."""
+        if large := self._too_large.get(layout):
+            return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
+        return why(self.best, self.report(layout), self.cluster)
+
+    @cached_property
+    def _reports(self) -> dict[Layout, StepReport]:
+        return {one.layout: one for one in self.reports}
+
+    @cached_property
+    def _too_large(self) -> dict[Layout, TooLarge]:
+        return {one.layout: one for one in self.too_large}
+
+    def fastest(self, choice: str) -> dict[Any, StepReport]:
+        """The fastest layout for each value of "tp", "pp", "microbatch" or another field: what a
+        choice costs when all others are optimal."""
+        if choice not in Layout.__dataclass_fields__:
+            fields = ", ".join(Layout.__dataclass_fields__)
+            raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
+        found: dict[Any, StepReport] = {}
+        for report in self.reports:  # ranked: the first of each value is the fastest
+            found.setdefault(getattr(report.layout, choice), report)
+        return dict(sorted(found.items()))
+
+    def trades(self, near: int | None = None) -> Table:
+        """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
+        takeaways of arXiv 2104.04473, section 3, for this model.
+
+        Args:
+            near: show so many values to each side of the best, and the first tp that leaves the
+                node; all of them if None.
+        """
+        rows: list[tuple[str, ...]] = []
+        node = self.cluster.devices_per_node
+        for choice, name in AXES.items():
+            every = self.fastest(choice)
+            values = list(every)
+            at = values.index(getattr(self.best.layout, choice))
+            past_node = min((i for i, tp in enumerate(values) if tp > node), default=at)
+            for i, (value, one) in enumerate(every.items()):
+                if near is None or abs(i - at) <= near or (choice == "tp" and i == past_node):
+                    times = f"{one.step_s / self.best.step_s:.2f} ×"
+                    rows.append(
+                        (name, str(value), described(one.layout), times, self.why(one.layout))
+                    )
+        return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
+
+    def table(self, top: int | None = 10) -> Table:
+        """The `top` layouts, all of them if None, with what they take, hold and send. Exposed:
+        waiting for communication, over all axes."""
+        rows = []
+        for place, one in enumerate(self.reports[:top], 1):
+            layout, exposed_s = one.layout, one.tensor_s + one.pipeline_s + one.data_s
+            rows.append(
+                (
+                    *map(str, (place, layout.tp, layout.pp, layout.dp, layout.microbatch)),
+                    str(layout.chunks), str(layout.zero), "yes" * layout.sequence,
+                    layout.recompute, f"{one.step_s:.2f}", f"{one.mfu:.1%}",
+                    f"{one.bubble_s / one.step_s:.1%}", f"{exposed_s / one.step_s:.1%}",
+                    f"{one.peak_bytes / GB:.1f}",
+                    *(f"{one.sent_bytes.get(axis, 0) / GB:.1f}" for axis in SENT_AXES),
+                    self.why(layout),
+                )
+            )  # fmt: skip
+        return Table(HEADS, rows)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_json(self) -> str:
+        """The whole plan, for other programs and for `Plan.from_json`: the seconds of a step by
+        their parts, bytes by category and axis."""
+        best = self.best
+        contents = {
+            "format": FORMAT,
+            "model": {**asdict(best.sizes), "parameters": best.sizes.parameters},
+            "cluster": self.cluster.name,
+            "gpus": best.layout.ranks,
+            "global_batch": best.global_batch,
+            "budget_bytes": self.budget_bytes,
+            "took_s": self.took_s,
+            "layouts": [
+                {
+                    "layout": asdict(one.layout),
+                    "step_s": one.step_s,
+                    "seconds": seconds(one),
+                    "memory_bytes": dict(one.memory_bytes),
+                    "sent_bytes": dict(one.sent_bytes),
+                    "model_flops": one.model_flops,
+                    "mfu": one.mfu,
+                    "why": self.why(one.layout),
+                }
+                for one in self.reports
+            ],
+            "too_large": [asdict(one) for one in self.too_large],
+        }
+        return json.dumps(contents, indent=1)
+
+    @staticmethod
+    def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
+        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know.
+
+        Raises ValueError for any other text."""
+        try:
+            parsed = json.loads(text)
+            if parsed["format"] != FORMAT:
+                raise ValueError(f'its format is {parsed["format"]!r}, and not "{FORMAT}"')
+            model = {name: x for name, x in parsed["model"].items() if name != "parameters"}
+            reports = tuple(
+                StepReport(
+                    Sizes(**model), Layout(**one["layout"]), parsed["global_batch"], one["step_s"],
+                    **{f"{part}_s": one["seconds"][part] for part in PARTS},
+                    memory_bytes=one["memory_bytes"], sent_bytes=one["sent_bytes"],
+                    model_flops=one["model_flops"], mfu=one["mfu"],
+                )
+                for one in parsed["layouts"]
+            )  # fmt: skip
+            large = tuple(
+                TooLarge(Layout(**one["layout"]), one["memory_bytes"], one["at_least"])
+                for one in parsed["too_large"]
+            )
+            name, *rest = (parsed[key] for key in ("cluster", "budget_bytes", "took_s"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"this is no plan that `Plan.to_json` wrote: {error}") from None
+        return Plan(cluster or find_cluster(name), reports, large, *rest)

@@ -1,0 +1,234 @@
+"""What a step costs: the one model that the report, the plan, the trace and the calibration share.
+
+    last backward   ████████████│           │
+    data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
+    tied                                    [embedding]   first and last stage; with ZeRO a share
+    optimizer                                          ███
+    data                                                  [parameters]   ZeRO's all-gather
+
+Buckets leave while the last backward runs, as soon as they are full and the wire is free. ZeRO's
+updated parameters overlap nothing. A message does not wait for its receiver, nor for the messages
+before it.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from labkit.clusters import Cluster
+from labkit.parallel.ddp.buckets import cut
+from labkit.predict.sizes import check_counts
+from labkit.replaying.costs import Costs
+from labkit.replaying.planning.clock import Timing, pipeline_timing
+from labkit.replaying.planning.communication import messages_s, tied_bytes
+from labkit.replaying.planning.layers import DTYPE, recorded
+from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
+from labkit.replaying.planning.stages import (
+    StageSeconds,
+    VirtualStage,
+    chunk_seconds,
+    data_groups,
+    from_first_node,
+    pipeline_groups,
+    slowest,
+    update_seconds,
+    virtual_stages,
+)
+
+COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
+CORES = ("fused", "plain")
+BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
+
+
+class StepModel(NamedTuple):
+    """A step's costs before the clock runs."""
+
+    sizes: Sizes
+    layout: Layout
+    microbatches: int
+    costs: Costs
+    stages: list[list[VirtualStage]]  # the chunks of each stage
+    chunks: list[list[StageSeconds]]
+    messages_s: list[float]
+
+    def timing(self) -> Timing:
+        """Forward and backward of all micro-batches."""
+        forward_s = np.array([[chunk.forward_s for chunk in one] for one in self.chunks])
+        backward_s = np.array([[chunk.backward_s for chunk in one] for one in self.chunks])
+        return pipeline_timing(self.microbatches, forward_s, backward_s, np.array(self.messages_s))
+
+
+def step_model(
+    sizes: Sizes,
+    layout: Layout,
+    global_batch: int,
+    cluster: Cluster,
+    costs: Costs | None = None,
+    core: str = "fused",
+) -> StepModel:
+    """Arguments and errors as those of `step_report`."""
+    _check(sizes, layout, global_batch, cluster)
+    if core not in CORES:
+        raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
+    costs = Costs(cluster) if costs is None else costs
+    virtual = virtual_stages(sizes, layout, core)
+    stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
+    chunks = [
+        [chunk_seconds(chunk, layout, stage, costs) for chunk in of_stage]
+        for stage, of_stage in enumerate(stages)
+    ]
+    return StepModel(
+        sizes, layout, layout.microbatches(global_batch), costs, stages, chunks,
+        messages_s(sizes, layout, costs),
+    )  # fmt: skip
+
+
+def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
+    """Raises ValueError for an invalid layout, naming a valid choice."""
+    check_counts(**{name: getattr(layout, name) for name in COUNTS}, global_batch=global_batch)
+    rows = layout.dp * layout.microbatch
+    if global_batch % rows:
+        raise ValueError(
+            f"a batch of {global_batch} rows does not divide over dp={layout.dp} replicas in "
+            f"micro-batches of {layout.microbatch}; choose a multiple of {rows}"
+        )
+    if layout.ranks > cluster.size:
+        raise ValueError(
+            f"{layout.in_words} takes {layout.ranks:,} ranks, and {cluster.title} has "
+            f"{cluster.size:,}; dataclasses.replace(cluster, nodes=...) has more"
+        )
+    if layout.chunks > 1 and (layout.pp == 1 or layout.microbatches(global_batch) % layout.pp):
+        raise ValueError(
+            f"chunks={layout.chunks} with pp={layout.pp} and {layout.microbatches(global_batch)} "
+            "micro-batches: interleaved 1F1B needs several stages, and micro-batches in whole "
+            "groups of pp"
+        )
+    if sizes.heads % layout.tp:
+        raise ValueError(
+            f"{sizes.heads} heads do not divide over tp={layout.tp}; choose a tp that divides them"
+        )
+    if layout.sequence and sizes.context % layout.tp:
+        raise ValueError(
+            f"{sizes.context} positions do not divide over tp={layout.tp}; choose another context, "
+            "or sequence=False"
+        )
+    if layout.zero not in ZERO_STAGES:
+        raise ValueError(
+            f"zero={layout.zero}: here are 0 (DDP) and 1; stages 2 and 3 send for each micro-batch "
+            "again (labkit.predict.bytes_by_axis counts that)"
+        )
+    if layout.recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")
+
+
+# ---- the end of a step
+
+
+class Sent(NamedTuple):
+    """A collective of this stage."""
+
+    op: str
+    axis: str
+    nbytes: int
+    issued_s: float
+    began_s: float
+    ended_s: float
+
+
+class StageEnd(NamedTuple):
+    """How one stage ends its step. Seconds waited: `data_s` for gradients or parameters, `tied_s`
+    for the all-reduce of the tied embedding, `late_s` for the other end to join it."""
+
+    sent: list[Sent]
+    data_s: float
+    late_s: float
+    tied_s: float
+    update_s: float
+    update_began_s: float
+    ended_s: float
+
+
+def step_ends(
+    model: StepModel, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]
+) -> list[StageEnd]:
+    """The ends of all stages. `ended_s`: when each finished its last backward; `lasts_s`: when the
+    last backward of each of its chunks began."""
+    sizes, layout, costs = model.sizes, model.layout, model.costs
+    gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
+    averaged_s = [
+        max([over_s, *(one.ended_s for one in sent)])
+        for over_s, sent in zip(ended_s, gradients, strict=True)
+    ]
+    tied = sizes.tied and layout.pp > 1
+    nbytes = tied_bytes(sizes, layout)
+    ends = []
+    for stage, virtual in enumerate(model.stages):
+        sent, there_s = gradients[stage], averaged_s[stage]
+        met_s, tied_s = there_s, 0.0
+        if tied and stage in (0, layout.pp - 1):
+            groups = pipeline_groups(layout, (0, layout.pp - 1), costs.cluster.devices_per_node)
+            met_s = max(averaged_s[0], averaged_s[-1])
+            tied_s = slowest("all_reduce", nbytes, costs, groups).total_s
+            sent.append(Sent("all_reduce", "pipeline", nbytes, there_s, met_s, met_s + tied_s))
+        began_s, update_s = met_s + tied_s, update_seconds(virtual, costs, layout.shards)
+        updated_s = began_s + update_s
+        sent += (gathers := _parameters_sent(model, stage, updated_s))
+        over_s = max([updated_s, *(one.ended_s for one in gathers)])
+        data_s = there_s - ended_s[stage] + over_s - began_s - update_s
+        ends.append(StageEnd(sent, data_s, met_s - there_s, tied_s, update_s, began_s, over_s))
+    return ends
+
+
+def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> list[Sent]:
+    """The buckets of a stage's gradients; empty with one replica."""
+    if model.layout.dp == 1:
+        return []
+    chunks = zip(lasts_s, model.chunks[stage], strict=True)
+    full = [
+        (last_s + chunk.gradients[place][0], nbytes)
+        for last_s, chunk in sorted(chunks, key=lambda x: x[0])
+        for place, nbytes in _buckets(tuple(numel for _, numel in chunk.gradients))
+    ]
+    return _sent("reduce_scatter" if model.layout.zero else "all_reduce", full, model, stage)
+
+
+def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]:
+    """ZeRO's all-gathers of the parameters that each rank has updated."""
+    if model.layout.shards == 1:
+        return []
+    elements = tuple(
+        numel for chunk in model.stages[stage] for shape in chunk
+        for numel in recorded(shape).gradients
+    )  # fmt: skip
+    full = [(began_s, nbytes) for _, nbytes in _buckets(elements)]
+    return _sent("all_gather", full, model, stage)
+
+
+def _sent(
+    op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
+) -> list[Sent]:  # fmt: skip
+    """Buckets (when each is full, its bytes) over the replicas, one after the other."""
+    per_node = model.costs.cluster.devices_per_node
+    groups = from_first_node(data_groups(model.layout, stage, per_node), per_node)
+    sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
+    sent, free_s = [], 0.0
+    for full_s, nbytes in full:
+        began_s, takes = max(free_s, full_s), sending(nbytes)
+        free_s = began_s + takes.seconds
+        sent.append(Sent(op, "data", nbytes, full_s, began_s, free_s + takes.latency_s))
+    return sent
+
+
+@lru_cache(maxsize=4096)
+def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The buckets that DDP makes of gradients of these sizes, in the order in which they complete:
+    of each the place of its last gradient, and its bytes."""
+    gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
+    found, place = [], -1
+    for bucket in cut(gradients[::-1], BUCKET_BYTES):
+        place += len(bucket)
+        found.append((place, sum(gradient.nbytes for gradient in bucket)))
+    return found

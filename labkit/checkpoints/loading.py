@@ -22,7 +22,7 @@ from labkit.checkpoints.contents import Contents, comm_of, lies_like, state_of
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
-from labkit.precision.pieces import OwnedPiece
+from labkit.holdings import OwnedPiece
 
 State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and its tensors still to be read
 

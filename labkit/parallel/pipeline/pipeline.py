@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.in_stages import mark_stages
+from labkit.parallel.common.agreement import WeakMark
 from labkit.parallel.common.sharder import LossScaler
 from labkit.parallel.common.whole import full_state_dict
 from labkit.parallel.pipeline.p2p import P2PChannel
@@ -59,7 +59,6 @@ from labkit.parallel.pipeline.validation import (
     optimizer_of,
 )
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
-from labkit.precision.weak_hooks import NotCopyable
 from labkit.schedules.actions import Action, Schedule, virtual_stage
 from labkit.schedules.messages import received, sent
 
@@ -67,7 +66,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Pipeline(NotCopyable, nn.Module):
+class Pipeline(nn.Module):
     """This rank's part of a pipeline of `stages`.
 
     Args:
@@ -131,7 +130,8 @@ class Pipeline(NotCopyable, nn.Module):
         self.further_names = further_names(stages)
 
         self.module = Layers.together(stages, own)
-        mark_stages(self.module.parameters(), self)
+        for p in self.module.parameters():
+            p._labkit_pipeline = WeakMark(self)  # type: ignore[attr-defined]
         place = comm.rank, comm.size, self.chunks
         self._program = [  # what it does, waits for before and sends after
             (action, received(action, *place), sent(action, *place))
@@ -268,8 +268,11 @@ class Pipeline(NotCopyable, nn.Module):
         return self._owners.get(parameter, (self.comm.rank,))
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first, or only one that has it (see common/in_stages.py)."""
+        """Whether this rank is the first, or only one that has it."""
         return self.owners(parameter)[0] == self.comm.rank
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a Pipeline cannot be copied or pickled; {self.copy_advice}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._looked = None  # as pipeline.bfloat16(): on all ranks something else travels now
@@ -281,7 +284,7 @@ class Pipeline(NotCopyable, nn.Module):
         return self._optimizer
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, as they were given (see common/in_stages.py)."""
+        """The stages of this rank, as they were given (see common/sharder.py)."""
         return [(prefix_of(one.index, one.module), one.module) for one in self._stages]
 
     def full_state_dict(self) -> dict[str, Tensor]:

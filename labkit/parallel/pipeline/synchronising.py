@@ -22,8 +22,7 @@ from typing import Any
 from torch import nn
 
 from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.common.sharder import Sharder
-from labkit.precision.pieces import fulfils
+from labkit.parallel.common.sharder import Sharder, fulfils
 from labkit.schedules.actions import Action, Schedule
 
 BACKWARD = ("backward", "weight")

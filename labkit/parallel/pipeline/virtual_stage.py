@@ -24,11 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.agreement import ParamSnapshot, owner_of
-from labkit.parallel.common.replicas import running_backward
-from labkit.parallel.common.sharder import DataParallel, unwrapped
+from labkit.parallel.common.flat import running_backward
+from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.parallel.pipeline.weight_versions import WeightVersions
-from labkit.precision.pieces import fulfils
 from labkit.schedules.actions import Action
 
 # What has nothing to compute is a backward all the same: whoever records a step finds one for each

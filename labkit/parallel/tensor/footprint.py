@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from labkit.parallel.tensor.validation import columns_and_rows, is_attention, is_mlp
 
 

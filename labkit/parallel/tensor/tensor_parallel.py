@@ -35,9 +35,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
-from labkit.parallel.common.replicas import copy_from_rank_0
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
 from labkit.parallel.tensor.random_state import DrawsItsOwn, DrawsItsOwnBetween
 from labkit.parallel.tensor.validation import (
@@ -76,7 +75,7 @@ def tensor_parallel(
     comm = Comm.of(comm)
     trials = check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
-    copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
+    broadcast_tensors([*model.parameters(), *model.buffers()], comm)
     tied = _names_of_one(model)
     layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
     for trial in trials:

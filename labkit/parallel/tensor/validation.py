@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from labkit.comm import Comm
 from labkit.events import ranks_in_words
 from labkit.memory.conditions import generators
-from labkit.parallel.common.agreement import check_same, checksum
+from labkit.parallel.common.shards import check_same, checksum
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.random_state import draws
 from labkit.parallel.tensor.split_trial import SplitTrial

@@ -30,13 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import check_same, checksum
 from labkit.parallel.common.conjugate import (
     gather_from_ranks,
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.common.shards import Shard, mark_shard, marked_as
+from labkit.parallel.common.shards import Shard, check_same, checksum, mark_shard, marked_as
 from labkit.parallel.tensor.linear import ColumnParallelLinear
 from labkit.parallel.tensor.validation import SAME_BATCH
 

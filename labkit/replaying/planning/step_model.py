@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from labkit.clusters import Cluster
-from labkit.parallel.ddp.buckets import cut
+from labkit.parallel.common.flat import cut
 from labkit.predict.sizes import check_counts
 from labkit.replaying.costs import Costs
 from labkit.replaying.planning.clock import Timing, pipeline_timing

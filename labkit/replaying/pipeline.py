@@ -2,7 +2,7 @@
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
 backward on a cluster, and the schedule says how often and in which order they run. The messages
-follow from the schedule, too (`labkit.schedules.messages`).
+follow from the schedule, too (`labkit.schedules.actions`).
 """
 
 from collections import Counter

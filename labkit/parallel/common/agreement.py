@@ -4,8 +4,7 @@ error names the parameter, on every rank.
 """
 
 import hashlib
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from labkit.comm import CollectiveMismatch, Comm
+from labkit.comm import Comm
 from labkit.parallel.common.shards import check_replicas, check_whole_sequences, shard_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -50,30 +49,6 @@ def _described(name: str, x: torch.Tensor) -> str:
 
 def _padded(names: list[str], other: list[str]) -> list[str]:
     return names + ["missing"] * (len(other) - len(names))
-
-
-def check_same(comm: Comm, what: str, number: Callable[[], int], advice: str) -> None:
-    """Raises ValueError where calls are compared (`World(check=True)`) and `number()` differs."""
-    if comm.size == 1:
-        return
-    try:
-        comm.compare(what, lambda: f"{number():08x}")
-    except CollectiveMismatch as error:
-        each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
-        raise ValueError(
-            f"the {what} differs between the ranks of a tensor-parallel group, which compute "
-            f"one model together; {advice}\n{each}"
-        ) from None
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """A number that other bytes, or another shape or dtype, would most likely change."""
-    found = 0
-    for x in tensors:
-        flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        found = zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), found)
-        found = zlib.crc32(flat.numpy().tobytes(), found)
-    return found
 
 
 def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:

@@ -26,7 +26,8 @@ A pickled one (`torch.save(model)`, a model returned by `world.run`) has marks t
 ranks that are far away: their `comm` is a `DetachedComm`, over which nothing travels.
 """
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import ref
@@ -34,7 +35,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from labkit.comm import Comm
+from labkit.comm import CollectiveMismatch, Comm
 
 Marked = TypeVar("Marked", bound=torch.Tensor)
 
@@ -137,6 +138,33 @@ def check_whole_sequences(named: Iterable[tuple[str, torch.Tensor]], comm: Comm)
                 "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, mesh["
                 '"dp", "cp"])'
             )
+
+
+# ---- ranks with shards of one model compute on the same input
+
+
+def check_same(comm: Comm, what: str, number: Callable[[], int], advice: str) -> None:
+    """Raises ValueError where calls are compared (`World(check=True)`) and `number()` differs."""
+    if comm.size == 1:
+        return
+    try:
+        comm.compare(what, lambda: f"{number():08x}")
+    except CollectiveMismatch as error:
+        each = "\n".join(str(error).splitlines()[1:-1])  # without the general advice
+        raise ValueError(
+            f"the {what} differs between the ranks of a tensor-parallel group, which compute "
+            f"one model together; {advice}\n{each}"
+        ) from None
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that other bytes, or another shape or dtype, would most likely change."""
+    number = 0
+    for x in tensors:
+        flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        number = zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), number)
+        number = zlib.crc32(flat.numpy().tobytes(), number)
+    return number
 
 
 # ---- how marks stay

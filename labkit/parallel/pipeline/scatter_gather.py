@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import check_same, checksum
-from labkit.parallel.common.shards import comms_of, sequence_comm_of
+from labkit.parallel.common.shards import check_same, checksum, comms_of, sequence_comm_of
 
 
 class ScatterGather:

@@ -1,7 +1,8 @@
-"""torch's dispatch modes, which see every operation: their base, and a block that none sees."""
+"""What torch does around every operation: dispatch modes, and the dtype of autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.utils import _python_dispatch as modes
 
 
@@ -16,3 +17,11 @@ class DispatchMode(modes.TorchDispatchMode):
 def no_modes() -> AbstractContextManager[None]:
     """A block that no recording counts, and whose tensors have numbers in a dry run, too."""
     return modes._disable_current_modes() if modes._get_current_dispatch_mode() else nullcontext()
+
+
+def low_type_around(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which an autocast region around this line, ours or torch's, runs matmuls of `x`;
+    None where they run in the dtype of `x`."""
+    kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
+    on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None

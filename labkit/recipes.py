@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from math import ceil
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroO
 from labkit.parallel.context.context_parallel import context_parallel
 from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
-from labkit.parallel.tensor import footprint as tensor_footprint
+from labkit.parallel.splitting import split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.validation import columns_and_rows, is_attention, is_mlp
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 
@@ -128,7 +129,28 @@ def _both(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def _of_tensor(sequence: bool) -> Callable[..., Footprint]:
-    return partial(tensor_footprint.footprint, sequence=sequence)
+    def predict(module: GPT, size: int, tokens: int) -> Footprint:
+        return _of_mesh(module, {"pp": 1, "dp": 1, "tp": size}, tokens, 1, sequence)
+
+    return predict
+
+
+def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
+    """Of each parameter of a plain model, what one of `size` tensor-parallel ranks holds."""
+    vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
+    vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
+    cut: set[Tensor] = set()
+    for layer in module.modules():
+        if is_attention(layer) or is_mlp(layer):
+            columns, row = columns_and_rows(layer)
+            cut.update(p for name in columns for p in getattr(layer, name).parameters())
+            cut.add(getattr(layer, row).weight)
+    return {
+        p: ceil(p.shape[0] / size) * p[0].nbytes if p in vocabulary
+        else p.nbytes // size if p in cut
+        else p.nbytes
+        for p in module.parameters()
+    }  # fmt: skip
 
 
 def _context(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -220,22 +242,26 @@ def _three_d_pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tenso
 
 
 def _of_three_d(module: GPT, size: int, tokens: int) -> Footprint:
+    return _of_mesh(module, mesh_sizes(size), tokens, MICROBATCHES)
+
+
+def _of_mesh(
+    module: GPT, sizes: dict[str, int], tokens: int, microbatches: int, sequence: bool = False
+) -> Footprint:
     """The mean of the ranks: a stage's parameters, those that are cut 1/t of them, and what each
     axis carries."""
-    sizes = mesh_sizes(size)
-    held_bytes = tensor_footprint.held_bytes(module, sizes["tp"])
+    held = held_bytes(module, sizes["tp"])
     stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
     trained = [p for stage in stages for p in stage if p.requires_grad]
-    gradient_bytes = sum(held_bytes[p] for p in trained)
+    gradient_bytes = sum(held[p] for p in trained)
     sent = bytes_by_axis(
-        pp=sizes["pp"], dp=sizes["dp"], tp=sizes["tp"], vocab=module.vocab, width=module.width,
-        depth=module.depth, context=module.context,
-        key_width=module.width // module.heads * module.kv_heads, tied=module.tied,
-        rows=1, sequence=tokens // sizes["dp"], microbatches=MICROBATCHES,
-        element_bytes=module.head.weight.element_size(),
+        **sizes, vocab=module.vocab, width=module.width, depth=module.depth,
+        context=module.context, key_width=module.width // module.heads * module.kv_heads,
+        tied=module.tied, rows=1, sequence=tokens // sizes["dp"], microbatches=microbatches,
+        sequence_parallel=sequence, element_bytes=module.head.weight.element_size(),
     )  # fmt: skip
     return Footprint(
-        sum(held_bytes[p] for stage in stages for p in stage) / len(stages),
+        sum(held[p] for stage in stages for p in stage) / len(stages),
         gradient_bytes / len(stages),
         (2 * gradient_bytes + 4 * len(trained)) / len(stages),
         sum(sum(stage.values()) for stage in sent) / len(stages),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
-from labkit.parallel.pipeline.stages import split
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.splitting import split
 from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
 from labkit.schedules import Action, received, schedule, virtual_stage
 

@@ -65,6 +65,8 @@ def recompute(
 class Recomputed:
     """`recompute` of a function, to be called with the function's own arguments."""
 
+    runs_again_in_backward = True  # what context_parallel asks a forward
+
     def __init__(
         self,
         fn: Callable[..., Any],

@@ -7,8 +7,8 @@ from labkit.parallel.naive_ddp import NaiveDDP
 from labkit.parallel.parameter_server.asynchronous import AsyncParameterServer
 from labkit.parallel.parameter_server.synchronous import ParameterServer
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
 from labkit.parallel.single import Single
+from labkit.parallel.splitting import split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.zero.zero import ZeroOptimizer
 from labkit.parallel.zero3.zero3 import ZeRO3

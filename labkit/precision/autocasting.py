@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from labkit.dispatch import low_type_around
 from labkit.precision.op_policy import POLICIES
 from labkit.precision.shadow_optimizer import LOW
 
@@ -148,14 +149,6 @@ class _Casting(TorchFunctionMode):
 
 def _open_regions() -> list[_Casting]:
     return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Casting)]
-
-
-def low_type_around(x: torch.Tensor) -> torch.dtype | None:
-    """The type in which a region around this line, ours or torch's, runs products of `x`; None
-    where it runs them in x's own type."""
-    kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
-    on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _may_be_cast(x: torch.Tensor) -> bool:

@@ -1,36 +1,35 @@
 """Pipeline schedules as data: pure functions of numbers, one list of actions for each stage.
 
-    naive          one stage at a time                             naive.py
+    naive          one stage at a time                             gpipe.py
     gpipe          all forwards, then all backwards                gpipe.py
     1f1b           one forward, one backward, in turns             one_f_one_b.py
-    interleaved    1F1B with several chunks on each stage          interleaved.py
+    interleaved    1F1B with several chunks on each stage          one_f_one_b.py
     zb-h1, zb-h2   the weights' gradients where it would idle      zero_bubble.py
-    pipedream      1F1B that updates after each micro-batch        pipedream.py
+    pipedream      1F1B that updates after each micro-batch        one_f_one_b.py
 
-`schedule("1f1b", stages, microbatches)` makes one by its name. Read `actions.py` first, then
-`messages.py`: what travels. A schedule of your own is a list of actions for each stage, or text
-(`parse_schedule`); `check` (`rules.py`) says which rule it breaks first, `show` prints it.
+`schedule("1f1b", stages, microbatches)` makes one by its name. Read `actions.py` first: what a
+schedule is made of, and what travels. A schedule of your own is a list of actions for each stage,
+or text (`parse_schedule`); `check` (`rules.py`) says which rule it breaks first, `show` prints it.
 """
 
 from collections.abc import Callable
 
 from labkit.schedules.actions import (
     Action,
+    Message,
     Schedule,
     chunks_of,
     microbatches_of,
+    parse,
+    parse_schedule,
+    received,
+    sent,
     stage_and_chunk,
     virtual_stage,
 )
-from labkit.schedules.balance import balance
-from labkit.schedules.gpipe import gpipe
-from labkit.schedules.interleaved import interleaved
-from labkit.schedules.messages import Message, received, sent
-from labkit.schedules.naive import naive
-from labkit.schedules.one_f_one_b import one_f_one_b
-from labkit.schedules.pipedream import pipedream
-from labkit.schedules.rules import ScheduleError, check, peak_in_flight, run_order
-from labkit.schedules.text import parse, parse_schedule, show
+from labkit.schedules.gpipe import gpipe, naive
+from labkit.schedules.one_f_one_b import interleaved, one_f_one_b, pipedream
+from labkit.schedules.rules import ScheduleError, check, peak_in_flight, run_order, show
 from labkit.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "Message",
     "Schedule",
     "ScheduleError",
-    "balance",
     "check",
     "chunks_of",
     "gpipe",
@@ -74,8 +72,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of this name. Raises ValueError for a name that there is not, and for numbers
-    that it cannot do, with the rule that they break.
+    """The schedule of this name. Raises ValueError for an unknown name, and for numbers that it
+    cannot do, with the rule that they break.
 
     >>> print(show(schedule("1f1b", stages=2, microbatches=2)))
     stage 0  F0 F1 .. B0 .. B1

@@ -1,28 +1,36 @@
-"""What a pipeline schedule is made of.
+"""What a pipeline schedule is made of, and what travels between its stages.
 
-A schedule says for each stage what it computes, in which order. What travels follows from it: the
-forward of a micro-batch needs the activations of the stage before, its backward the gradient of
-the stage after (`messages.py`). No torch, no times, no ranks.
+A schedule says for each stage what it computes, in which order. No torch, no times, no ranks.
 
     F  forward    of a micro-batch
     B  backward   the gradients of its input and of the weights, in one
     I  input      the first half of that: the gradient of the input, which the stage before waits
                   for (B in the zero-bubble papers)
-    W  weight     the second half: the gradient of the weights, which nobody waits for
+    W  weight     the second half: the gradient of the weights, which no stage waits for
     U  update     the optimizer's step of this stage with the gradient of this micro-batch alone
 
 With v chunks, each of p stages has v pieces of the model, and the model goes round v times: chunk
 c of stage r is *virtual stage* c p + r. Of 2 stages with 2 chunks, stage 0 has the virtual stages 0
 and 2, stage 1 has 1 and 3.
+
+Messages follow from the schedule alone. From the last stage, chunk 0 sends to chunk 1 of stage 0:
+
+    virtual stage 0  -- activation -->  1  -- activation -->  2       after each forward
+                     <--  gradient  --     <--  gradient  --          after each backward or input
+
+What one action sends and another receives is the same `Message`. The pipeline sends it, the rules
+ask whether it can come in time, the replay when.
 """
 
+import re
 from typing import NamedTuple
 
 LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W", "update": "U"}
+PHASES = {letter: phase for phase, letter in LETTERS.items()}
 
 
 class Action(NamedTuple):
-    """One thing that a stage computes for a micro-batch on one of its chunks. `phase`: "forward",
+    """One computation of a stage for a micro-batch on one of its chunks. `phase`: "forward",
     "backward", "input", "weight" or "update".
 
     >>> str(Action("forward", 3)), str(Action("weight", 0, chunk=1))
@@ -41,8 +49,46 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]  # of stage 0, 1, ...
 
 
+class Message(NamedTuple):
+    """`what`: "activation" or "gradient"; `source` and `target` are virtual stages, whose stages
+    (ranks) are `source % stages` and `target % stages`."""
+
+    what: str
+    microbatch: int
+    source: int
+    target: int
+
+
+def received(action: Action, stage: int, stages: int, chunks: int = 1) -> Message | None:
+    """What must arrive before a stage can do this; None where it needs nothing from others.
+
+    >>> received(Action("backward", 5), stage=1, stages=4)
+    Message(what='gradient', microbatch=5, source=2, target=1)
+    """
+    virtual = virtual_stage(stage, action.chunk, stages)
+    if action.phase == "forward" and virtual > 0:
+        return Message("activation", action.microbatch, virtual - 1, virtual)
+    if action.phase in ("backward", "input") and virtual < stages * chunks - 1:
+        return Message("gradient", action.microbatch, virtual + 1, virtual)
+    return None
+
+
+def sent(action: Action, stage: int, stages: int, chunks: int = 1) -> Message | None:
+    """What a stage sends after this action; None where no other stage waits for it.
+
+    >>> sent(Action("forward", 5, chunk=0), stage=3, stages=4, chunks=2)  # to chunk 1 of stage 0
+    Message(what='activation', microbatch=5, source=3, target=4)
+    """
+    virtual = virtual_stage(stage, action.chunk, stages)
+    if action.phase == "forward" and virtual < stages * chunks - 1:
+        return Message("activation", action.microbatch, virtual, virtual + 1)
+    if action.phase in ("backward", "input") and virtual > 0:
+        return Message("gradient", action.microbatch, virtual, virtual - 1)
+    return None
+
+
 def virtual_stage(stage: int, chunk: int, stages: int) -> int:
-    """Where in the model chunk `chunk` of a stage stands: c p + r.
+    """The place of a stage's chunk in the model: c p + r.
 
     >>> virtual_stage(stage=1, chunk=2, stages=4)
     9
@@ -51,7 +97,7 @@ def virtual_stage(stage: int, chunk: int, stages: int) -> int:
 
 
 def stage_and_chunk(virtual: int, stages: int) -> tuple[int, int]:
-    """Who has this virtual stage: the stage and its chunk.
+    """The stage that has this virtual stage, and its chunk.
 
     >>> stage_and_chunk(9, stages=4)
     (1, 2)
@@ -60,17 +106,48 @@ def stage_and_chunk(virtual: int, stages: int) -> tuple[int, int]:
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """How many chunks each stage has: 1 more than the highest number of a chunk."""
-    return 1 + max((one.chunk for actions in schedule for one in actions), default=0)
+    """Chunks of each stage: 1 more than the highest number of a chunk."""
+    return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
 
 
 def microbatches_of(schedule: Schedule) -> int:
-    """How many micro-batches there are: 1 more than the highest number of a micro-batch."""
-    return 1 + max((one.microbatch for actions in schedule for one in actions), default=-1)
+    """Micro-batches: 1 more than the highest number of one."""
+    return 1 + max((action.microbatch for actions in schedule for action in actions), default=-1)
+
+
+def parse(text: str) -> list[Action]:
+    """The actions of one stage: "F0 F1 B0 B1", or "F0.1" with a chunk. Idle columns ("..") are
+    skipped. Raises ValueError for a word that is no action.
+
+    >>> parse("F0 .. I0.1")
+    [Action(phase='forward', microbatch=0, chunk=0), Action(phase='input', microbatch=0, chunk=1)]
+    """
+    actions = []
+    for place, word in enumerate(text.split()):
+        if set(word) == {"."}:
+            continue
+        match = re.fullmatch(r"([A-Za-z])(\d+)(?:\.(\d+))?", word)
+        if match is None or match[1].upper() not in PHASES:
+            raise ValueError(
+                f"{word!r}, word {place} of {text!r}, is no action; write a letter of "
+                f"{' '.join(PHASES)} and a micro-batch, as F0, or with a chunk F0.1"
+            )
+        actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))
+    return actions
+
+
+def parse_schedule(text: str) -> Schedule:
+    """A line for each stage, with or without "stage 0" before it; `check` says whether it is valid.
+
+    >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
+    True
+    """
+    lines = [re.sub(r"^\s*stage \d+", "", line) for line in text.splitlines()]
+    return [parse(line) for line in lines if line.strip()]
 
 
 def check_sizes(stages: int, microbatches: int) -> None:
-    """Raise ValueError for numbers that make no pipeline."""
+    """Raises ValueError for numbers that make no pipeline."""
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{what}={number}: a pipeline has a whole number of them, at least 1")

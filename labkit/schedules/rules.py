@@ -1,6 +1,6 @@
 """The rules of a pipeline, to which `check` holds any schedule, a student's own too.
 
-In this order; the first that is broken is told:
+In this order; the first violation is reported:
 
     known actions            phases that exist, micro-batches and chunks counted from 0
     exactly once             each stage does, for each micro-batch on each of its chunks, one
@@ -10,17 +10,24 @@ In this order; the first that is broken is told:
     backward after forward   of the same micro-batch and chunk, in a stage's own order
     weight after input       likewise
     update after backward    likewise; where it is in two halves, after both
-    deadlock                 what each action waits for from its neighbours comes in the end.
-                             Nobody waits in order to send.
+    deadlock                 what each action waits for from its neighbours arrives in the end.
+                             No stage waits in order to send.
 """
 
 from collections import deque
-from collections.abc import Iterator
 
-from labkit.schedules.actions import LETTERS, Action, Schedule, chunks_of, microbatches_of
-from labkit.schedules.messages import Message, received, sent
+from labkit.schedules.actions import (
+    LETTERS,
+    Action,
+    Message,
+    Schedule,
+    chunks_of,
+    microbatches_of,
+    received,
+    sent,
+)
 
-BEFORE = {  # phase -> rule, and what of the same micro-batch and chunk must stand before it
+BEFORE = {  # phase -> rule, and what of the same micro-batch and chunk must come before it
     "backward": ("backward after forward", ("forward",)),
     "input": ("backward after forward", ("forward",)),
     "weight": ("weight after input", ("forward", "input")),
@@ -29,18 +36,14 @@ BEFORE = {  # phase -> rule, and what of the same micro-batch and chunk must sta
 
 
 class ScheduleError(ValueError):
-    """A schedule that is none. `rule` is the name of the rule that it breaks first, `stage`,
-    `position` (counted from 0) and `action` say where; None where there is no such thing, as for
-    an action that is missing."""
+    """An invalid schedule. `rule` is the name of the first rule that it breaks, `stage`, `position`
+    (counted from 0) and `action` say where; None where there is none, as for an action that is
+    missing."""
 
     def __init__(
-        self,
-        rule: str,
-        message: str,
-        stage: int | None = None,
-        position: int | None = None,
+        self, rule: str, message: str, stage: int | None = None, position: int | None = None,
         action: Action | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(rule, message, stage, position, action)  # all, to be sent between ranks
         self.rule, self.stage, self.position, self.action = rule, stage, position, action
 
@@ -49,17 +52,17 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, microbatches: int | None = None) -> None:
-    """Raise ScheduleError for the first rule that this schedule breaks (see the top of this file).
+    """Raises ScheduleError for the first rule that this schedule breaks (see the top of this file).
 
     `microbatches`: how many there must be; without it, as many as the schedule itself counts."""
     _known_actions(schedule)
-    found = microbatches_of(schedule)
-    if not schedule or not found:
+    count = microbatches_of(schedule)
+    if not schedule or not count:
         raise ScheduleError("exactly once", "this schedule does nothing; it needs stages that act")
-    _exactly_once(schedule, found if microbatches is None else microbatches)
+    _exactly_once(schedule, count if microbatches is None else microbatches)
     _all_update_or_none(schedule)
     _in_order(schedule)
-    done, places = _as_far_as_it_goes(schedule)
+    done, places = _simulate(schedule)
     if len(done) < sum(map(len, schedule)):
         raise _deadlock(schedule, places)
 
@@ -67,7 +70,38 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
     """All (stage, position), each after everything that it needs. Raises as `check`."""
     check(schedule)
-    return _as_far_as_it_goes(schedule)[0]
+    return _simulate(schedule)[0]
+
+
+def show(schedule: Schedule) -> str:
+    """A table with a line for each stage, as `parse_schedule` reads it: each action as early as it
+    can be where all take equally long and messages no time. Raises ScheduleError as `check`.
+
+    >>> print(show([[Action("forward", 0), Action("backward", 0)]]))
+    stage 0  F0 B0
+    """
+    stages, chunks = len(schedule), chunks_of(schedule)
+    columns: list[list[int]] = [[] for _ in schedule]
+    made: dict[Message | None, int] = {None: -1}  # in which column
+    for stage, position in run_order(schedule):
+        action = schedule[stage][position]
+        before = columns[stage][-1] if position else -1
+        column = 1 + max(before, made[received(action, stage, stages, chunks)])
+        columns[stage].append(column)
+        made.setdefault(sent(action, stage, stages, chunks), column)
+    chunk = ".{0.chunk}" if chunks > 1 else ""
+    words = [
+        [f"{LETTERS[a.phase]}{a.microbatch}{chunk.format(a)}" for a in actions]
+        for actions in schedule
+    ]
+    width = max(len(word) for line in words for word in line)
+    lines = []
+    for stage, line in enumerate(words):
+        cells = ["." * width] * (1 + columns[stage][-1])
+        for column, word in zip(columns[stage], line, strict=True):
+            cells[column] = word.ljust(width)
+        lines.append(f"stage {stage:<{len(str(stages - 1))}}  {' '.join(cells)}".rstrip())
+    return "\n".join(lines)
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
@@ -87,43 +121,40 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
 
 
 def _known_actions(schedule: Schedule) -> None:
-    for stage, position, action in _all(schedule):
-        at = f"stage {stage}, position {position}"
-        if not isinstance(action, Action):
-            raise ScheduleError(
-                "known actions", f"{at} has {action!r}; an Action is needed", stage, position
-            )
-        numbers = (action.microbatch, action.chunk)
-        if action.phase not in LETTERS:
-            problem = f"phase {action.phase!r}; there are {', '.join(LETTERS)}"
-        elif not all(isinstance(one, int) and one >= 0 for one in numbers):
-            problem = f"micro-batch {numbers[0]} on chunk {numbers[1]}; both count from 0"
-        else:
-            continue
-        raise ScheduleError("known actions", f"{at} has {problem}", stage, position, action)
+    for stage, actions in enumerate(schedule):
+        for position, action in enumerate(actions):
+            if problem := _unknown(action):
+                raise ScheduleError(
+                    "known actions",
+                    f"stage {stage}, position {position} has {problem}",
+                    stage, position, action if isinstance(action, Action) else None,
+                )  # fmt: skip
+
+
+def _unknown(action: Action) -> str:
+    if not isinstance(action, Action):
+        return f"{action!r}; an Action is needed"
+    if action.phase not in LETTERS:
+        return f"phase {action.phase!r}; there are {', '.join(LETTERS)}"
+    if not all(isinstance(n, int) and n >= 0 for n in action[1:]):
+        return f"micro-batch {action.microbatch} on chunk {action.chunk}; both count from 0"
+    return ""
 
 
 def _exactly_once(schedule: Schedule, microbatches: int) -> None:
-    chunks = chunks_of(schedule)
     for stage, actions in enumerate(schedule):
         first: dict[Action, int] = {}
         for position, action in enumerate(actions):
+            problem = ""
             if action in first:
-                raise ScheduleError(
-                    "exactly once",
-                    f"stage {stage} does {action} at position {first[action]} and again at "
-                    f"position {position}",
-                    stage, position, action,
-                )  # fmt: skip
-            if action.microbatch >= microbatches:
-                raise ScheduleError(
-                    "exactly once",
-                    f"stage {stage} does {action} at position {position}, and there are "
-                    f"{microbatches} micro-batches, counted from 0",
-                    stage, position, action,
-                )  # fmt: skip
+                problem = f"{first[action]} and again at position {position}"
+            elif action.microbatch >= microbatches:
+                problem = f"{position}, and there are {microbatches} micro-batches, counted from 0"
+            if problem:
+                text = f"stage {stage} does {action} at position {problem}"
+                raise ScheduleError("exactly once", text, stage, position, action)
             first[action] = position
-        for chunk in range(chunks):
+        for chunk in range(chunks_of(schedule)):
             for k in range(microbatches):
                 _complete(stage, k, chunk, first)
 
@@ -133,18 +164,17 @@ def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, in
     forward, backward, inputs, weight = (
         Action(phase, microbatch, chunk) for phase in ("forward", "backward", "input", "weight")
     )
-    back = [one for one in (backward, inputs, weight) if one in position]
+    back = [action for action in (backward, inputs, weight) if action in position]
     missing = None
     if forward not in position:
         missing = f"{forward}"
     elif not back:
         missing = f"{backward} (nor {inputs} and {weight})"
     elif back in ([inputs], [weight]):
-        (has,) = back
-        missing = f"{weight if has == inputs else inputs}, the other half of {has}"
+        (half,) = back
+        missing = f"{weight if half == inputs else inputs}, the other half of {half}"
     if missing:
-        what = f"stage {stage} never does {missing}"
-        raise ScheduleError("exactly once", what, stage)
+        raise ScheduleError("exactly once", f"stage {stage} never does {missing}", stage)
     if backward in back and len(back) > 1:
         at = position[back[1]]
         raise ScheduleError(
@@ -156,19 +186,17 @@ def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, in
 
 
 def _all_update_or_none(schedule: Schedule) -> None:
-    wanted = {one for actions in schedule for one in actions if one.phase == "update"}
+    if not any(action.phase == "update" for actions in schedule for action in actions):
+        return
     for stage, actions in enumerate(schedule):
-        if wanted and (missing := sorted(_forwards_as_updates(actions) - set(actions))):
+        updates = {a._replace(phase="update") for a in actions if a.phase == "forward"}
+        if missing := sorted(updates - {*actions}):
             raise ScheduleError(
                 "all update or none",
                 f"stage {stage} never does {missing[0]}, and others have their update: a weight's "
                 "gradient belongs to one micro-batch, or to all of them",
                 stage,
             )
-
-
-def _forwards_as_updates(actions: list[Action]) -> set[Action]:
-    return {Action("update", *one[1:]) for one in actions if one.phase == "forward"}
 
 
 def _in_order(schedule: Schedule) -> None:
@@ -187,61 +215,51 @@ def _in_order(schedule: Schedule) -> None:
                     )  # fmt: skip
 
 
-def _as_far_as_it_goes(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """What can be done, each after what it waits for; and where each stage then stands."""
+def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
+    """What can be done, each after what it waits for; and the next position of each stage."""
     stages, chunks = len(schedule), chunks_of(schedule)
     done: list[tuple[int, int]] = []
     places = [0] * stages
-    there: set[Message] = set()
-    waiting: dict[Message, int] = {}
+    arrived: set[Message | None] = {None}
+    waiting: dict[Message | None, int] = {}
     ready = deque(range(stages))
     while ready:
         stage = ready.popleft()
         while places[stage] < len(schedule[stage]):
             action = schedule[stage][places[stage]]
             needed = received(action, stage, stages, chunks)
-            if needed is not None and needed not in there:
+            if needed not in arrived:
                 waiting[needed] = stage
                 break
             done.append((stage, places[stage]))
             places[stage] += 1
             message = sent(action, stage, stages, chunks)
-            if message is not None:
-                there.add(message)
-                if message in waiting:
-                    ready.append(waiting.pop(message))
+            arrived.add(message)
+            if message in waiting:
+                ready.append(waiting.pop(message))
     return done, places
 
 
 def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
-    """Who waits for whom, in a circle. Nothing is missing here, so each waits for one who waits."""
+    """Names the stages that wait in a circle. No action is missing, so each waits for another that
+    also waits."""
     stages, chunks = len(schedule), chunks_of(schedule)
-    begin = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
-    stage, told = begin, dict[int, str]()
-    while stage not in told:
+    stage = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
+    waits: dict[int, str] = {}
+    while stage not in waits:
         action = schedule[stage][places[stage]]
         message = received(action, stage, stages, chunks)
         assert message is not None
         other = message.source % stages
-        needed = next(
-            one
-            for one in schedule[other][places[other] :]
-            if sent(one, other, stages, chunks) == message
-        )
-        told[stage] = (
+        behind = schedule[other][places[other] :]
+        needed = next(a for a in behind if sent(a, other, stages, chunks) == message)
+        waits[stage] = (
             f"stage {stage}, position {places[stage]}: {action} waits for {needed} of stage "
-            f"{other}, which comes after {schedule[other][places[other]]} there"
+            f"{other}, which comes after {behind[0]} there"
         )
         stage = other
-    circle = list(told)[list(told).index(stage) :]
-    words = [told[one] for one in circle]
-    if len(words) > 6:
-        words = [*words[:3], f"... ({len(words) - 5} more)", *words[-2:]]
+    circle = list(waits.values())[list(waits).index(stage) :]
+    if len(circle) > 6:
+        circle = [*circle[:3], f"... ({len(circle) - 5} more)", *circle[-2:]]
     action = schedule[stage][places[stage]]
-    return ScheduleError("deadlock", "; ".join(words), stage, places[stage], action)
-
-
-def _all(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    for stage, actions in enumerate(schedule):
-        for position, action in enumerate(actions):
-            yield stage, position, action
+    return ScheduleError("deadlock", "; ".join(circle), stage, places[stage], action)

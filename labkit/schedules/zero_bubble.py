@@ -1,8 +1,8 @@
 """Zero bubble: the two halves of backward apart, so that one of them can fill the bubble.
 
 Backward is I, the gradient of a stage's input, and W, that of its weights. The stage before waits
-for I; nobody waits for W. So I goes first, and W comes later, where the stage would have stood
-still. Both schedules are 1F1B with another warm-up, and with W some micro-batches late:
+for I; no stage waits for W. So I goes first, and W comes later, where the stage would be idle. Both
+schedules are 1F1B with another warm-up, and with W some micro-batches late:
 
               forwards before the first I     W is late by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
@@ -45,7 +45,7 @@ from labkit.schedules.actions import Action, Schedule, check_sizes
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     """ZB-H1. Raises ValueError for fewer micro-batches than stages.
 
-    >>> [str(one) for one in zero_bubble_h1(stages=2, microbatches=3)[1]]
+    >>> [str(action) for action in zero_bubble_h1(stages=2, microbatches=3)[1]]
     ['F0', 'I0', 'F1', 'I1', 'W0', 'F2', 'I2', 'W1', 'W2']
     """
     _check_enough("zb-h1", stages, microbatches, stages)
@@ -55,7 +55,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
     """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches.
 
-    >>> [str(one) for one in zero_bubble_h2(stages=2, microbatches=3)[1]]
+    >>> [str(action) for action in zero_bubble_h2(stages=2, microbatches=3)[1]]
     ['F0', 'I0', 'F1', 'I1', 'F2', 'I2', 'W0', 'W1', 'W2']
     """
     _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)

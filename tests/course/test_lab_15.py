@@ -18,8 +18,9 @@ from labkit.labs.lab_15.plans import (
     times_ms,
 )
 from labkit.labs.lab_15.wrong_answers import plans
+from labkit.parallel.splitting import balance
 from labkit.replaying import pipeline_step_s, pipeline_trace
-from labkit.schedules import balance, gpipe, peak_in_flight
+from labkit.schedules import gpipe, peak_in_flight
 
 
 def a_few(job: Job) -> list[Plan]:

@@ -20,7 +20,6 @@ from labkit.parallel.common.conjugate import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.tensor import random_state
 from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
@@ -221,13 +220,13 @@ test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair
 # ---- dropout
 
 
-@replaces(random_state, "own_numbers")
+@replaces(tensor, "own_numbers")
 def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
     """All ranks draw for their shards as rank 0 does."""
     return real(SimpleNamespace(rank=0, size=comm.size), *xs)
 
 
-@replaces(random_state, "own_numbers")
+@replaces(tensor, "own_numbers")
 def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
     """A shard's numbers are drawn, and the generator is left where they ended."""
     torch.manual_seed(comm.rank)

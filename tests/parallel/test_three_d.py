@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import three_d_cases as cases
 from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
+from labkit.parallel.splitting import split
 from three_d_cases import Case
 from worlds import world_fixture
 

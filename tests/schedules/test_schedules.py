@@ -201,8 +201,10 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
         assert table == show(schedule(name, *sizes))
 
 
-@pytest.mark.parametrize("file", [*FILES, "actions", "messages", "balance", "text", "__init__"])
-def test_the_examples_in_a_file_are_right(file: str) -> None:
-    module = import_module(f"labkit.schedules.{file}".removesuffix(".__init__"))
-    found = doctest.testmod(module)
+@pytest.mark.parametrize(
+    "module", [*(f"schedules.{file}" for file in (*FILES, "actions", "rules")), "schedules",
+               "parallel.splitting"],
+)  # fmt: skip
+def test_the_examples_in_a_file_are_right(module: str) -> None:
+    found = doctest.testmod(import_module(f"labkit.{module}"))
     assert found.attempted > 0 and found.failed == 0

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.parallel.splitting import balance
 from labkit.replaying import bubble, pipeline_programs, pipeline_step_s, pipeline_trace
 from labkit.schedules import (
     SCHEDULES,
-    balance,
     one_f_one_b,
     parse_schedule,
     peak_in_flight,

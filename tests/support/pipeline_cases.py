@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from labkit import DDP, GPT, Comm, Mesh, full_state_dict, listen, tensor_parallel
 from labkit.events import CommEvent
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
+from labkit.parallel.splitting import split
 from labkit.schedules import Schedule, peak_in_flight, schedule
 from labkit.schedules.actions import chunks_of
 

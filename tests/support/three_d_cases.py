@@ -36,7 +36,7 @@ from labkit import (
 )
 from labkit.events import CommEvent
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
+from labkit.parallel.splitting import split
 from labkit.predict.three_d import AXES, bytes_by_axis
 from tensor_contract import model_of
 

@@ -37,7 +37,6 @@ from typing import Any, Literal
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.agreement import owner_of
 from labkit.parallel.common.shards import mark_sequence
 from labkit.parallel.context.ring_attention import RingAttention
@@ -96,7 +95,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     core = attention.core
     if isinstance(core, (RingAttention, Ulysses)):
         raise ValueError("this model is context-parallel already; a model is edited once")
-    if isinstance(core.__dict__.get("forward"), Recomputed):
+    if getattr(vars(core).get("forward"), "runs_again_in_backward", False):
         raise ValueError(
             "this model's attn.core is computed again in backward; call context_parallel first, "
             "then Recompute"

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from labkit.comm import Comm, CommError, Handle
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
-from labkit.schedules.actions import Schedule, chunks_of
-from labkit.schedules.messages import Message, sent
+from labkit.schedules.actions import Message, Schedule, chunks_of, sent
 
 TAGS = {"activation": 101, "gradient": 102, "meta": 103}
 MOST_DIMS = 8

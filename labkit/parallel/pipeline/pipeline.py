@@ -59,8 +59,7 @@ from labkit.parallel.pipeline.validation import (
     optimizer_of,
 )
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
-from labkit.schedules.actions import Action, Schedule, virtual_stage
-from labkit.schedules.messages import received, sent
+from labkit.schedules.actions import Action, Schedule, received, sent, virtual_stage
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -22,27 +22,42 @@ Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t ti
     kept              s b w (34 + 5 h s / w) / t bytes a layer
 
 Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
-last tensor that backward needs: a layer's last one only where dropout stands behind it.
+last tensor that backward needs: a layer's last one only where dropout follows it.
+
+Random numbers are the same where ranks hold replicas, and differ where they hold shards:
+
+    dropout on                        rank 0     rank 1     so that
+    a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
+    a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
+
+All ranks have one seed, and draw for shards inside `own_numbers`. There is no state beside torch's,
+so recompute and checkpoints, which restore that, restore all of it.
 
 Legend: b rows, s positions, w width, h heads, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
-2205.05198, section 4. Ranks of one group belong inside a node: Narayanan et al., arXiv 2104.04473.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
+generator there); Korthikanti et al., arXiv 2205.05198, section 4. Ranks of one group belong inside
+a node: Narayanan et al., arXiv 2104.04473.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
+from labkit.dispatch import no_modes
 from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
-from labkit.parallel.tensor.random_state import DrawsItsOwn, DrawsItsOwnBetween
 from labkit.parallel.tensor.validation import (
     SameInput,
     check_fits,
     columns_and_rows,
+    draws,
+    generators,
     is_attention,
     is_mlp,
 )
@@ -60,7 +75,7 @@ def tensor_parallel(
             gated; the embedding, one with `tokens`, and `positions` if it has any; the `head`. All
             else stays whole.
         comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
-            seed: then replicas drop the same elements, and parts do not.
+            seed: then replicas drop the same elements, and shards do not.
         sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
         gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
 
@@ -76,8 +91,8 @@ def tensor_parallel(
     trials = check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
-    tied = _names_of_one(model)
-    layers = [one for one in model.modules() if is_attention(one) or is_mlp(one)]
+    tied = _tied_names(model)
+    layers = [module for module in model.modules() if is_attention(module) or is_mlp(module)]
     for trial in trials:
         if trial.pending:
             trial.layer.forward = trial
@@ -90,19 +105,19 @@ def tensor_parallel(
             "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
             "together again; this model lacks one, so ranks would take all of x for their part"
         )
-    if untied := tied - _names_of_one(model):
+    if untied := tied - _tied_names(model):
         raise ValueError(
             f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
             "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
         )
     if sequence:
-        _cut_sequence(model, comm, {one for layer in layers for one in layer.modules()})
+        _cut_sequence(model, comm, {part for layer in layers for part in layer.modules()})
     model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
     return model
 
 
 def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
-    """Columns, then rows. What is drawn between the two is drawn for this rank's part."""
+    """Columns, then rows. What is drawn between the two is drawn for this rank's shard."""
     first, last = columns_and_rows(layer)
     columns = [
         ColumnParallelLinear.from_linear(getattr(layer, name), comm, sequence=sequence)
@@ -114,41 +129,98 @@ def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
         OneInput(columns)
     row = RowParallelLinear.from_linear(getattr(layer, last), comm, sequence=sequence)
     setattr(layer, last, row)
-    # With a cut sequence all that is drawn here is for a part.
+    # With a cut sequence all that is drawn here is for a shard.
     inside = DrawsItsOwn(layer, comm) if sequence else DrawsItsOwnBetween(layer, comm, columns, row)
     layer.forward = inside
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
     """The embedding and the head by rows, one for each token; tied, they stay one parameter."""
-    made: list[nn.Module] = []
+    cut: list[nn.Module] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
         if isinstance(tokens := getattr(module, "tokens", None), nn.Embedding):
             module.tokens = VocabParallelEmbedding.from_embedding(tokens, comm, sequence=sequence)
             rows[tokens.weight] = module.tokens.weight
-            made.append(module.tokens)
+            cut.append(module.tokens)
     for module in list(model.modules()):
-        if isinstance(head := getattr(module, "head", None), nn.Linear):
-            if module is not model and head.weight not in rows:
-                continue  # of something else
+        head = getattr(module, "head", None)
+        if isinstance(head, nn.Linear) and (module is model or head.weight in rows):
             module.head = VocabParallelHead.from_linear(
                 head, comm, gather_output=gather_logits, sequence=sequence
             )
             module.head.weight = rows.get(head.weight, module.head.weight)
-            made.append(module.head)
-    return made
+            cut.append(module.head)
+    return cut
 
 
-def _names_of_one(model: nn.Module) -> set[frozenset[str]]:
-    """The names under which parameters are found, of each that has several."""
+def _tied_names(model: nn.Module) -> set[frozenset[str]]:
+    """The names of each parameter that has several."""
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, set()).add(name)
     return {frozenset(several) for several in names.values() if len(several) > 1}
 
 
-# ---- sequence parallelism: the rest of the model, on a part of the sequence
+# ---- random numbers: the same for replicas, others for shards
+
+
+@contextmanager
+def own_numbers(comm: Comm) -> Iterator[None]:
+    """Inside, what torch draws is this rank's own. One number is drawn, the same on all ranks, and
+    seeds the generators with the rank; afterwards they are again where those of the others are."""
+    if comm.size == 1:
+        yield
+        return
+    with no_modes():  # a seed is no part of the model: real in a dry run, too
+        seed = int(torch.randint(2**62, ())) + comm.rank
+    with torch.random.fork_rng(range(len(generators()) - 1)):
+        for generator in generators():
+            generator.manual_seed(seed)
+        yield
+
+
+class DrawsItsOwn:
+    """In place of `module.forward`: the same, with random numbers of the rank's own."""
+
+    def __init__(self, module: nn.Module, comm: Comm):
+        self.module, self.forward, self.comm = module, module.forward, comm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not draws(self.module):
+            return self.forward(*args, **kwargs)
+        with own_numbers(self.comm):
+            return self.forward(*args, **kwargs)
+
+
+class DrawsItsOwnBetween(DrawsItsOwn):
+    """... from where one of `begins` is called to where `end` is, as from columns to rows."""
+
+    def __init__(self, layer: nn.Module, comm: Comm, begins: Sequence[nn.Module], end: nn.Module):
+        super().__init__(layer, comm)
+        self._inside: ExitStack | None = None
+        for module in begins:
+            module.register_forward_pre_hook(self._begin)
+        end.register_forward_pre_hook(self._end)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _begin(self, *_: Any) -> None:
+        if self._inside is None and draws(self.module):
+            self._inside = ExitStack()
+            self._inside.enter_context(own_numbers(self.comm))
+
+    def _end(self, *_: Any) -> None:
+        if self._inside is not None:
+            self._inside.close()
+            self._inside = None
+
+
+# ---- sequence parallelism: the rest of the model, on a shard of the sequence
 
 
 def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
@@ -166,7 +238,7 @@ def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
 
 
 class SummedGradients:
-    """Takes the place of `forward` of a module that sees a part of the sequence, as a norm does:
+    """In place of `module.forward`, of a module that sees a shard of the sequence, as a norm does:
     the gradients of its own parameters are parts as well, and backward sums them over the ranks, in
     one all-reduce."""
 

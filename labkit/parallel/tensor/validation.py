@@ -1,22 +1,37 @@
-"""What is wrong with a model, or with what it is given, where ranks compute it together: said by
-the layer's name before anything is cut, and by rank before anything is computed.
+"""Which layers can be cut, asked before anything is, and whether the ranks compute on the same.
+
+Layers are known by name, and their sizes must divide. Then each is tried, in one process, with
+random numbers in place of what its linear layers compute:
+
+    whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
+    rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
+                                                                ▲                          ▲
+                                                must be slice r of the whole's      must be equal
+
+What mixes features (chunk, softmax, a norm), or orders heads differently, gives other numbers,
+whatever its name. No weight is read, so models without memory are tried, too.
 """
 
-from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import copy, deepcopy
+from functools import partial
+from itertools import zip_longest
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
+from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
-from labkit.memory.conditions import generators
 from labkit.parallel.common.shards import check_same, checksum
-from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.tensor.random_state import draws
-from labkit.parallel.tensor.split_trial import SplitTrial
+from labkit.parallel.tensor.linear import ShardedLinear
+
+SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
+SAME_SEED = "call torch.manual_seed with the same seed on all of them"
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -37,15 +52,15 @@ def columns_and_rows(layer: Any) -> tuple[list[str], str]:
     return ["gate", "up"] if hasattr(layer, "gate") else ["up"], "down"
 
 
-def check_fits(model: nn.Module, comm: Comm) -> list[SplitTrial]:
-    """Raises ValueError where a layer cannot be cut, or none is to be. Returns the layers' trials:
-    those still pending are to be made on the first real input."""
-    layers = {path: one for path, one in model.named_modules() if is_attention(one) or is_mlp(one)}
+def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
+    """Raises ValueError where a layer cannot be cut, or there is none. Returns the layers' trials;
+    pending ones are to be made on the first real input."""
+    layers = {path: m for path, m in model.named_modules() if is_attention(m) or is_mlp(m)}
     for path, layer in layers.items():
         columns, row = columns_and_rows(layer)
         for name in (*columns, row):
             _check_plain(f"{path}.{name}".lstrip("."), getattr(layer, name))
-        _check_no_others(path, layer, [*columns, row])
+        _check_parameters(path, layer, [*columns, row])
         counts = _heads_of(path, layer) if is_attention(layer) else _hidden_of(path, layer)
         for what, count in counts.items():
             if count % comm.size:
@@ -61,12 +76,31 @@ def check_fits(model: nn.Module, comm: Comm) -> list[SplitTrial]:
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
-    return [SplitTrial(n, x, *columns_and_rows(x), comm.size) for n, x in layers.items()]
+    return [SplitTrial(path, layer, comm.size) for path, layer in layers.items()]
 
 
-def _check_no_others(path: str, layer: nn.Module, known: Sequence[str]) -> None:
-    """What is between columns and rows sees a part of the features: what it learned from them would
-    be a part of a gradient, or the whole of it where it stands before or after."""
+def _check_plain(path: str, layer: nn.Module) -> None:
+    if isinstance(layer, ShardedLinear):
+        raise ValueError(
+            f"{path} is cut over {ranks_in_words(layer.comm.size)} already; edit a model "
+            "once, or build a new one"
+        )
+    if type(layer) is not nn.Linear:
+        raise ValueError(
+            f"{path} is a {type(layer).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
+            "and edit in other ways afterwards"
+        )
+    changed = any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks"))
+    if changed or "forward" in vars(layer):
+        raise ValueError(
+            f"{path} has hooks or a forward of its own, which the layers that take its place would "
+            "not call; cut first, then add these"
+        )
+
+
+def _check_parameters(path: str, layer: nn.Module, known: list[str]) -> None:
+    """A parameter between columns and rows would get a part of its gradient, one before or after
+    them all of it."""
     for name, _ in layer.named_parameters():
         if name.partition(".")[0] not in known:
             raise ValueError(
@@ -99,50 +133,163 @@ def _heads_of(path: str, attention: Any) -> dict[str, int]:
     }
 
 
-def _check_plain(path: str, layer: nn.Module) -> None:
-    if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-        raise ValueError(
-            f"{path} is cut over {ranks_in_words(layer.comm.size)} already; edit a model "
-            "once, or build a new one"
-        )
-    if type(layer) is not nn.Linear:
-        raise ValueError(
-            f"{path} is a {type(layer).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
-            "and edit in other ways afterwards"
-        )
-    changed = any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks"))
-    if changed or "forward" in vars(layer):
-        raise ValueError(
-            f"{path} has hooks or a forward of its own, which the layers that take its place would "
-            "not call; cut first, then add these"
-        )
-
-
-SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
-SAME_SEED = "call torch.manual_seed with the same seed on all of them"
+# ---- what the ranks compute with
 
 
 class SameInput:
-    """Before each forward, where the ranks compare notes: have they the same input, all tensors in
-    it, and, with dropout on, the same random state?"""
+    """A hook before each forward: where a `World` checks, all tensors of the input must be the same
+    on all ranks and, with dropout on, the random state."""
 
     def __init__(self, comm: Comm, sequence: bool):
         self.comm, self.sequence = comm, sequence
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         def inputs() -> int:
-            found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            # With a cut sequence, x of a later stage of the model is a part, and tokens are whole.
-            return checksum(x for x in found if not (self.sequence and x.is_floating_point()))
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            # With a cut sequence, x of a later stage of the model is a shard, and tokens are whole.
+            return checksum(x for x in tensors if not (self.sequence and x.is_floating_point()))
+
+        def state() -> int:
+            return random_state(model) if draws(model) else 0
 
         check_same(self.comm, "input", inputs, SAME_BATCH)
-        check_same(
-            self.comm, "random state", lambda: _random_state(model) if draws(model) else 0,
-            SAME_SEED,
-        )  # fmt: skip
+        check_same(self.comm, "random state", state, SAME_SEED)
 
 
-def _random_state(model: nn.Module) -> int:
-    """Of the generators from which it draws: the CPU's, and that of its device on this rank."""
+def generators() -> list[torch.Generator]:
+    """The generators torch draws from: the CPU's and, once GPUs are in use, theirs."""
+    return [torch.default_generator, *torch.cuda.default_generators]
+
+
+def random_state(model: nn.Module) -> int:
+    """A checksum of the generators from which `model` draws: the CPU's and its device's."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
     return checksum(g.get_state() for g in generators() if g.device in devices)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether dropout is on in it: a module of torch's, or one with a number `dropout`."""
+    return any(part.training and _dropout_of(part) > 0 for part in module.modules())
+
+
+def _dropout_of(module: nn.Module) -> float:
+    name = "p" if isinstance(module, _DropoutNd) else "dropout"
+    p = getattr(module, name, None)
+    return p if isinstance(p, float) else 0
+
+
+# ---- the trial
+
+
+class SplitTrial:
+    """Tries one layer on a small input; while `pending`, as its forward takes other inputs, it
+    takes the place of `layer.forward` and tries the first real one. Raises ValueError if the layer
+    cannot be cut."""
+
+    def __init__(self, path: str, layer: Any, size: int) -> None:
+        self.path, self.layer, self.size = path or "the model", layer, size
+        self.forward = layer.forward
+        self.columns, self.row = columns_and_rows(layer)
+        # A part that another strategy has edited exchanges data in its forward.
+        attributes = [x for module in layer.modules() for x in vars(module).values()]
+        self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
+        if self.pending:  # on a copy without the weights: a forward may change its module
+            memo: Any = {id(x): x for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
+            memo |= {id(getattr(layer, name)): None for name in (*self.columns, self.row)}
+            try:
+                self.copy = deepcopy(layer, memo).eval()
+            except Exception as error:
+                raise self._refusal(f"it cannot be copied to be tried ({error})") from None
+            self._try_at_edit()
+
+    def _try_at_edit(self) -> None:
+        column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
+        device = "cpu" if _has_no_memory(column.weight) else column.weight.device
+        for width in (column.in_features, row.in_features):
+            with no_modes():
+                x = _random(2, 3, width).to(device, column.weight.dtype)
+                try:
+                    whole = self._run((x,), {})
+                except Exception:  # it takes another input, or more
+                    continue
+                return self._compare(whole, (x,), {})
+        if type(self.layer).forward is nn.Module.forward:
+            raise self._refusal("it has no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.pending and not any(map(_has_no_memory, tree_leaves((args, kwargs)))):
+            self._compare(self._run(args, kwargs), args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Any:
+        """With random numbers in place of what the linear layers compute; or `rank`'s slice.
+        Returns the names of those called; their inputs, and then the outputs."""
+        names, tensors = list[str](), list[Tensor]()
+
+        def compute(name: str, x: Tensor) -> Tensor:
+            features = getattr(self.layer, name).out_features
+            y = _random(*x.shape[:-1], features, seed=len(names)).to(x)
+            names.append(name)
+            tensors.append(x.clone())
+            return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
+
+        def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
+            traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
+            return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.random.fork_rng(range(len(generators()) - 1)))
+            before = random_state(self.layer)
+            for name in (*self.columns, self.row):
+                self.copy._modules[name] = linear = copy(getattr(self.layer, name))
+                linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
+                stack.callback(self.copy._modules.__setitem__, name, None)
+            copies = tree_map_only(Tensor, fresh, (args, kwargs))
+            output = tree_leaves(self.copy.forward(*copies[0], **copies[1]))
+            # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
+            self.draws = before != random_state(self.layer) and draws(self.layer)
+        return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
+
+    def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:
+        names, tensors = whole
+        if unused := {*self.columns, self.row} - {*names}:
+            raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
+        if any(n == self.row and x.requires_grad for n, x in zip(names, tensors)):
+            raise self._refusal("its forward computes with more than their outputs there")
+        for rank in (0, self.size - 1) if not self.draws else ():
+            expected = [
+                x.chunk(self.size, -1)[rank] if name == self.row else x
+                for name, x in zip_longest(names, tensors)
+            ]
+            try:
+                called, computed = self._run(args, kwargs, rank)
+            except Exception as error:
+                raise self._refusal(f"its forward fails on a slice ({error})") from None
+            same = (called, len(computed)) == (names, len(expected))
+            if not same or not all(map(_close, computed, expected)):
+                raise self._refusal("its forward computes something else on a slice")
+        self.pending = False
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"tensor_parallel cannot cut {self.path}, a {type(self.layer).__name__}: each rank "
+            f"would have a slice of the features from {', '.join(self.columns)} to {self.row}, and "
+            f"{why}. Give each projection an nn.Linear of its own, rename the layers to leave the "
+            "module whole, or cut it by hand with ColumnParallelLinear and RowParallelLinear"
+        )
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def _has_no_memory(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or hasattr(x, "fake_mode"))
+
+
+def _close(x: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-4 if expected.dtype.itemsize > 2 else 1e-2
+    both = x.to(torch.complex128), expected.to(torch.complex128)
+    return x.shape == expected.shape and torch.allclose(*both, tolerance, tolerance, True)

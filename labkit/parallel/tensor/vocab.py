@@ -1,7 +1,7 @@
 """The vocabulary cut over ranks: embedding, head and loss, so that no rank needs all logits.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for others' tokens
-    rank 1   rows 3, 4, 5                                │ all-reduce: one rank knew each token
+    rank 1   rows 3, 4, 5                                │ all-reduce: one rank has each token
     rank 2   rows 6, 7, padding                          x  [b, s, w]
                                                          :
              the same rows as the head        x ──> own logits [b, s, V/t] ──> loss
@@ -10,15 +10,14 @@
                       for each token
     travels           embedding  forward an all-reduce of b s w, backward nothing
                       head       forward nothing, backward an all-reduce of b s w
-                      loss       forward an all-reduce (max) of b s numbers, one (sum) of 2 b s
-
-Legend: b rows, s positions, w width, v vocabulary, t ranks.
+                      loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s
 
 The loss of a token is log(sum of exp(its logits)) - the logit of its target. Each rank has a part
-of the sum, and one has the target, so 3 numbers a token travel where the logits would be v. Rows of
-padding are zeros: no token looks them up, their logits are -inf or cut off, and so their gradients
-are zero.
+of the sum, and one has the target, so 3 elements a token travel where the logits would be v. Rows
+of padding are zeros: no token looks them up, their logits are -inf or cut off, and so their
+gradients are zero.
 
+Legend: b rows, s positions, w width, v vocabulary, t ranks.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, fused cross-entropy).
 """
 
@@ -67,16 +66,12 @@ def cut_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
 class VocabParallelEmbedding(nn.Module):
     """nn.Embedding, its rows cut over the ranks of `comm`.
 
-    tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks.
+    tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks; with
+    `sequence`, this rank's shard of the positions, [b, s/t, w], by a reduce-scatter.
 
-    Args:
-        num_embeddings, embedding_dim, padding_idx: as of nn.Embedding.
-        sequence: each rank gets its part of the positions, [b, s/t, w], by a reduce-scatter in
-            place of the all-reduce.
-
-    Built from sizes, it has the rows of the nn.Embedding that all ranks, with one seed, would make;
-    `from_embedding` cuts a given one. Raises ValueError for a token outside the vocabulary (on a
-    GPU the device asserts).
+    Built from sizes, as nn.Embedding takes them, it has the rows that all ranks, with one seed,
+    would make; `from_embedding` cuts a given one. Raises ValueError for a token outside the
+    vocabulary (on a GPU the device asserts).
     """
 
     def __init__(
@@ -85,31 +80,32 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **of_embedding)
-        self._cut(whole, Comm.of(comm), sequence)
+        self._shard(whole, comm, sequence)
 
     @classmethod
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Comm, *, sequence: bool = False
     ) -> "VocabParallelEmbedding":
         """This rank's rows of `embedding`, which is the same on all ranks, and stays as it is."""
-        cut = cls.__new__(cls)
-        nn.Module.__init__(cut)
-        cut._cut(embedding, Comm.of(comm), sequence)
-        return cut
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._shard(embedding, comm, sequence)
+        return layer
 
-    def _cut(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
+    def _shard(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if value := getattr(embedding, option):
                 raise ValueError(
                     f"an embedding with {option}={value} cannot be cut by its vocabulary; build "
                     f"it without {option}"
                 )
-        self.comm, self.sequence = comm, sequence
+        self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
-        self.weight = cut_rows(embedding.weight, comm)
-        self.padding_idx = embedding.padding_idx  # whose row never learns
-        own = -1 if self.padding_idx is None else self.padding_idx - comm.rank * len(self.weight)
-        self._own_padding_idx = own if 0 <= own < len(self.weight) else None
+        self.weight = cut_rows(embedding.weight, self.comm)
+        self.padding_idx = padding = embedding.padding_idx  # whose row never learns
+        height = len(self.weight)
+        own = -1 if padding is None else padding - self.comm.rank * height
+        self._own_padding_idx = own if 0 <= own < height else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_inside("a token", tokens, self.num_embeddings)
@@ -121,19 +117,16 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_ranks(x, self.comm)  # [b, s, w]
 
     def extra_repr(self) -> str:
-        piece = tuple(self.weight.shape)
-        return f"weight {piece} of {(self.num_embeddings, self.embedding_dim)}"
+        shape = tuple(self.weight.shape)
+        return f"weight {shape} of {(self.num_embeddings, self.embedding_dim)}"
 
 
 class VocabParallelHead(ColumnParallelLinear):
     """nn.Linear from x to logits, of which each rank has the columns of its part of the vocabulary:
-    a `ColumnParallelLinear` whose columns need not divide.
+    a `ColumnParallelLinear` whose columns need not divide, without a bias by default.
 
-    Args:
-        in_features, out_features, bias: as of nn.Linear, without a bias by default.
-        sequence: x comes as each rank's part of the positions, [b, s/t, w].
-        gather_output: give every rank all logits, [b, s, v]. Else each has its own, [b, s, V/t],
-            those of padding -inf: for `vocab_parallel_cross_entropy`.
+    gather_output  give every rank all logits, [b, s, v]. Else each has its own, [b, s, V/t], those
+                   of padding -inf: for `vocab_parallel_cross_entropy`.
 
     Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding` over the same
     ranks; both have the same rows.
@@ -155,11 +148,8 @@ class VocabParallelHead(ColumnParallelLinear):
         head.gather_output = gather_output
         return head
 
-    def _cut(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
-        self._take(linear, comm, sequence)
-        self.one_input = None
-        self.weight = cut_rows(linear.weight, comm)
-        self.bias = None if linear.bias is None else cut_rows(linear.bias, comm)
+    def _shard_of(self, parameter: Tensor) -> nn.Parameter:
+        return cut_rows(parameter, self.comm)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # [b, s, V/t]
@@ -173,21 +163,16 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    comm: Comm,
-    *,
-    ignore_index: int = IGNORED,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    vocab: int | None = None,
-) -> Tensor:
+    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
+    reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
+) -> Tensor:  # fmt: skip
     """F.cross_entropy of logits that are cut over the ranks, in at least float32.
 
     Args:
         logits: this rank's, [..., V/t] as of `VocabParallelHead(gather_output=False)`.
         targets: integers [...], the same on all ranks; `ignore_index` for those that do not count.
         reduction: the mean over the targets that count, their sum, or "none", [...].
-        vocab: v, to tell targets that are padding from others; without it, their loss is inf.
+        vocab: v, to refuse targets that are padding; without it, their loss is inf.
 
     The same loss on all ranks. Raises ValueError for a target outside the vocabulary (on a GPU the
     device asserts), where shapes do not fit and, in a `World` that checks, where targets differ.
@@ -206,7 +191,7 @@ def vocab_parallel_cross_entropy(
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)
 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = logits.detach().amax(-1)  # [...]; any number would do: the loss does not depend on it
+    peak = logits.detach().amax(-1)  # [...]; any number would do: the loss is the same
     comm.all_reduce(peak, op="max")
     shifted = logits - peak.unsqueeze(-1)  # at most 0, so that exp cannot overflow
     own, mine = _own_of(targets, width, comm)
@@ -220,15 +205,15 @@ def vocab_parallel_cross_entropy(
 
 
 def _own_of(ids: Tensor, height: int, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Which of this rank's `height` rows each id is (row 0 where it has none), and whether."""
+    """The row of each id among this rank's `height` rows (0 for others' ids), and a mask of own."""
     own = ids - comm.rank * height
     mine = (own >= 0) & (own < height)
     return own.where(mine, 0), mine
 
 
 def check_inside(what: str, ids: Tensor, vocab: int) -> None:
-    """Raise ValueError for an id that no rank has: its vector would silently be zero. A GPU asserts
-    by itself, without waiting for the number; on paper there is no number, and no error."""
+    """Raises ValueError for an id that no rank has: its vector would silently be zero. A GPU
+    asserts without waiting for the values; fake tensors have none, and raise nothing."""
     inside = (ids >= 0) & (ids < vocab)
     try:
         torch._assert_async(inside.all(), f"{what} is outside the vocabulary of {vocab}")

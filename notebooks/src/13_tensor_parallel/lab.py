@@ -23,7 +23,7 @@ from labkit.course import predict, report, show
 from labkit.labs.lab_13 import checks as check
 from labkit.models import PlainAttention
 from labkit.parallel.common.conjugate import copy_to_ranks, reduce_from_ranks
-from labkit.parallel.tensor import random_state
+from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.linear import RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
@@ -293,7 +293,7 @@ show("parallel/tensor/vocab.py:VocabParallelEmbedding.forward", since="own, mine
 # f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
 
 # %%
-show("parallel/tensor/random_state.py:own_numbers", since="with no_modes")
+show("parallel/tensor/tensor_parallel.py:own_numbers", since="with no_modes")
 
 # %% [markdown]
 # ## 5. Run it
@@ -607,8 +607,8 @@ def masks(with_own_numbers):
 
     for module in (block.attn.core.dropout, block.dropout):
         module.register_forward_hook(look)
-    numbers = random_state.own_numbers if with_own_numbers else nullcontext  # which does nothing
-    with patch.object(random_state, "own_numbers", numbers):
+    numbers = tensor.own_numbers if with_own_numbers else nullcontext  # which does nothing
+    with patch.object(tensor, "own_numbers", numbers):
         model(Text().batch(0, rows=2, length=64).x)
     return dict(zip(("heads", "x"), found.values()))
 

@@ -9,7 +9,7 @@ from typing import Any
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, kind, no_yield, whole_numbers
 from labkit.course.ranks import alone, run
-from labkit.schedules import balance
+from labkit.parallel.splitting import balance
 
 from .plans import (
     BEST_MS,

@@ -20,12 +20,12 @@ from labkit.course import predict, report, show
 from labkit.labs.lab_15 import checks as check
 from labkit.labs.lab_15.plans import Plan, divisors, held_mb, step_ms
 from labkit.parallel import Pipeline
-from labkit.parallel.pipeline.stages import layers_of, measure_costs
+from labkit.parallel.splitting import balance, layers_of, measure_costs
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.replaying import bubble, pipeline_step_s, pipeline_trace
 from labkit.replaying.microbatches import by_microbatch
-from labkit.schedules import balance, gpipe, naive, parse, received, sent
 from labkit.schedules import check as check_rules
+from labkit.schedules import gpipe, naive, parse, received, sent
 from labkit.trace import CATEGORIES
 
 # %% [markdown]
@@ -231,7 +231,7 @@ show("schedules/gpipe.py:gpipe", since="check_sizes")
 # What travels follows from it. Before an action, a stage waits for at most one message:
 
 # %%
-show("schedules/messages.py:received", since="virtual =")
+show("schedules/actions.py:received", since="virtual =")
 
 # %% [markdown]
 # (With one piece of the model on each rank, "virtual stage" is just the stage; lab 16 has more.) So one

@@ -192,7 +192,7 @@ sends
 # What must have come before a stage can act? That is all that a schedule must respect:
 
 # %%
-show("schedules/messages.py:received", since="virtual = ")
+show("schedules/actions.py:received", since="virtual = ")
 
 # %% [markdown]
 # `check_rules` asks for the rest, and names the first rule that is broken:
@@ -205,7 +205,7 @@ show("schedules/rules.py:check", since="_known_actions")
 # waits for somebody who waits.
 
 # %%
-show("schedules/rules.py:_as_far_as_it_goes", since="while ready")
+show("schedules/rules.py:_simulate", since="while ready")
 
 # %% [markdown]
 # One runner for all of them, lab 15's. It does its list; it knows no schedule by name:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
+from labkit.parallel.splitting import split
 from labkit.replaying.pipeline import bubble, pipeline_step_s, pipeline_trace
 from labkit.schedules import Action, Schedule, chunks_of, peak_in_flight
 

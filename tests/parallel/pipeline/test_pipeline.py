@@ -12,7 +12,7 @@ from labkit import Comm, Link, World
 from labkit.parallel.pipeline.deferred_weights import deferring, run_later
 from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import layers_of, measure_costs, split
+from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.schedules import parse_schedule
 from worlds import on_each_rank
 

@@ -15,8 +15,8 @@ import pipeline_cases as cases
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
 from labkit.parallel.pipeline.virtual_stage import StageError
+from labkit.parallel.splitting import split
 from labkit.schedules import Action, ScheduleError, schedule
 from worlds import on_each_rank
 

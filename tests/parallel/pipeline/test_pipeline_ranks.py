@@ -28,7 +28,7 @@ from labkit import (
     tensor_parallel,
 )
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import split
+from labkit.parallel.splitting import split
 from worlds import on_each_rank
 
 SGD = torch.optim.SGD

@@ -21,8 +21,9 @@ from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.recompute import recompute
 from labkit.parallel.pipeline import virtual_stage
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.stages import Layers, layers_of, measure_costs, split
+from labkit.parallel.pipeline.stages import Layers
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
 from worlds import on_each_rank

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from labkit import GPT, Batch, Comm, RankError, Recompute, World, full_state_dict, listen, loss
 from labkit.memory.peak import PeakMemory
-from labkit.parallel.tensor import partitioned_activations
-from labkit.parallel.tensor.partitioned_activations import Partitioned, partition_activations
+from labkit.parallel import partitioned_activations
+from labkit.parallel.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 
 DEPTH, WIDTH, ROWS, LENGTH, STEPS = 3, 12, 5, 14, 3

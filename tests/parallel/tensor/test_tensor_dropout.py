@@ -12,8 +12,7 @@ import tensor_contract as contract
 from labkit import GPT, Comm, World
 from labkit.models.attention import PlainAttention
 from labkit.models.dropout import Dropout
-from labkit.parallel.tensor.random_state import own_numbers
-from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from labkit.parallel.tensor.tensor_parallel import own_numbers, tensor_parallel
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
 

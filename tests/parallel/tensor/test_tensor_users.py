@@ -23,8 +23,8 @@ from labkit import (
 )
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
-from labkit.parallel.tensor.footprint import footprint
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.recipes import held_bytes
 from worlds import on_each_rank
 
 
@@ -225,7 +225,7 @@ def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, world3: World, si
 @on_each_rank("world2")
 def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
     plain, comm = gated_gpt(), Comm()
-    predicted = footprint(plain, comm.size, 24).parameter_bytes
+    predicted = sum(held_bytes(plain, comm.size).values())
     held = sum(p.nbytes for p in tensor_parallel(plain, comm).parameters())
     assert predicted == held
 

@@ -1,0 +1,188 @@
+"""A model cut into the stages of a pipeline: by number of layers, or by cost.
+
+    GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by number of blocks
+
+    with costs                    embed  0 1 2 │ 3 │ 4  norm head        the dearest stage is
+    (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      as cheap as it can be
+    vocabulary costs 2.9)
+
+A step takes as long as the dearest stage, m times, so cut by cost where layers differ:
+`split(model, 4, measure_costs(model, x))`. Layers stay in order, so a choice is where to cut; the
+best is found exactly, by what is best for the first layers on fewer stages. Of several that are
+equally good there, the evenest is taken, whose sum of squares is the least.
+
+Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit import events
+from labkit.parallel.pipeline.stages import Layers
+
+NAMES = ("embed", "blocks", "norm", "head")
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module], stages: int, costs: Sequence[float] | None = None
+) -> list[nn.Module]:
+    """Cut `model` into `stages` modules, which one after the other compute what it does.
+
+    Args:
+        model: one with `embed`, `blocks`, (`norm`,) and `head`, as a GPT; an nn.Sequential; or a
+            list of layers.
+        stages: how many; ranks times chunks.
+        costs: of each layer (`layers_of` lists them), in any unit: cut so that the dearest stage
+            is cheapest. Without them stages have equally many layers, the first ones one more
+            where that does not divide; of a GPT its blocks count, and its ends go along.
+
+    Raises ValueError for more stages than layers, costs that are not one for each layer, and a
+    model that is none of these.
+    """
+    layers = layers_of(model)
+    if costs is not None:
+        if len(costs) != len(layers):
+            raise ValueError(
+                f"{len(costs)} costs for {len(layers)} layers ({', '.join(layers)}); give one for "
+                "each, as measure_costs(model, x) does"
+            )
+        sizes = balance(costs, stages)
+    else:
+        sizes = _even(list(layers), stages)
+    paths = list(layers)
+    cuts = pairwise([0, *accumulate(sizes)])
+    return [Layers({path: layers[path] for path in paths[begin:end]}) for begin, end in cuts]
+
+
+def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The layers that `split` cuts between, in order, by their names in the model."""
+    if isinstance(model, nn.Sequential):
+        return dict(_parts(model))  # one that stands twice is two layers
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+        return {str(index): layer for index, layer in enumerate(model)}
+    have = dict(_parts(model))
+    kind = type(model).__name__
+    if not {"embed", "blocks", "head"} <= set(have):
+        raise ValueError(
+            f"split cannot see the layers of a {kind}, whose parts are "
+            f"{', '.join(have) or 'none'}; give an nn.Sequential, a list of layers, or a model "
+            "with embed, blocks and head"
+        )
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    if others := [name for name in have if name not in NAMES] + own:
+        raise ValueError(
+            f"split knows {', '.join(NAMES)} of a {kind}, which also has {', '.join(others)}, and "
+            "does not say where they run; give a list of layers instead"
+        )
+    blocks: Any = have["blocks"]
+    layers = {"embed": have["embed"]}
+    layers |= {f"blocks.{index}": block for index, block in enumerate(blocks)}
+    return layers | {name: have[name] for name in ("norm", "head") if name in have}
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(named_children leaves out a module that it has seen before.)"""
+    return ((name, part) for name, part in model._modules.items() if part is not None)
+
+
+def _even(paths: list[str], stages: int) -> list[int]:
+    """How many layers each stage gets: of a model with blocks, equally many of these."""
+    blocks = [path for path in paths if path.startswith("blocks.")]
+    counted = blocks or paths
+    if not 1 <= stages <= len(counted):
+        what = "blocks" if blocks else "layers"
+        raise ValueError(
+            f"{stages} stages cannot be made of {len(counted)} {what}, each stage has at least "
+            f"one; choose 1 to {len(counted)} stages"
+        )
+    sizes = events.chunk_sizes(len(counted), stages)
+    if blocks:
+        sizes[0] += paths.index(blocks[0])
+        sizes[-1] += len(paths) - 1 - paths.index(blocks[-1])
+    return sizes
+
+
+def measure_costs(
+    model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
+) -> list[float]:
+    """Seconds of forward and backward of each layer, of `layers_of(model)`: the least of several
+    turns on x [rows, ...], best one micro-batch. Gradients and buffers are left as they were.
+
+    What it says holds for this machine and this moment; on ranks, measure on one and broadcast:
+    all must cut alike.
+    """
+    layers = layers_of(model)
+    before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
+    buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
+    costs = [float("inf")] * len(layers)
+    try:
+        for _ in range(repeats):  # all layers in each turn: one stall hits one of a layer's turns
+            given = x
+            for index, layer in enumerate(layers.values()):
+                given = given.detach()
+                given.requires_grad_(given.is_floating_point() or given.is_complex())
+                given = given.clone()  # a layer may change what it is given in place
+                began_s = time.perf_counter()
+                y = layer(given)
+                if y.requires_grad:
+                    torch.autograd.backward(y, torch.ones_like(y))
+                costs[index] = min(costs[index], time.perf_counter() - began_s)
+                given = y
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return costs
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """How many consecutive layers each stage gets, 1 or more. `costs`: of each layer, in any unit.
+
+    Raises ValueError for more stages than layers, and for costs below 0 or not finite.
+
+    >>> balance([5, 1, 1, 1, 4], stages=3)
+    [1, 3, 1]
+    """
+    if stages < 1:
+        raise ValueError(f"stages={stages}: a pipeline has at least 1")
+    if stages > len(costs):
+        raise ValueError(
+            f"stages={stages} and {len(costs)} layers: each stage needs a layer; take at most "
+            f"{len(costs)} stages"
+        )
+    for layer, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"costs[{layer}]={cost}: the cost of a layer is a number from 0 on")
+    before = [0.0, *accumulate(costs)]  # of the layers before each
+    dearest, _ = _best(before, stages, max, math.inf)
+    _, counts = _best(before, stages, lambda so_far, one: so_far + one * one, dearest)
+    return counts
+
+
+def _best(
+    before: Sequence[float], stages: int, together: Callable[[float, float], float], limit: float
+) -> tuple[float, list[int]]:
+    """The least that all stages together cost, and their numbers of layers; none dearer than
+    `limit`."""
+    layers = len(before) - 1
+    least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
+    least[0] = (0.0, [])  # of the first layers, on the stages so far
+    for _ in range(stages):
+        following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
+        for end in range(1, layers + 1):
+            for begin in reversed(range(end)):
+                one = before[end] - before[begin]
+                if one > limit:
+                    break
+                cost = together(least[begin][0], one)
+                if cost < following[end][0]:
+                    following[end] = (cost, [*least[begin][1], end - begin])
+        least = following
+    return least[layers]

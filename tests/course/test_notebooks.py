@@ -175,7 +175,7 @@ def test_the_solved_edition_runs_as_it_is_shown(lab: Path):
 def run_nbval(*paths: Path) -> "subprocess.CompletedProcess[str]":
     options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=60"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *paths]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow

@@ -167,7 +167,8 @@ class Soak:
     def fault(self) -> str:
         name = self.chance.choice(sorted(KINDS))
         fn, args, kind = KINDS[name]
-        with World(self.chance.choice((2, 3)), timeout_s=1) as world:
+        # A death is reported as one also where a loaded machine is slow: only hangs end by the time.
+        with World(self.chance.choice((2, 3)), timeout_s=1 if kind == "stuck" else 20) as world:
             with pytest.raises(RankError) as info:
                 world.run(fn, *args)
             assert info.value.kind == kind, name

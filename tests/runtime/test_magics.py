@@ -175,8 +175,19 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def begin(self, code: str) -> str:
-        return self.client.execute(code)
+    def begin(self, code: str, within_s: float = 60) -> str:
+        """Start a cell. Returns once the kernel executes it: earlier, an interrupt is ignored."""
+        request: str = self.client.execute(code)
+        end_s = time.monotonic() + within_s
+        while time.monotonic() < end_s:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            of_request = message["parent_header"].get("msg_id") == request
+            if of_request and message["msg_type"] == "execute_input":
+                return request
+        raise AssertionError("the cell does not begin")
 
     def messages(self, request: str, within_s: float = 60) -> Iterator[dict[str, Any]]:
         """What the cell of `request` puts out, until it is done."""

@@ -167,7 +167,7 @@ class Soak:
     def fault(self) -> str:
         name = self.chance.choice(sorted(KINDS))
         fn, args, kind = KINDS[name]
-        # A death is reported as one also where a loaded machine is slow: only hangs end by the time.
+        # Only a hang needs a short timeout; on a loaded machine a death may take a second.
         with World(self.chance.choice((2, 3)), timeout_s=1 if kind == "stuck" else 20) as world:
             with pytest.raises(RankError) as info:
                 world.run(fn, *args)

@@ -2,7 +2,7 @@
 
 measure      one step for each choice: what each keeps, needs and computes again (measuring.py)
 search       the least recomputation within the budget                           (chooser.py)
-apply        every block does what was chosen for it                             (choices.py)
+apply        every block does what was chosen for it                             (edits.py)
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from labkit.memory.choices import Choices
 from labkit.memory.chooser import Costs, Plan, least_recompute
+from labkit.memory.edits import Choices
 from labkit.memory.measuring import measure
 from labkit.memory.offload import Offload
 

@@ -1,26 +1,60 @@
-"""Which parts of a model are computed again, decided from outside its file.
+"""Which parts of a model are computed again, or offloaded, decided from outside its file.
 
     Recompute(model)                              each block, from its input         2sbh a layer
     Recompute(model, what="selective")            the core of attention, from q k v   34sbh
     Recompute(model, what=keep_products)          each block, but for the matrix products
     Recompute(model, blocks=model.blocks[:4])     some of the blocks
+    Choices(model, ("none", "full", "offload"))   one choice for each block
 
 Names, parameters, hooks and checkpoints of the model stay what they are: only `forward` of these
-modules is another. So it goes with any strategy, before or after it wraps the model.
+modules changes. So it goes with any strategy, before or after it wraps the model.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Any, Literal, Self
 
 from torch import nn
 
+from labkit.memory.offload import Offload
 from labkit.memory.policies import Policy
 from labkit.memory.recompute import Check, Recomputed
 
+CHOICES = ("none", "selective", "full", "offload")
 
-class Recompute:
+
+class _ForwardEdits:
+    """Replaced `forward`s. `remove()` puts the first ones back; as a context, at its end."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for module, _ in self._before]
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def remove(self) -> None:
+        """The model is as it was."""
+        while self._before:
+            module, forward = self._before.pop()
+            del module.forward
+            if forward is not None:  # of the instance, from before
+                module.forward = forward
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+class Recompute(_ForwardEdits):
     """Edits `model` so that backward computes parts of its forward again. Use the model as before.
 
     Args:
@@ -44,6 +78,7 @@ class Recompute:
         preserve_rng: bool = True,
         check: Check = "shapes",
     ):
+        super().__init__()
         if not callable(what) and what not in ("full", "selective"):
             raise ValueError(f"what={what!r}: choose full, selective or a policy (op) -> bool")
         every = blocks_of(model) if blocks is None else blocks
@@ -56,24 +91,69 @@ class Recompute:
                     f"this {type(module).__name__} is computed again already; call remove() of the "
                     "first Recompute, or give other blocks"
                 )
-        self.modules, self._forwards = chosen, [m.__dict__.get("forward") for m in chosen]
         policy = what if callable(what) else None
         for module in chosen:
-            module.forward = Recomputed(module.forward, policy, preserve_rng, check)
+            self._replace(module, Recomputed(module.forward, policy, preserve_rng, check))
 
-    def remove(self) -> None:
-        """The model computes nothing twice any more."""
-        for module, forward in zip(self.modules, self._forwards, strict=True):
-            del module.forward
-            if forward is not None:  # of the instance, from before
-                module.forward = forward
-        self.modules, self._forwards = [], []
 
-    def __enter__(self) -> "Recompute":
-        return self
+class Choices(_ForwardEdits):
+    """Edits `model`: block i does `chosen[i]`, one of CHOICES. `remove()` takes it back.
 
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
+        none         keeps its activations                      34 + 5as/h of sbh
+        selective    computes the core of attention again       34
+        full         computes all of it again, from its input    2
+        offload      moves them to the host's memory and back    0, and what is in flight
+
+    Args:
+        chosen: for each block; or one for all.
+        blocks, core: as for `Recompute`.
+        offload: of `offload_activations(model)`, for "offload".
+
+    Raises ValueError for another name, another number of blocks, or "offload" without one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: str | Sequence[str],
+        blocks: Iterable[nn.Module] | None = None,
+        core: str = "attn.core",
+        offload: Offload | None = None,
+    ):
+        super().__init__()
+        every = blocks_of(model) if blocks is None else list(blocks)
+        names = [chosen] * len(every) if isinstance(chosen, str) else list(chosen)
+        if len(names) != len(every) or not set(names) <= set(CHOICES):
+            raise ValueError(
+                f"chosen={chosen!r}: give one of {', '.join(CHOICES)} for each of the "
+                f"{len(every)} blocks"
+            )
+        if "offload" in names and offload is None:
+            raise ValueError(
+                "a block is to offload, but there is nothing to do it with; give "
+                "offload=offload_activations(model)"
+            )
+        for what in ("selective", "full"):
+            if chosen_blocks := [block for block, name in zip(every, names) if name == what]:
+                self._before += Recompute(model, what, chosen_blocks, core)._before
+        for block, name in zip(every, names):
+            if name == "offload" and offload is not None:
+                self._replace(block, _Offloaded(block.forward, offload))
+
+
+class _Offloaded:
+    """`forward`, whose saved tensors go to the host."""
+
+    def __init__(self, forward: Callable[..., Any], offload: Offload):
+        self.forward, self.offload = forward, offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.offload:
+            return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offloaded":
+        """In a copy of the model: the copy's own method, over the same bus to the same memory."""
+        return _Offloaded(deepcopy(self.forward, memo), self.offload)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from labkit.memory.choices import CHOICES, Choices
 from labkit.memory.chooser import Cost, Costs
-from labkit.memory.edits import blocks_of
+from labkit.memory.edits import CHOICES, Choices, blocks_of
 from labkit.memory.flops import flops_of
 from labkit.memory.offload import Offload
 from labkit.memory.peak import PeakMemory, alive_storages, storages_in

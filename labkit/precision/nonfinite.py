@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 @torch.no_grad()
@@ -113,11 +114,5 @@ def _told(given: Any, masks: bool = False) -> str:
     return ""
 
 
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
-    elif isinstance(x, (list, tuple)):
-        for one in x:
-            yield from _tensors(one)
+def _tensors(x: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]

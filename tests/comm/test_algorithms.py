@@ -24,16 +24,9 @@ from algorithm_cases import (
 )
 from comm_contract import given, ops_of, reduced
 from labkit import Comm, World, listen
-from labkit.comm.collectives import (
-    ALGORITHMS,
-    Call,
-    cost,
-    costs,
-    hierarchical_cost,
-    sent_bytes,
-    steps,
-)
-from labkit.comm.collectives.sent import SENT
+from labkit.comm.collectives import ALGORITHMS, costs, steps
+from labkit.comm.collectives.costs import cost, hierarchical_cost
+from labkit.comm.collectives.sent import SENT, Call, sent_bytes
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import nodes_of
 from timed_wire import TimedMailbox

@@ -7,7 +7,7 @@ import torch
 
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
-from labkit.comm.collectives import hierarchical_cost
+from labkit.comm.collectives.costs import hierarchical_cost
 from labkit.runtime.transports.wire import PacedWire, nodes_of
 from worlds import on_each_rank, world_fixture
 

@@ -4,6 +4,7 @@ file, and it should cost them little.)"""
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 import labkit.events as events
 from harness import Replacement, instead, replaces
 from labkit.comm import collectives as algorithms
-from labkit.comm.collectives import Algorithm, Chunks
+from labkit.comm.collectives import all_gather
+from labkit.comm.collectives import reduce as reductions
+from labkit.comm.collectives.steps import Algorithm, Chunks
 from labkit.comm.handle import Handle
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.transports.send_receive import REDUCTIONS, SendReceive
@@ -19,7 +22,7 @@ from labkit.runtime.transports.wire import Wire
 
 
 class FaultyAlgorithm(Replacement):
-    """Replaced also in the modules that import it from each other, and in the registry."""
+    """Replaced also in the modules that import it from each other, and in ALGORITHMS."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -32,15 +35,21 @@ class FaultyAlgorithm(Replacement):
             self._swap(new, real)
 
     def _swap(self, old: Any, new: Any) -> None:
-        for module in list(sys.modules.values()):
-            if module.__name__.startswith(algorithms.__name__) and hasattr(module, self.name):
+        for module in _collectives():
+            if hasattr(module, self.name):
                 setattr(module, self.name, new)
         for by_name in algorithms.ALGORITHMS.values():
             by_name.update({key: new for key, function in by_name.items() if function is old})
 
 
 def algorithm(name: str) -> Any:
-    return replaces(algorithms, name, FaultyAlgorithm)
+    defined_in = next(module for module in _collectives() if hasattr(module, name))
+    return replaces(defined_in, name, FaultyAlgorithm)
+
+
+def _collectives() -> list[ModuleType]:
+    package = algorithms.__name__
+    return [module for name, module in [*sys.modules.items()] if name.startswith(package)]
 
 
 # ---- wrong results
@@ -170,7 +179,7 @@ def keeps_partial_sums(
     """The tree works on the user's tensors, on all ranks."""
 
     def tree() -> Algorithm:
-        sent_bytes = yield from algorithms.tree_reduce(self.wire, x, root, REDUCTIONS[op], call.tag)
+        sent_bytes = yield from reductions.tree_reduce(self.wire, x, root, REDUCTIONS[op], call.tag)
         if op == "mean" and self.wire.rank == root:
             x.div_(self.wire.size)
         return sent_bytes
@@ -199,7 +208,7 @@ def is_an_all_reduce(
     """As in gloo: right, with twice the bytes."""
     sent_bytes = yield from real(wire, chunks, out, reduce, tag)
     all_sums = [out if r == wire.rank else x.clone() for r, x in enumerate(chunks)]
-    return sent_bytes + (yield from algorithms.ring_all_gather(wire, all_sums, tag))
+    return sent_bytes + (yield from all_gather.ring_all_gather(wire, all_sums, tag))
 
 
 @algorithm("ring_reduce_scatter")

@@ -12,7 +12,8 @@ import comm_faults as faults
 from algorithm_cases import EVERY, Case, same_bits, serves, sizes_for, two_nodes
 from fake_wire import Deadlock, Mailbox, drive
 from harness import Mutation, here, noticed
-from labkit.comm.collectives import ALGORITHMS, Algorithm
+from labkit.comm.collectives import ALGORITHMS
+from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import Wire
 

@@ -9,13 +9,9 @@ import torch
 
 from comm_contract import PLAIN, given, reduced
 from fake_wire import Mailbox, drive
-from labkit.comm.collectives import (
-    ALGORITHMS,
-    POWERS_OF_TWO_ONLY,
-    Algorithm,
-    Call,
-    sent_bytes,
-)
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.comm.collectives.sent import Call, sent_bytes
+from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.send_receive import REDUCTIONS
 from labkit.runtime.transports.wire import Wire

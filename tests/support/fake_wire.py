@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from labkit.comm.collectives import Algorithm
+from labkit.comm.collectives.steps import Algorithm
 from labkit.runtime.transports.wire import Wire
 
 

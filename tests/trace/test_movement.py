@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
-from labkit.comm.collectives import cost
+from labkit.comm.collectives.costs import cost
 from labkit.course.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT

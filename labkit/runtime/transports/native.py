@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from labkit.comm.collectives import Chunks
+from labkit.comm.collectives.steps import Chunks
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import LaneWork, Work, living

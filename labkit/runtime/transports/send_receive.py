@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from labkit.comm import collectives as algorithms
-from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, Algorithm, Chunks, Reduction
+from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY
+from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
@@ -55,7 +55,7 @@ class SendReceive(Transport):
     def _start(self, call: Call, algorithm: Callable[[], Algorithm]) -> Work:
         def function() -> int:
             with here.carrying():
-                return algorithms.run(algorithm())
+                return run(algorithm())
 
         if not call.asynchronous:
             return LaneWork(function).run()

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from labkit.comm.collectives import Chunks
+from labkit.comm.collectives.steps import Chunks
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.wire import Work
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from labkit.comm import Comm
-from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY, Algorithm, run
-from labkit.comm.collectives.steps import STREAM
+from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
+from labkit.comm.collectives.steps import STREAM, Algorithm, run
 from labkit.events import ranks_in_words
 from labkit.runtime.transports.wire import Wire, Work
 from labkit.trace.movement import MOST_RANKS, Key, Movement, Note, movement_of, number
@@ -108,7 +108,7 @@ def _on_rank(
 def _started(
     collective: str, algorithm: Callable[..., Algorithm], wire: Wire, x: torch.Tensor, root: int
 ) -> Algorithm:
-    """One of labkit's, with the arguments of its collective (registry.py)."""
+    """One of labkit's, with the arguments of its collective (collectives/__init__.py)."""
     chunks, add = list(x.split(1)), torch.Tensor.add_
     own, at_root = chunks[wire.rank], chunks if wire.rank == root else None
     match collective:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from labkit import Comm, Link, World, listen, plot, watch_collective
-from labkit.comm.collectives import cost
+from labkit.comm.collectives.costs import cost
 from labkit.course import predict, report, show
 from labkit.labs.lab_02 import checks as check
 from labkit.labs.lab_02.scenarios import ring_a, ring_b

@@ -16,7 +16,7 @@ import torch
 
 from labkit import Comm, Link, Mesh, TwoLevel, World, attach, listen, plot, read_nccl_log, record
 from labkit.comm import paced_bytes
-from labkit.comm.collectives import cost, hierarchical_cost
+from labkit.comm.collectives.costs import cost, hierarchical_cost
 from labkit.course import predict, report, show
 from labkit.events import all_reduce_bus_bytes
 from labkit.labs.lab_03 import checks as check

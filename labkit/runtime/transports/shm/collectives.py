@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from labkit.comm.collectives import Chunks
+from labkit.comm.collectives.steps import Chunks
 from labkit.dispatch import no_modes
 from labkit.runtime.transports.shm.pieces import agreed_pieces, part_bytes, pieces, slices
 from labkit.runtime.transports.shm.slots import DONE, FILLED, REDUCED, Slots

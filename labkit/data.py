@@ -35,7 +35,7 @@ from labkit.events import ranks_in_words
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a global batch: inputs, targets, and what a mean over the whole needs to know.
+    """Rows of a global batch.
 
     x             inputs, token ids [rows, length]
     y             targets, the token after each of x [rows, length]
@@ -55,9 +55,7 @@ class Batch:
 
     def slice(self, rank: int, size: int) -> "Batch":
         """The contiguous rows of one rank of `size`: at most one more than any other's, maybe none.
-
-        Raises ValueError when rank is not from 0 to size - 1.
-        """
+        Raises ValueError when rank is not from 0 to size - 1."""
         if not 0 <= rank < size:
             raise ValueError(
                 f"rank {rank} is not one of {ranks_in_words(size)}; choose 0 to {size - 1}"
@@ -66,10 +64,8 @@ class Batch:
         return replace(self, x=x, y=y, ranks=self.ranks * size)
 
     def split(self, n: int) -> list["Batch"]:
-        """n micro-batches, cut as `slice` does, whose losses sum to this batch's loss.
-
-        Some are empty when n is larger than the rows. Raises ValueError when n is below 1.
-        """
+        """n micro-batches, cut as `slice` does, whose losses sum to this batch's loss; some are
+        empty when n is larger than the rows. Raises ValueError when n is below 1."""
         if n < 1:
             raise ValueError(f"a batch splits into at least 1 micro-batch, not {n}")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
@@ -82,8 +78,8 @@ class Batch:
 def loss(logits: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of this slice, in nats per token of the global batch, times its ranks.
 
-    logits [rows, length, vocab] -> a scalar, in at least fp32. It is the plain mean where slices
-    are even, and zero with zero gradients for no rows. Raises ValueError when shapes do not fit.
+    logits [rows, length, vocab] -> a scalar, in at least fp32: the plain mean where slices are
+    even; zero, with zero gradients, for no rows. Raises ValueError when shapes do not fit.
     """
     if logits.shape[:-1] != batch.y.shape:
         raise ValueError(
@@ -117,9 +113,8 @@ class Text:
     ) -> None:
         if tokens not in ("byte", "bpe"):
             raise ValueError(f'tokens are "byte" or "bpe", not {tokens!r}')
-        content = "\n\n".join(topics[key] for key in sorted(topics))
-        if path is not None:
-            content = _read(Path(path))
+        manual = "\n\n".join(topics[key] for key in sorted(topics))
+        content = manual if path is None else _read(Path(path))
         if not content:
             raise ValueError(f"{path} is empty, or not UTF-8 text; name a text file or a folder")
         self._tokens = _Bytes() if tokens == "byte" else _learn_bpe(content, vocab)
@@ -138,11 +133,9 @@ class Text:
         return self._tokens.decode(torch.as_tensor(ids).tolist())
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> Batch:
-        """The global batch of a step: `rows` windows of `length` tokens, drawn from the text.
-
-        The same arguments give the same batch in every process; torch's own random state is
-        neither read nor changed. Raises ValueError for a text shorter than length + 1 tokens.
-        """
+        """The global batch of a step: `rows` windows of `length` tokens, drawn from the text. The
+        same arguments give the same batch in every process; torch's own random state is neither
+        read nor changed. Raises ValueError for a text shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
             raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
         if len(self) < length + 1:
@@ -235,11 +228,10 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
 def _read(path: Path) -> str:
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}; check the path")
-    names = [""]
-    if path.is_dir():
-        files = (file for file in path.rglob("*") if file.is_file())
-        names = sorted(file.relative_to(path).as_posix() for file in files)
-        names = [name for name in names if not any(part[0] == "." for part in name.split("/"))]
+    if path.is_file():
+        return _decode(path)
+    paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    names = sorted(x.as_posix() for x in paths if not any(part[0] == "." for part in x.parts))
     return "\n".join(filter(None, (_decode(path / name) for name in names)))
 
 

@@ -1,4 +1,4 @@
-"""A flat range of a tensor as boxes: a checkpoint's format knows only boxes, ZeRO owns flat ranges.
+"""A flat range of a tensor as boxes: a checkpoint's format has only boxes, ZeRO owns flat ranges.
 
     elements 2 to 13 of a [4, 4]      . . a a     a   the rest of the first row
                                       b b b b     b   the full rows, one box
@@ -8,8 +8,8 @@
 In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
 one after the other as the elements lie.
 
-Of a parameter that is cut over tensor-parallel ranks, the tensor here is rows or columns of the
-whole, perhaps with padding behind them. A box of it stands elsewhere in the whole, without padding:
+A tensor-parallel rank has rows or columns of the whole parameter, perhaps with padding behind them.
+A box of these has another place in the whole, and no padding:
 
     here [4, 2]      a a      whole [4, 5]     . . . a .      columns 3:5 of 5 would be all of it;
                      a a                       . . . a .      of 3:4 the last is padding
@@ -26,8 +26,8 @@ from labkit.parallel.common.shards import Shard
 
 @dataclass(frozen=True)
 class Box:
-    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor; each lies behind the
-    one before, so a box too is a flat range."""
+    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor; here, one after the
+    other, so that a box too is a flat range."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,27 +39,23 @@ class Box:
 
 def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
     """Elements `start` to `start + numel` of a tensor of this shape, in order."""
-    if numel == 0:
-        return
-    if not shape:
+    if numel and not shape:
         yield Box((), ())
+    if not (numel and shape):
         return
     row = prod(shape[1:])
     first, last = start // row, (start + numel - 1) // row
     head = min(-start % row, numel)  # what is left of a row that begins before `start`
     tail = (start + numel) % row if first < last or not head else 0
-    if head:
-        yield from _in_row(first, shape, start % row, head)
+
+    def in_row(index: int, start: int, numel: int) -> Iterator[Box]:
+        for box in boxes_of(shape[1:], start, numel):
+            yield Box((index, *box.offsets), (1, *box.sizes))
+
+    yield from in_row(first, start % row, head)
     if full := (numel - head - tail) // row:
-        begin = first + bool(head)
-        yield Box((begin, *(0 for _ in shape[1:])), (full, *shape[1:]))
-    if tail:
-        yield from _in_row(last, shape, 0, tail)
-
-
-def _in_row(index: int, shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
-    for box in boxes_of(shape[1:], start, numel):
-        yield Box((index, *box.offsets), (1, *box.sizes))
+        yield Box((first + bool(head), *(0 for _ in shape[1:])), (full, *shape[1:]))
+    yield from in_row(last, 0, tail)
 
 
 def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
@@ -87,7 +83,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """What lies in `box` of a whole tensor of `shape`; `tensor` is it, or, flat, its elements from
+    """The part in `box` of a whole tensor of `shape`; `tensor` is that, or, flat, its elements from
     `start` on."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))

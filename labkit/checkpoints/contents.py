@@ -26,7 +26,7 @@ from labkit.parallel.common.shards import comms_of, shard_of
 from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
 
-Path = tuple[str | int, ...]
+Key = tuple[str | int, ...]
 FORMAT = 1
 
 
@@ -69,11 +69,13 @@ class Contents:
             check_same_on_all_ranks(uncut, comm, averaged=False)
         shards = {name: shard_of(p) for name, p in named}
         self.pieces = [replace(x, shard=shards[x.name]) for x in self.owners.pieces()]
+        self.shapes: dict[str, torch.Size] = {}
+        self.buffer_shapes: dict[str, torch.Size] = {}
         self._gather(comm, named)
 
-        unowned = self.owners.unowned(self.shapes)
-        self.pieces += [replace(x, shard=shards[x.name]) for x in unowned]
-        more = {x.name: x.whole_shape for x in self.pieces[len(self.pieces) - len(unowned) :]}
+        unowned = [replace(x, shard=shards[x.name]) for x in self.owners.unowned(self.shapes)]
+        self.pieces += unowned
+        more = {x.name: x.whole_shape for x in unowned}
         # Without a pipeline all ranks add the same.
         everyones = [more] if pipeline is None else comm.all_gather_object(more)
         self.shapes = _union([self.shapes, *everyones])
@@ -131,7 +133,7 @@ class Contents:
         """False where a strategy may leave the parameter out."""
         return name in self.shapes and self.shapes[name].numel() > 0
 
-    def hyperparameters(self) -> Iterator[tuple[Path, Any]]:
+    def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
         """Those of each group, with the names of its parameters."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
@@ -142,13 +144,6 @@ class Contents:
         """The pieces were written to: the strategies update what they derive from them."""
         for strategy in self.owners.strategies:
             strategy.after_load()
-
-
-def state_of(piece: OwnedPiece) -> dict[str, Any]:
-    """The optimizer state of a piece; nothing before the first step."""
-    if piece.optimizer is None:
-        return {}
-    return piece.optimizer.state.get(piece.tensor, {})
 
 
 def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:

@@ -10,6 +10,7 @@ travels           names and shapes; tensors come from the files, each rank reads
 import os
 import pathlib
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from labkit.checkpoints import folders, match
-from labkit.checkpoints.contents import Contents, comm_of, lies_like, state_of
+from labkit.checkpoints import folders
+from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, comm_of, lies_like
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 
+SHOWN = 3  # names in an error
 State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and its tensors still to be read
 
 
@@ -69,12 +71,12 @@ def load_checkpoint(
 
     def plan() -> tuple[dict[str, Any], list[dict[str, Any]], list[State]]:
         stored.call_by(contents.also)
-        record = match.check_format(stored)
-        match.check_model(stored, contents)
+        record = check_format(stored)
+        check_model(stored, contents)
         groups = []
         if optimizer is not None:
-            match.check_optimizer(stored, contents)
-            groups = match.new_hyperparameters(stored, contents)
+            check_optimizer(stored, contents)
+            groups = new_hyperparameters(stored, contents)
         return record, groups, [_new_state(stored, piece) for piece in contents.pieces]
 
     record, groups, states = on_every_rank(comm, plan, failed)
@@ -111,7 +113,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
         if not isinstance(entry, TensorStorageMetadata):
             state[key] = stored.value(path)
         elif lies_like(key, entry.size, piece.whole_shape):
-            old = state_of(piece).get(key)
+            old = piece.optimizer.state.get(piece.tensor, {}).get(key)
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros, where there is padding: nothing is read for it.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
@@ -120,3 +122,109 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
             fills.append(Fill(path, entry.size, 0, state[key]))
     return state, fills
+
+
+# --- is it a checkpoint of this model and this optimizer? ---
+
+
+def check_format(stored: Stored) -> dict[str, Any]:
+    """The record that `save_checkpoint` left: its step and `extra`. None of a plain checkpoint of
+    torch. Raises ValueError for a newer format."""
+    if ("labkit",) not in stored.entries:
+        return {"step": None, "extra": None}
+    record: dict[str, Any] = stored.value(("labkit",))
+    if record["format"] > FORMAT:
+        raise ValueError(
+            f"{stored.folder} has format {record['format']}, this labkit reads up to {FORMAT}; "
+            "load it with the labkit that wrote it, or a newer one"
+        )
+    return record
+
+
+def check_model(stored: Stored, contents: Contents) -> None:
+    """Raises ValueError when the checkpoint has not the model's names and shapes."""
+    there = {
+        name: entry.size for name, entry in stored.under("model").items() if hasattr(entry, "size")
+    }
+    if not there:
+        raise ValueError(
+            f"{stored.folder} has no `model`; it was saved under other names. Save "
+            '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
+        )
+    here = contents.shapes | contents.buffer_shapes
+    known = here.keys() | contents.also.keys()
+    missing = [name for name, shape in here.items() if name not in there and shape.numel()]
+    unexpected = [name for name, size in there.items() if name not in known and size.numel()]
+    other = [
+        f"{name} is {list(there[name])} there and {list(shape)} here"
+        for name, shape in here.items()
+        if there.get(name, shape) != shape
+    ]
+    _raise(stored, "model", missing, unexpected, other)
+
+
+def check_optimizer(stored: Stored, contents: Contents) -> None:
+    """Raises ValueError when the checkpoint has no optimizer, or state for what has none here."""
+    if not any(path[0] == "optimizer" for path in stored.entries):
+        raise ValueError(
+            f"{stored.folder} has a model and no optimizer; load it with optimizer=None"
+        )
+    names = {str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")}
+    empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
+    _raise(stored, "optimizer", [], sorted(names - contents.stateful - empty), [])
+    for piece in contents.pieces:
+        for key, entry in stored.under("optimizer", "state", piece.name).items():
+            if hasattr(entry, "size") and not lies_like(key, entry.size, piece.whole_shape):
+                check_one_for_all(piece, key, entry.size)
+
+
+def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
+    """For each parameter group, the hyperparameters that its parameters had. Raises ValueError
+    when they had none or various, or those of another kind of optimizer."""
+    groups: dict[Any, dict[Any, Any]] = {}
+    for path in stored.entries:
+        if path[:2] == ("optimizer", "param_groups"):
+            groups.setdefault(path[2], {})[path[3]] = stored.value(path)
+    group_of = {
+        contents.also.get(name, name): k for k, group in groups.items() for name in group["params"]
+    }
+    hyperparameters = []
+    for names, now in zip(contents.groups, contents.optimizer.param_groups):
+        names = [name for name in names if contents.has_elements(name)]
+        missing = [name for name in names if name not in group_of and name in contents.trained]
+        _raise(stored, "optimizer", missing, [], [])
+        names = [name for name in names if name in group_of]
+        first = {group_of[name]: name for name in names}
+        if len(first) > 1:
+            raise ValueError(
+                f"{stored.folder}: {_few(first.values())} are in one parameter group here and were "
+                "in several; make the groups of the optimizer as they were"
+            )
+        before = groups[next(iter(first))] if first else {}
+        before = {key: x for key, x in before.items() if key not in ("params", "param_names")}
+        gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
+        if first and gone and new - {"initial_lr"}:
+            raise ValueError(
+                f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "
+                f"and not {_few(sorted(gone))}; load it with optimizer=None"
+            )
+        hyperparameters.append(before)
+    return hyperparameters
+
+
+def _raise(
+    stored: Stored, what: str, missing: list[str], unexpected: list[str], other: list[str]
+) -> None:
+    kinds = {"it lacks": missing, f"this {what} has no": unexpected, "of other shape:": other}
+    differences = [f"{words} {_few(names)}" for words, names in kinds.items() if names]
+    if differences:
+        raise ValueError(
+            f"{stored.folder} is a checkpoint of another {what}: {'; '.join(differences)}; build "
+            f"the {what} as it was when it was saved"
+        )
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -7,7 +7,7 @@ each rank holds   one box (at most 64 MiB, or one row) beside its model
 travels           plans and where the boxes lie: some hundred bytes for each; no tensor
 
 The format is that of torch.distributed.checkpoint, written with its own plans and metadata, so its
-`load` reads what is saved here. Communication goes through the door, not through its `save`.
+`load` reads what is saved here. Communication is by the communicator, not by its `save`.
 """
 
 import io
@@ -19,30 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)  # fmt: skip
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
-from labkit.checkpoints.contents import (
-    FORMAT,
-    Contents,
-    Path,
-    check_one_for_all,
-    comm_of,
-    lies_like,
-    state_of,
-)  # fmt: skip
+from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
-from labkit.checkpoints.unpickling import check_weights_only
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
@@ -87,7 +73,7 @@ def save_checkpoint(
     record = {"format": FORMAT, "step": step, "extra": extra}
     planner = PiecePlanner(contents, record, comm.rank, weights_only)
     plans = together(comm, planner.create_local_plan, failed)
-    plans, metadata = _whole_plan(planner, plans, contents)  # the same on every rank
+    plans, described = _whole_plan(planner, plans, contents)  # the same on every rank
 
     unfinished = on_rank_0(comm, lambda: folders.begin(folder, step), failed)
     try:
@@ -97,7 +83,7 @@ def save_checkpoint(
 
         def finish() -> pathlib.Path:
             with folders.naming(unfinished / folders.METADATA):
-                writer.finish(_with_further_names(metadata, results, contents), results)
+                writer.finish(_with_further_names(described, results, contents), results)
             folders.seal(unfinished / folders.METADATA)
             return folders.publish(unfinished)
 
@@ -113,20 +99,20 @@ def save_checkpoint(
 
 def _whole_plan(
     planner: "PiecePlanner", plans: list[SavePlan], contents: Contents
-) -> tuple[list[SavePlan], Metadata]:
+) -> tuple[list[SavePlan], metadata.Metadata]:
     """Torch's global plan. Raises ValueError when the ranks' pieces do not make up the model."""
     try:
-        plans, metadata = planner.create_global_plan(plans)
+        plans, described = planner.create_global_plan(plans)
     except ValueError as error:
         raise ValueError(
             f"the pieces that the ranks own do not make up the model: {error}"
         ) from error
     for name, shape in contents.shapes.items():
-        entry = metadata.state_dict_metadata.get(f"model.{name}")
-        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        entry = described.state_dict_metadata.get(f"model.{name}")
+        chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
         if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
             raise ValueError(f"the ranks' pieces do not make up all of {name}")
-    return plans, metadata
+    return plans, described
 
 
 class PiecePlanner(DefaultSavePlanner):
@@ -139,14 +125,16 @@ class PiecePlanner(DefaultSavePlanner):
         self._contents, self._record, self._rank = contents, record, rank
         self._weights_only = weights_only
         self._items: list[WriteItem] = []
-        self._data: dict[MetadataIndex, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._data: dict[metadata.MetadataIndex, Any] = {}
+        self._paths: dict[str, Key] = {}
 
     def create_local_plan(self) -> SavePlan:
         for piece in self._contents.to_write():
             self._piece(("model", piece.name), piece, piece.tensor)
-            for key, value in state_of(piece).items():
-                path: Path = ("optimizer", "state", piece.name, key)
+            optimizer = piece.optimizer
+            state = optimizer.state.get(piece.tensor, {}) if optimizer is not None else {}
+            for key, value in state.items():  # nothing before the first step
+                path: Key = ("optimizer", "state", piece.name, key)
                 if not isinstance(value, torch.Tensor):
                     self._value(path, value)
                 elif lies_like(key, value.shape, piece.tensor.shape):
@@ -169,35 +157,35 @@ class PiecePlanner(DefaultSavePlanner):
         data = _serialised(_alone(data)) if isinstance(data, torch.Tensor) else data
         return data.getbuffer()
 
-    def _value(self, path: Path, value: Any) -> None:
+    def _value(self, path: Key, value: Any) -> None:
         key = self._key(path)
         if isinstance(value, np.generic):  # a learning rate that numpy computed
             value = value.item()
-        self._data[index := MetadataIndex(key)] = data = _serialised(value)
+        self._data[index := metadata.MetadataIndex(key)] = data = _serialised(value)
         if self._weights_only:
             check_weights_only(data, key)
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
-    def _whole(self, path: Path, tensor: torch.Tensor) -> None:
+    def _whole(self, path: Key, tensor: torch.Tensor) -> None:
         self._piece(path, OwnedPiece("", tensor.shape, 0, tensor, None), tensor)
 
-    def _piece(self, path: Path, piece: OwnedPiece, tensor: torch.Tensor) -> None:
+    def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
         """`tensor` is what lies at `path` of this piece, or has a number for each of its own."""
         key, tensor = self._key(path), tensor.detach()
-        properties = TensorProperties(dtype=tensor.dtype)
+        properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
         for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
             box = in_whole(here, piece.shard)
             if box is None:  # padding
                 continue
-            index = MetadataIndex(key, box.offsets)
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            index = metadata.MetadataIndex(key, box.offsets)
+            chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             view = view_of(tensor, piece.shape, piece.start, here)
             self._data[index] = beginning_of(view, box)
             written = TensorWriteData(chunk, properties, piece.whole_shape)
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
 
-    def _key(self, path: Path) -> str:
+    def _key(self, path: Key) -> str:
         key = ".".join(map(str, path))
         self._paths[key] = path
         return key
@@ -239,15 +227,15 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_further_names(
-    metadata: Metadata, results: list[list[WriteResult]], contents: Contents
-) -> Metadata:
+    described: metadata.Metadata, results: list[list[WriteResult]], contents: Contents
+) -> metadata.Metadata:
     """Enter tied parameters under all their names: the bytes are there once."""
     for name, first in contents.also.items():
         key, known = f"model.{name}", f"model.{first}"
-        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[known]
-        metadata.planner_data[key] = ("model", name)
-        same = [result for rank in results for result in rank if result.index.fqn == known]
-        results.append(
-            [WriteResult(MetadataIndex(key, x.index.offset), 0, x.storage_data) for x in same]
-        )
-    return metadata
+        described.state_dict_metadata[key] = described.state_dict_metadata[known]
+        described.planner_data[key] = ("model", name)
+        for rank in results:
+            same = [x for x in rank if x.index.fqn == known]
+            indices = [metadata.MetadataIndex(key, x.index.offset) for x in same]
+            rank += [WriteResult(i, 0, x.storage_data) for i, x in zip(indices, same)]
+    return described

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: what it has, and reading pieces of it."""
+"""A checkpoint on the disk: what it has, and reading pieces of it, without running code in it."""
 
 import pathlib
 import pickle
@@ -20,11 +20,21 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
-from labkit.checkpoints.contents import Path
+from labkit.checkpoints.contents import Key
 from labkit.checkpoints.folders import METADATA, inside, sealed
-from labkit.checkpoints.unpickling import MetadataUnpickler, check_weights_only
 from labkit.parallel.common.shards import Shard
 from labkit.runtime.progress import slow_progress
+
+# What torch's metadata may be made of: module -> names.
+ALLOWED = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING",
+    # before torch 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Fill:
     """`tensor` is to become elements `start` to `start + tensor.numel()` of a tensor of `shape`:
     the whole of what is stored at `path`, or its part `shard`."""
 
-    path: Path
+    path: Key
     shape: torch.Size
     start: int
     tensor: torch.Tensor
@@ -59,7 +69,7 @@ class Stored:
             unpickler = MetadataUnpickler if weights_only else pickle.Unpickler
             metadata = unpickler(BytesIO(data)).load()
             self._reader.set_up_storage_reader(metadata, is_coordinator=False)
-            keys: dict[str, Path] = metadata.planner_data
+            keys: dict[str, Key] = metadata.planner_data
             self._keys = {tuple(path): key for key, path in keys.items()}
             self.entries = {
                 path: metadata.state_dict_metadata[key] for path, key in self._keys.items()
@@ -107,7 +117,7 @@ class Stored:
             if path[:n] == prefix and len(path) == n + 1
         }
 
-    def value(self, path: Path) -> Any:
+    def value(self, path: Key) -> Any:
         """What lies at a path, whole."""
         entry = self.entries[path]
         if isinstance(entry, TensorStorageMetadata):
@@ -183,3 +193,33 @@ class Landing(DefaultLoadPlanner):
         if self.weights_only:
             check_weights_only(value, read_item.storage_index.fqn)
         self.value = torch.load(value, weights_only=self.weights_only)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes of torch's `.metadata` only; raises ValueError for any other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ALLOWED.get(module, "").split():
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module in ("pathlib", "pathlib._local"):  # the folder it was saved to; unused
+            return lambda *parts: parts
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles an enum member
+            return lambda enum, member: enum.__members__[member]
+        raise ValueError(
+            f"it needs {module}.{name}, which is no part of torch's metadata and may run code; "
+            "pass weights_only=False if you trust it"
+        )
+
+
+def check_weights_only(data: BytesIO, key: str) -> None:
+    """Raises ValueError where torch.load(weights_only=True) refuses what torch.save wrote."""
+    data.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(data):
+        name = "extra" if key == "labkit" else key
+        raise ValueError(
+            f"{name} needs {', '.join(sorted(unsafe))}, which may run code when it is loaded; use "
+            "tensors and plain Python values, or pass weights_only=False to save and to load"
+        )
+    data.seek(0)

@@ -20,15 +20,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.models.dropout import Dropout
+
+class Dropout(nn.Dropout):
+    """Each element becomes 0 with probability p, and the others 1 / (1 - p) times as large; in
+    evaluation, and for p = 0, nothing is changed.
+
+    The mask has one byte for each element, as torch's nn.Dropout has on a GPU. On a CPU, that
+    keeps a mask in the type of its input, so a layer recorded there would hold a tenth more.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return torch.native_dropout(x, self.p, True)[0]  # and the mask, which backward keeps
 
 
 class CausalAttention(nn.Module):
-    """Attention in one kernel. No parameters.
-
-    With dropout torch's CPU has no such kernel and takes the plain way, in float32 for 2-byte
-    types.
-    """
+    """Attention in one kernel. With dropout torch's CPU has none and takes the plain way, in
+    float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -46,7 +55,7 @@ class CausalAttention(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Attention written out, every score stored, in the type of q. No parameters."""
+    """Attention written out, every score stored, in the type of q."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

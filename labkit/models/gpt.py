@@ -33,8 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.models.attention import CausalAttention
-from labkit.models.dropout import Dropout
+from labkit.models.attention import CausalAttention, Dropout
 
 # Parameters as built, with these vocabularies: 7,056; 987,096; 3,438,080. The width 132 is
 # 12 heads of 11 and an MLP of 528: both divide over 1, 2, 3, 4 and 6 ranks.
@@ -46,7 +45,7 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class Embed(nn.Module):
-    """Two tables, one row per token and one per position; a token's vector is their sum."""
+    """The sum of two tables' rows: one of the token, one of its position."""
 
     def __init__(self, vocab: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -156,23 +155,17 @@ class GPT(nn.Module):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT":
-        """A GPT of a named size, "tiny", "1M" or "3.4M" parameters.
-
-        `changes` replace arguments of the preset: `GPT.preset("1M", vocab=256)`.
-        Raises ValueError for an unknown name.
-        """
+        """A GPT of "tiny", "1M" or "3.4M" parameters; `changes` replace its arguments:
+        `GPT.preset("1M", vocab=256)`. Raises ValueError for an unknown name."""
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew, as GPT-2 does, and tie the head.
-
-        Matrices are normal with deviation 0.02, those that add to x with 0.02 / √(2 depth) so that
-        x does not grow with depth; biases are 0, norms 1. A model built on the meta device becomes
-        real by `model.to_empty(device=...)`, then this.
-        """
+        """Draw all weights anew, as GPT-2 does, and tie the head: matrices with deviation 0.02,
+        those that add to x with 0.02 / √(2 depth), so that x does not grow with depth; biases 0,
+        norms 1. On the meta device, call `model.to_empty(device=...)` first."""
         if self.tied:  # here and not in __init__, since `to_empty` parts tied weights
             self.head.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():  # a tied weight comes once
@@ -185,9 +178,8 @@ class GPT(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers this model holds, a tied weight counted once.
-
-        As built, with c = width * kv_heads / heads the width of the keys (else c = width):
+        """Elements of all parameters, a tied weight counted once. As built, with c the width of
+        the keys, width * kv_heads / heads (else c = width):
 
             embed        (vocab + context) width
             each block   norms  4 width
@@ -195,16 +187,17 @@ class GPT(nn.Module):
                          mlp    8 width² + 5 width
             norm, head   2 width, and vocab * width more when the head is not tied
 
-        so a block without grouped queries has 12 width² + 13 width. A model of any size is
-        counted on the meta device: `with torch.device("meta"): GPT(...).parameter_count`.
+        so a block without grouped queries has 12 width² + 13 width. To count a large model, build
+        it on the meta device: `with torch.device("meta"): GPT(...).parameter_count`.
         """
         return sum(weight.numel() for weight in self.parameters())
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Scores of the next token: tokens [b, s] integers -> logits [b, s, vocab].
 
-        positions  [s] integers below context, which place each column stands at: 0 to s-1
-                   when None. Raises ValueError when s is longer than the context.
+        positions  [s] integers below context, the place of each column: 0 to s-1 when None.
+
+        Raises ValueError when s is longer than the context.
         """
         x = self.embed(tokens, positions)  # [b, s, w]
         for block in self.blocks:

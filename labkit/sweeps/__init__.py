@@ -1,4 +1,1 @@
-"""Times of collectives over sizes: sweep.py is the data, alpha_beta.py the model fitted to it.
-
-`labkit bench collectives` measures a sweep, `plot.bandwidth` draws it.
-"""
+"""Times of collectives over sizes (sweep.py), and the model fitted to them (alpha_beta.py)."""

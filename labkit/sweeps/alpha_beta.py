@@ -107,13 +107,9 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
 def fit_sweep(sweep: Sweep) -> list[Fit]:
     """A fit for each operation, number of ranks and algorithm with two sizes or more. The default
     has none: it is another algorithm at another size."""
-    fits = []
-    for op, ranks, points in sweep.tables():
-        for name in dict.fromkeys(point.algorithm for point in points):
-            line = sweep.of(op, ranks, name)
-            if name != DEFAULT and len({point.size_bytes for point in line}) > 1:
-                fits.append(fit(line))
-    return fits
+    names = dict.fromkeys((p.op, p.ranks, p.algorithm) for p in sweep.points)
+    lines = [sweep.of(*name) for name in names if name[-1] != DEFAULT]
+    return [fit(line) for line in lines if len({point.size_bytes for point in line}) > 1]
 
 
 def crossovers(
@@ -122,8 +118,5 @@ def crossovers(
     """Where another algorithm becomes the fastest by the fits: (bytes, before, from there on)."""
     sizes = np.geomspace(from_bytes, to_bytes, FINE)
     best = [min(fits, key=lambda line: line.seconds(size)).algorithm for size in sizes]
-    return [
-        (float(size), before, after)
-        for size, before, after in zip(sizes[1:], best, best[1:])
-        if before != after
-    ]
+    changes = zip(sizes[1:], best, best[1:])
+    return [(float(size), before, after) for size, before, after in changes if before != after]

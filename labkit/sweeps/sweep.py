@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,11 @@ class Sweep:
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON, a line for each point; `read_sweep` returns it."""
-        head = {"what": WHAT, "format": FORMAT, "about": self.about}
+        head = json.dumps({"what": WHAT, "format": FORMAT, "about": self.about}, indent=1)
         lines = ",\n".join(json.dumps(asdict(point)) for point in self.points)
-        text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "points": [\n{lines}\n]\n}}\n'
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = head.removesuffix("\n}") + f',\n "points": [\n{lines}\n]\n}}\n'
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -124,12 +125,11 @@ def read_sweep(path: str | Path) -> Sweep:
         if contents["what"] != WHAT or contents["format"] > FORMAT:
             raise ValueError(f"its format is {contents['format']} of {contents['what']!r}")
         points = [Point(**point) for point in contents["points"]]
-        for point in points:
-            for name, kind in Point.__annotations__.items():
-                value = getattr(point, name)
-                right = isinstance(value, kind) and plain(value) == str(value)
-                if not right or (name in POSITIVE and not 0 < value < math.inf):
-                    raise ValueError(f"a {name} is {value!r}")
+        for point, (name, kind) in product(points, Point.__annotations__.items()):
+            value = getattr(point, name)
+            correct = isinstance(value, kind) and plain(value) == str(value)
+            if not correct or (name in POSITIVE and not 0 < value < math.inf):
+                raise ValueError(f"a {name} is {value!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
             raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
         return Sweep(points, dict(contents["about"]))
@@ -169,10 +169,8 @@ def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
         raise ValueError(f"factor {factor}: sizes grow by a factor of 2 or more")
     if from_bytes > to_bytes:
         raise ValueError(f"from {from_bytes} to {to_bytes} bytes: give the smaller size first")
-    sizes = [from_bytes]
-    while sizes[-1] * factor <= to_bytes:
-        sizes.append(sizes[-1] * factor)
-    return sizes
+    powers = (from_bytes * factor**k for k in count())
+    return list(takewhile(lambda size: size <= to_bytes, powers))
 
 
 def in_binary_units(nbytes: int) -> str:

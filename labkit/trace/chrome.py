@@ -17,7 +17,7 @@ import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
 def to_chrome(trace: Trace) -> dict[str, Any]:
     """The trace as the JSON object of the format. What never ended is drawn to the trace's end."""
     end_s = end_of(trace)
-    pages = {rank: _Page(one, end_s) for rank, one in sorted(trace.ranks.items())}
+    pages = {number: _Page(rank, end_s) for number, rank in sorted(trace.ranks.items())}
     events = [event for page in pages.values() for event in page.events()]
     for number, (name, begin, end) in enumerate(_arrows(trace, pages)):
         events += _arrow(number, name, begin, end)
@@ -59,8 +59,8 @@ class _Slice:
     category: str
     begin_ns: int
     end_ns: int
-    args: dict[str, Any] = field(default_factory=dict)
-    rank: int = 0
+    args: dict[str, Any]
+    rank: int
     thread: int = 0
     around: "_Slice | None" = None  # on the same thread
 
@@ -68,15 +68,15 @@ class _Slice:
 class _Page:
     """The slices of one rank, each on its thread."""
 
-    def __init__(self, one: RankTrace, end_s: float):
-        self.one, self.end_s = one, end_s
+    def __init__(self, rank: RankTrace, end_s: float):
+        self.rank, self.end_s = rank, end_s
         self.threads: list[tuple[str, list[_Slice]]] = []
         self.carried: dict[int, _Slice] = {}  # id of an event -> where it travels
         self.waited: dict[int, _Slice] = {}  # id of an event -> where it is waited for
         self._lay("computing", [*self._steps(), *self._spans()])
         self._lay("waiting", self._waits())
-        ended = [e if e.ended_s else _till(e, end_s) for e in one.comms]
-        original = {id(new): old for new, old in zip(ended, one.comms)}
+        ended = [event if event.ended_s else _till(event, end_s) for event in rank.comms]
+        original = {id(new): old for new, old in zip(ended, rank.comms)}
         for group, lane in lanes(ended):
             slices = [self._transfer(original[id(event)], event) for event in lane]
             self._lay(f"group {group}", slices)
@@ -89,33 +89,32 @@ class _Page:
             here: list[_Slice] = []
             around: list[_Slice] = []
             crossing: list[_Slice] = []
-            for one in rest:
-                while around and around[-1].end_ns <= one.begin_ns:
+            for x in rest:
+                while around and around[-1].end_ns <= x.begin_ns:
                     around.pop()
-                if around and one.end_ns > around[-1].end_ns:
-                    crossing.append(one)
+                if around and x.end_ns > around[-1].end_ns:
+                    crossing.append(x)
                     continue
-                one.around = around[-1] if around else None
-                around.append(one)
-                here.append(one)
-                one.rank, one.thread = self.one.rank, len(self.threads) + 1
+                x.around, x.thread = around[-1] if around else None, len(self.threads) + 1
+                around.append(x)
+                here.append(x)
             self.threads.append((name, here))
             rest = crossing
 
     def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
         if not end_s:
             name, end_s = f"{name} (never ended)", self.end_s
-        begin_ns = round(begin_s * 1e9)
-        told = {key: value for key, value in args.items() if value is not None}
-        return _Slice(name, category, begin_ns, max(begin_ns, round(end_s * 1e9)), told)
+        begin_ns, end_ns = round(begin_s * 1e9), round(end_s * 1e9)
+        known = {key: value for key, value in args.items() if value is not None}
+        return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
 
     def _steps(self) -> Iterator[_Slice]:
-        for step in self.one.steps:
+        for step in self.rank.steps:
             name = f"step {step.index}" + ", in detail: its times mean nothing" * step.detail
             yield self._slice(name, "step", step.began_s, step.ended_s)
 
     def _spans(self) -> Iterator[_Slice]:
-        for span in self.one.spans:
+        for span in self.rank.spans:
             yield self._slice(
                 f"{span.phase} {span.module or span.kind}".strip(), span.phase, span.began_s,
                 span.ended_s, kind=span.kind, step=span.step, flops=span.flops,
@@ -123,7 +122,7 @@ class _Page:
             )  # fmt: skip
 
     def _waits(self) -> Iterator[_Slice]:
-        for event in self.one.comms:
+        for event in self.rank.comms:
             if event.blocking or event.wait_ended_s:
                 name = f"wait for {event.op} {event.seq}"
                 wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
@@ -131,41 +130,40 @@ class _Page:
                 yield wait
 
     def _transfer(self, event: CommEvent, ended: CommEvent) -> _Slice:
+        shown = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes",
+                 "transport", "algorithm", "blocking", "source")  # fmt: skip
         end_s = event.ended_s and ended.ended_s  # 0.0 where it never ended
-        self.carried[id(event)] = one = self._slice(
-            f"{event.op} {event.seq}", "communication", ended.began_s, end_s, step=event.step,
-            group=event.group, dtype=event.dtype, shape=list(event.shape),
-            payload_bytes=event.payload_bytes, bus_bytes=event.bus_bytes,
-            wire_bytes=event.wire_bytes, transport=event.transport, algorithm=event.algorithm,
-            blocking=event.blocking, source=event.source,
-        )  # fmt: skip
-        return one
+        args = {name: getattr(event, name) for name in shown} | {"shape": list(event.shape)}
+        name = f"{event.op} {event.seq}"
+        transfer = self._slice(name, "communication", ended.began_s, end_s, **args)
+        self.carried[id(event)] = transfer
+        return transfer
 
     def computing_at(self, when_ns: int) -> _Slice | None:
         """A slice of the first thread that holds this moment, for an arrow to leave from."""
         i = bisect_right(self._begins, when_ns)
-        one = self.threads[0][1][i - 1] if i else None
-        while one and one.end_ns <= when_ns:
-            one = one.around
-        return one
+        x = self.threads[0][1][i - 1] if i else None
+        while x and x.end_ns <= when_ns:
+            x = x.around
+        return x
 
     def events(self) -> Iterator[Event]:
         """All but the arrows."""
-        one = self.one
-        where = ", ".join(filter(None, (one.device, one.host)))
-        yield _meta("process_name", one.rank, 0, name=f"rank {one.rank} ({where})")
-        yield _meta("process_sort_index", one.rank, 0, sort_index=one.rank)
+        rank, pid = self.rank, _pid(self.rank.rank)
+        where = ", ".join(filter(None, (rank.device, rank.host)))
+        yield _meta("process_name", pid, 0, name=f"rank {rank.rank} ({where})")
+        yield _meta("process_sort_index", pid, 0, sort_index=rank.rank)
         for i, (name, slices) in enumerate(self.threads, start=1):
-            yield _meta("thread_name", one.rank, i, name=name)
-            yield _meta("thread_sort_index", one.rank, i, sort_index=i)
+            yield _meta("thread_name", pid, i, name=name)
+            yield _meta("thread_sort_index", pid, i, sort_index=i)
             for x in slices:
                 yield {
-                    "ph": "X", "name": x.name, "cat": x.category, "pid": _pid(one.rank), "tid": i,
+                    "ph": "X", "name": x.name, "cat": x.category, "pid": pid, "tid": i,
                     "ts": x.begin_ns / 1e3, "dur": (x.end_ns - x.begin_ns) / 1e3, "args": x.args,
                 }  # fmt: skip
-        for point in one.memory:
+        for point in rank.memory:
             yield {
-                "ph": "C", "name": "memory, bytes", "pid": _pid(one.rank),
+                "ph": "C", "name": "memory, bytes", "pid": pid,
                 "ts": round(point.when_s * 1e9) / 1e3,
                 "args": dict(zip(CATEGORIES, point.held_bytes)),
             }  # fmt: skip
@@ -186,10 +184,8 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[Arrow]:
         if len(ends) == 2:
             yield "message", carried[id(ends["send"])], carried[id(ends["recv"])]
     for events in trace.collectives().values():
-        first, *others = sorted(
-            (carried[id(event)] for event in events.values()),
-            key=lambda x: (x.begin_ns, x.rank),
-        )
+        slices = [carried[id(event)] for event in events.values()]
+        first, *others = sorted(slices, key=lambda x: (x.begin_ns, x.rank))
         for other in others:
             yield "collective", first, other
 
@@ -209,8 +205,8 @@ def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:
     ]  # fmt: skip
 
 
-def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": _pid(rank), "tid": thread, "args": args}
+def _meta(what: str, pid: int, thread: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": thread, "args": args}
 
 
 def _pid(rank: int) -> int:

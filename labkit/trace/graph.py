@@ -116,7 +116,7 @@ class MessageKey(NamedTuple):
 
 @dataclass
 class Trace:
-    """A recorded run. `about` is what `run.json` says of it: what, where, versions, seeds.
+    """A recorded run. `about` is the contents of `run.json`: what, where, versions, seeds.
     `metrics`: one dict for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}."""
 
     ranks: dict[int, RankTrace] = field(default_factory=dict)
@@ -149,8 +149,10 @@ class Trace:
         chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
 
         def part(rank: RankTrace) -> RankTrace:
-            parts = {kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds}
-            return replace(rank, steps=[x for x in rank.steps if x.index in chosen], **parts)
+            part = replace(rank, steps=[x for x in rank.steps if x.index in chosen])
+            for kind in kinds:
+                setattr(part, kind, [x for x in getattr(rank, kind) if x.step in chosen])
+            return part
 
         ranks = {number: part(rank) for number, rank in self.ranks.items()}
         return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])

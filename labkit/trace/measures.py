@@ -53,13 +53,13 @@ def length_s(intervals: Intervals) -> float:
 
 
 def waiting(one: RankTrace) -> Intervals:
-    """When the program stood still for communication."""
+    """When the program waited for communication."""
     return union((x.wait_began_s, x.wait_ended_s) for x in one.comms if x.wait_ended_s)
 
 
 def computing(one: RankTrace) -> Intervals:
-    """When it computed: its outermost spans, less the waits inside them. Those of the user count
-    where nothing else is in them: one around the whole loop says nothing of computing."""
+    """When it computed: its outermost spans, less the waits inside them. A user's span counts only
+    where it holds no other: one around the whole loop is no computing."""
     spans = [x for x in one.spans if x.depth == 0 and x.ended_s]
     known = union((x.began_s, x.ended_s) for x in spans if x.phase != "user")
     own = [(x.began_s, x.ended_s) for x in spans if x.phase == "user"]
@@ -81,7 +81,7 @@ def overlap(trace: Trace) -> float:
 
 
 def end_of(trace: Trace) -> float:
-    """The last moment known of it, in seconds; 0.0 of an empty trace."""
+    """The last moment of a trace, in seconds; 0.0 of an empty one."""
     times = [0.0]
     for rank in trace.ranks.values():
         for record in rank.things():
@@ -177,8 +177,10 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
         return sum(map(mul, weights, values)) / sum(weights)
 
     counted = all(split.flops is not None for split in splits)
-    times = [mean(name) for name in ("step_s", "compute_s", "exposed_s", "bubble_s")]
-    return Split(*times, mean("flops") if counted else None)
+    return Split(
+        mean("step_s"), mean("compute_s"), mean("exposed_s"), mean("bubble_s"),
+        mean("flops") if counted else None,
+    )  # fmt: skip
 
 
 def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:

@@ -1,4 +1,4 @@
-"""How a collective moves data, step by step: who sends which chunk to whom, and what every rank
+"""How a collective moves data, step by step: the messages with their chunks, and what every rank
 holds after it. Plain data; `trace/recording/movement.py` records it, `plot.movement` draws it.
 
 Contents are read from real data. Every rank puts its own number into every chunk, and the numbers

@@ -156,10 +156,11 @@ def read_rank_file(path: Path) -> ReadRank:
         except _UNREADABLE:
             unreadable.append(i)
 
-    for kind, collected in zip(
-        KINDS, (trace.steps, trace.spans, trace.comms, trace.memory, trace.operations)
-    ):
-        collected += [x for x in records.values() if type(x) is KINDS[kind]]  # type: ignore[misc]
+    lists: list[list[Any]] = [
+        trace.steps, trace.spans, trace.comms, trace.memory, trace.operations
+    ]  # fmt: skip
+    for record, collected in zip(KINDS.values(), lists, strict=True):
+        collected += [x for x in records.values() if type(x) is record]
     problems = _problems(path.name, len(lines), unreadable, len(records), ended_after)
     trace.complete = not problems
     return ReadRank(trace, unix_s - monotonic_s, problems)

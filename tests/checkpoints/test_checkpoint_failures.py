@@ -2,13 +2,13 @@
 names what it was about, and the checkpoint before can still be loaded."""
 
 import os
-import pathlib
 import pickle
 import resource
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +34,13 @@ class Net(nn.Module):
         self.second = nn.Linear(wide, 2)
 
 
-def save(folder: pathlib.Path, step: int, value: float | None = None) -> None:
+def save(folder: Path, step: int, value: float | None = None) -> None:
     model = Net()
     nn.init.constant_(model.first.weight, step if value is None else value)
     save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()), step=step)
 
 
-def load(folder: pathlib.Path) -> tuple[int | None, float]:
+def load(folder: Path) -> tuple[int | None, float]:
     model = Net()
     loaded = load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
     assert (model.first.weight == model.first.weight[0, 0]).all()
@@ -70,75 +70,61 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before_write() -> None:
-    if Comm().rank == 1:
-        saving.StreamingWriter.write_items = die  # type: ignore[assignment,method-assign]
+def put(place: Any, name: str, fault: Callable[..., Any], rank: int | None = None) -> None:
+    """In the rest of this process, which ends with the fault."""
+    if rank in (None, Comm().rank):
+        setattr(place, name, fault)
 
 
 def amid_write() -> None:
-    if Comm().rank == 1:
-        before, left = saving._serialised, iter(range(2))
-        saving._serialised = lambda x: before(x) if next(left, None) is not None else die()
+    before, left = saving._serialised, iter(range(2))
+    fault = lambda x: before(x) if next(left, None) is not None else die()  # noqa: E731
+    put(saving, "_serialised", fault, rank=1)
 
 
-def before_metadata() -> None:
-    saving.StreamingWriter.finish = die  # type: ignore[assignment,method-assign]
-
-
-def amid_metadata() -> None:
+def half_of_the_metadata(self: Any, metadata: Any, results: Any) -> None:
     """The file is there, half of it is not, and it does not have its name yet."""
-
-    def half(self: Any, metadata: Any, results: Any) -> None:
-        (pathlib.Path(self.path) / ".metadata.tmp").write_bytes(pickle.dumps(metadata)[:50])
-        die()
-
-    saving.StreamingWriter.finish = half  # type: ignore[assignment,method-assign]
+    (Path(self.path) / ".metadata.tmp").write_bytes(pickle.dumps(metadata)[:50])
+    die()
 
 
 def before_checksum() -> None:
     """The metadata have their name, and not yet a checksum."""
-    before = folders.seal
-    folders.seal = lambda path: die() if path.name == folders.METADATA else before(path)
+    real = folders.seal
+    put(folders, "seal", lambda path: die() if path.name == folders.METADATA else real(path))
 
 
-def amid_checksum() -> None:
-    def half(path: pathlib.Path) -> None:
-        with path.open("ab") as file:
-            file.write(b"1234")
-        die()
-
-    folders.seal = half
+def half_of_the_checksum(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"1234")
+    die()
 
 
-def before_rename() -> None:
-    folders.publish = die  # type: ignore[assignment]
+def half_of_the_pointer(final: Path) -> None:
+    (final.parent / "latest.tmp").write_text(final.name[:4])
+    die()
 
 
-def before_pointer() -> None:
-    folders.point_at = die  # type: ignore[assignment]
+def half_of_the_removal(path: Path) -> None:
+    next(path.glob("*.distcp")).unlink()
+    die()
 
 
-def amid_pointer() -> None:
-    def half(final: pathlib.Path) -> None:
-        (final.parent / "latest.tmp").write_text(final.name[:4])
-        die()
-
-    folders.point_at = half
-
-
-def amid_removal() -> None:
-    def half(path: pathlib.Path) -> None:
-        next(path.glob("*.distcp")).unlink()
-        die()
-
-    folders.discard = half
+MOMENTS: dict[str, Callable[[], None]] = {
+    "before write": lambda: put(saving.StreamingWriter, "write_items", die, rank=1),
+    "amid write": amid_write,
+    "before metadata": lambda: put(saving.StreamingWriter, "finish", die),
+    "amid metadata": lambda: put(saving.StreamingWriter, "finish", half_of_the_metadata),
+    "before checksum": before_checksum,
+    "amid checksum": lambda: put(folders, "seal", half_of_the_checksum),
+    "before rename": lambda: put(folders, "publish", die),
+    "before pointer": lambda: put(folders, "point_at", die),
+    "amid pointer": lambda: put(folders, "point_at", half_of_the_pointer),
+    "amid removal": lambda: put(folders, "discard", half_of_the_removal),
+}
 
 
-MOMENTS = [before_write, amid_write, before_metadata, amid_metadata, before_checksum, amid_checksum,
-           before_rename, before_pointer, amid_pointer, amid_removal]  # fmt: skip
-
-
-def killed(world: World, folder: pathlib.Path, moment: Callable[[], None], step: int) -> None:
+def killed(world: World, folder: Path, moment: Callable[[], None], step: int) -> None:
     def run() -> None:
         moment()
         save(folder, step)
@@ -151,13 +137,13 @@ def killed(world: World, folder: pathlib.Path, moment: Callable[[], None], step:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_killed_at_any_moment_leaves_the_one_before(
-    world2: World, tmp_path: pathlib.Path, moment: Callable[[], None]
+    world2: World, tmp_path: Path, moment: str
 ) -> None:
     world2.run(save, tmp_path, 1)
     world2.run(save, tmp_path, 2)
-    killed(world2, tmp_path, moment, 3)
-    stands = 3 if moment is amid_removal else 2
-    assert world2.run(load, tmp_path) == [(stands, float(stands))] * 2
+    killed(world2, tmp_path, MOMENTS[moment], 3)
+    latest = 3 if moment == "amid removal" else 2
+    assert world2.run(load, tmp_path) == [(latest, float(latest))] * 2
     world2.run(save, tmp_path, 4)
     assert world2.run(load, tmp_path) == [(4, 4.0)] * 2
     there = os.listdir(tmp_path)
@@ -165,9 +151,7 @@ def test_a_save_killed_at_any_moment_leaves_the_one_before(
     assert len(there) == 3, "two checkpoints and the pointer"
 
 
-def test_a_first_save_that_is_killed_leaves_no_checkpoint(
-    world2: World, tmp_path: pathlib.Path
-) -> None:
+def test_a_first_save_that_is_killed_leaves_no_checkpoint(world2: World, tmp_path: Path) -> None:
     killed(world2, tmp_path, amid_write, 1)
     assert "no save into it was finished" in refused(world2, load, tmp_path)
     (unfinished,) = tmp_path.iterdir()
@@ -177,7 +161,7 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(
 # ---- a full disk
 
 
-def limited(folder: pathlib.Path, step: int) -> None:
+def limited(folder: Path, step: int) -> None:
     """Rank 1 may write no file larger than 1000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if Comm().rank == 1:
@@ -189,7 +173,7 @@ def limited(folder: pathlib.Path, step: int) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_lost(
-    world2: World, tmp_path: pathlib.Path
+    world2: World, tmp_path: Path
 ) -> None:
     world2.run(save, tmp_path, 1)
     text = refused(world2, limited, tmp_path, 2)
@@ -200,9 +184,7 @@ def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_los
     world2.run(save, tmp_path, 2)
 
 
-def test_no_room_for_the_pointer_takes_the_checkpoint_back(
-    world2: World, tmp_path: pathlib.Path
-) -> None:
+def test_no_room_for_the_pointer_takes_the_checkpoint_back(world2: World, tmp_path: Path) -> None:
     def full(step: int) -> None:
         before = folders.point_at
         folders.point_at = lambda final: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
@@ -218,7 +200,7 @@ def test_no_room_for_the_pointer_takes_the_checkpoint_back(
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("only root makes a small file system")
     disk = tmp_path / "disk"
@@ -230,9 +212,7 @@ def tiny_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_reported_and_the_space_freed(
-    world2: World, tiny_disk: pathlib.Path
-) -> None:
+def test_a_full_disk_is_reported_and_the_space_freed(world2: World, tiny_disk: Path) -> None:
     def fill() -> None:
         save_checkpoint(tiny_disk, nn.Linear(300, 300), step=2)
 
@@ -244,7 +224,7 @@ def test_a_full_disk_is_reported_and_the_space_freed(
     assert world2.run(load, tiny_disk) == [(1, 1.0)] * 2
 
 
-def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     assert str(tmp_path / "taken") in refused(world2, save, tmp_path / "taken", 1)
 
@@ -252,7 +232,7 @@ def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: pathlib.
 # ---- another model, another optimizer, no checkpoint
 
 
-def load_into(make: Callable[[], tuple[nn.Module, Any]], folder: pathlib.Path) -> None:
+def load_into(make: Callable[[], tuple[nn.Module, Any]], folder: Path) -> None:
     """Tries to, and sees to it that nothing is changed when it fails."""
     model, optimizer = make()
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -280,13 +260,11 @@ def wider() -> tuple[nn.Module, Any]:
 
 
 def sgd() -> tuple[nn.Module, Any]:
-    model = Net()
-    return model, torch.optim.SGD(model.parameters())
+    return (model := Net()), torch.optim.SGD(model.parameters())
 
 
 def frozen() -> tuple[nn.Module, Any]:
-    model = Net()
-    return model, torch.optim.AdamW(model.first.parameters())
+    return (model := Net()), torch.optim.AdamW(model.first.parameters())
 
 
 def other_on_rank_1() -> tuple[nn.Module, Any]:
@@ -306,7 +284,7 @@ def other_on_rank_1() -> tuple[nn.Module, Any]:
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
-    world2: World, tmp_path: pathlib.Path, make: Callable[[], tuple[nn.Module, Any]], words: str
+    world2: World, tmp_path: Path, make: Callable[[], tuple[nn.Module, Any]], words: str
 ) -> None:
     def stepped() -> None:
         model = Net()
@@ -319,7 +297,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     assert words in refused(world2, load_into, make, tmp_path)
 
 
-def test_two_that_shard_are_one_too_many(world2: World, tmp_path: pathlib.Path) -> None:
+def test_two_that_shard_are_one_too_many(world2: World, tmp_path: Path) -> None:
     def both() -> None:
         model = ZeRO3(Net())
         save_checkpoint(tmp_path, model, MasterWeights(model.parameters(), torch.optim.AdamW))
@@ -327,12 +305,12 @@ def test_two_that_shard_are_one_too_many(world2: World, tmp_path: pathlib.Path) 
     assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(world2, both)
 
 
-def test_weights_alone_have_no_optimizer_to_load(world2: World, tmp_path: pathlib.Path) -> None:
+def test_weights_alone_have_no_optimizer_to_load(world2: World, tmp_path: Path) -> None:
     world2.run(lambda: save_checkpoint(tmp_path, Net()))
     assert "optimizer=None" in refused(world2, load, tmp_path)
 
 
-def test_various_groups_cannot_become_one(world2: World, tmp_path: pathlib.Path) -> None:
+def test_various_groups_cannot_become_one(world2: World, tmp_path: Path) -> None:
     def two() -> None:
         model = Net()
         groups = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
@@ -343,7 +321,7 @@ def test_various_groups_cannot_become_one(world2: World, tmp_path: pathlib.Path)
     assert "are in one parameter group here and were in several" in text
 
 
-def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: pathlib.Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path) -> None:
     assert "there is no such folder" in refused(world2, load, tmp_path / "nowhere")
     assert "it is no checkpoint" in refused(world2, load, tmp_path)
     world2.run(save, tmp_path, 1)
@@ -354,7 +332,7 @@ def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: pathl
     assert world2.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2
 
 
-def test_a_newer_format_is_refused(world2: World, tmp_path: pathlib.Path) -> None:
+def test_a_newer_format_is_refused(world2: World, tmp_path: Path) -> None:
     def newer() -> None:
         saving.FORMAT = contents.FORMAT + 1
         try:
@@ -366,13 +344,16 @@ def test_a_newer_format_is_refused(world2: World, tmp_path: pathlib.Path) -> Non
     assert "has format 2, this labkit reads up to 1" in refused(world2, load, tmp_path)
 
 
-def test_damage_is_found_before_anything_is_loaded(world2: World, tmp_path: pathlib.Path) -> None:
+def test_damage_is_found_before_anything_is_loaded(world2: World, tmp_path: Path) -> None:
     world2.run(save, tmp_path, 1)
     file = tmp_path / "step_00000001" / "__1_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     text = refused(world2, load, tmp_path)
     assert f"{file} is damaged: bytes " in text and f"to {len(whole)} are missing" in text
+    file.write_bytes(bytes(len(whole)))
+    text = refused(world2, load, tmp_path)
+    assert f"{file} is damaged: bytes 0 to " in text and "not those that were saved" in text
     file.write_bytes(whole)
     metadata = tmp_path / "step_00000001" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
@@ -380,15 +361,7 @@ def test_damage_is_found_before_anything_is_loaded(world2: World, tmp_path: path
     assert f"{metadata} cannot be read" in text and "does not match its checksum" in text
 
 
-def test_bytes_that_changed_are_found_and_named(world2: World, tmp_path: pathlib.Path) -> None:
-    world2.run(save, tmp_path, 1)
-    for file in (tmp_path / "step_00000001").glob("*.distcp"):
-        file.write_bytes(bytes(len(file.read_bytes())))
-    text = refused(world2, load, tmp_path)
-    assert ".distcp is damaged: bytes 0 to " in text and "not those that were saved" in text
-
-
-def test_arguments_that_cannot_be_are_refused(world2: World, tmp_path: pathlib.Path) -> None:
+def test_arguments_that_cannot_be_are_refused(world2: World, tmp_path: Path) -> None:
     assert "keep=0" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), keep=0))
     assert "step=-1" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), step=-1))
     text = refused(world2, lambda: save_checkpoint(tmp_path, Net(), extra=lambda: 0))

@@ -1,11 +1,10 @@
 """Checkpoints: from any strategy and size into any other, in torch's own format."""
 
 import os
-import pathlib
 import weakref
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_a_tensor_without_elements_is_one_box() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_going_on_is_bit_for_bit_as_if_never_stopped(
-    world: World, strategy: str, tmp_path: pathlib.Path
+    world: World, strategy: str, tmp_path: Path
 ) -> None:
     expected = world.run(save_and_go_on, strategy, 3, str(tmp_path))
     assert world.run(load_and_go_on, strategy, 3, str(tmp_path)) == expected
@@ -88,7 +87,7 @@ def test_going_on_is_bit_for_bit_as_if_never_stopped(
 
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "masters"])
 def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
-    world: World, strategy: str, tmp_path: pathlib.Path
+    world: World, strategy: str, tmp_path: Path
 ) -> None:
     dtype = torch.bfloat16
     expected = world.run(save_and_go_on, strategy, 3, str(tmp_path), dtype)
@@ -101,7 +100,7 @@ def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), list(product(STRATEGIES, (1, 2, 4))))
 def test_any_strategy_and_size_loads_what_any_other_saved(
-    world4: World, strategy: str, ranks: int, tmp_path: pathlib.Path
+    world4: World, strategy: str, ranks: int, tmp_path: Path
 ) -> None:
     """Every strategy loads what every other saved, on one, two, three and four ranks in turn."""
     expected = world4.run(save_and_go_on, strategy, ranks, str(tmp_path))[0]
@@ -112,7 +111,7 @@ def test_any_strategy_and_size_loads_what_any_other_saved(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), (other, size)
 
 
-def test_one_process_loads_what_ranks_saved(world: World, tmp_path: pathlib.Path) -> None:
+def test_one_process_loads_what_ranks_saved(world: World, tmp_path: Path) -> None:
     expected = world.run(save_and_go_on, "zero-1", 3, str(tmp_path))[0]
 
     def alone() -> list[float]:
@@ -126,7 +125,7 @@ def test_one_process_loads_what_ranks_saved(world: World, tmp_path: pathlib.Path
 
 
 @on_each_rank("world")
-def test_weights_alone_and_other_dtypes(tmp_path: pathlib.Path) -> None:
+def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
     comm = Comm()
     model, optimizer = STRATEGIES["zero-1"](fresh(dtype=torch.float32), comm, 1e-2)
     train(model, optimizer, comm, range(2))
@@ -172,7 +171,7 @@ def flat(thing: Any, name: str = "") -> dict[str, Any]:
     return {name: thing.tolist() if isinstance(thing, torch.Tensor) else thing}
 
 
-def test_torchs_own_load_reads_it(world: World, tmp_path: pathlib.Path) -> None:
+def test_torchs_own_load_reads_it(world: World, tmp_path: Path) -> None:
     def save() -> dict[str, Any]:
         torch.manual_seed(0)
         model = Small()
@@ -196,33 +195,24 @@ def test_torchs_own_load_reads_it(world: World, tmp_path: pathlib.Path) -> None:
     assert [group["lr"] for group in groups] == [0.1, 0.05]
 
 
-def test_what_torchs_own_save_wrote_is_read(tmp_path: pathlib.Path) -> None:
+def test_what_torchs_own_save_wrote_is_read(tmp_path: Path) -> None:
     model, optimizer = small(0)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path, no_dist=True)
     expected = flat(weights), flat(states)
 
-    def load() -> tuple[dict[str, Any], dict[str, Any]]:
-        other, optimizer = small(1)
-        loaded = load_checkpoint(tmp_path, other, optimizer)
-        assert (loaded.path, loaded.step) == (tmp_path, None)
-        weights, states = get_state_dict(other, optimizer)
-        return flat(weights), flat(states)
-
-    with World(1) as one:
-        assert one.run(load) == [expected]
+    other, optimizer = small(1)
+    loaded = load_checkpoint(tmp_path, other, optimizer)
+    assert (loaded.path, loaded.step) == (tmp_path, None)
+    weights, states = get_state_dict(other, optimizer)
+    assert (flat(weights), flat(states)) == expected
 
 
-def test_replicas_are_written_once_and_by_all_ranks_alike(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_replicas_are_written_once_and_by_all_ranks_alike(world: World, tmp_path: Path) -> None:
     def save() -> int:
         model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(9)))
-        return sum(p.nbytes for p in save_it(model).parameters())
-
-    def save_it(model: nn.Module) -> nn.Module:
         save_checkpoint(tmp_path, STRATEGIES["ddp"](model, Comm(), 0.1)[0])
-        return model
+        return sum(p.nbytes for p in model.parameters())
 
     nbytes = world.run(save)[0]
     sizes = [path.stat().st_size for path in tmp_path.glob("step_*/*.distcp")]
@@ -235,7 +225,7 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(
 
 
 @on_each_rank("world")
-def test_one_box_at_a_time_is_in_memory(tmp_path: pathlib.Path) -> None:
+def test_one_box_at_a_time_is_in_memory(tmp_path: Path) -> None:
     box_bytes, before_save, before_load = 2000, saving._alone, torch.load
     live: list[Any] = []
     written: list[int] = []
@@ -264,27 +254,20 @@ def test_one_box_at_a_time_is_in_memory(tmp_path: pathlib.Path) -> None:
     assert len(read) > 10 and max(read) <= 2000
 
 
-def test_folders_are_named_by_step_and_old_ones_are_removed(
-    world: World, tmp_path: pathlib.Path
-) -> None:
+def test_folders_are_named_by_step_and_old_ones_are_removed(world: World, tmp_path: Path) -> None:
     def save(step: int, keep: int) -> str:
-        model = nn.Linear(2, 2)
-        return save_checkpoint(tmp_path, model, step=step, keep=keep).name
+        return save_checkpoint(tmp_path, nn.Linear(2, 2), step=step, keep=keep).name
 
-    def there() -> list[str]:
-        return sorted(os.listdir(tmp_path))
-
-    assert world.run(save, 1, 2) == ["step_00000001"] * 3
-    world.run(save, 2, 2)
-    assert there() == ["latest", "step_00000001", "step_00000002"]
-    world.run(save, 3, 2)
-    assert there() == ["latest", "step_00000002", "step_00000003"]
-    assert world.run(save, 3, 2)[0] == "step_00000003.2"
-    assert there() == ["latest", "step_00000002", "step_00000003.2"]
-    world.run(save, 1, 2)  # gone back, and trained from there
-    assert there() == ["latest", "step_00000001", "step_00000003.2"]
-    world.run(save, 9, 1)
-    assert there() == ["latest", "step_00000009"]
+    for step, keep, name, kept in (
+        (1, 2, "step_00000001", []),
+        (2, 2, "step_00000002", ["step_00000001"]),
+        (3, 2, "step_00000003", ["step_00000002"]),
+        (3, 2, "step_00000003.2", ["step_00000002"]),
+        (1, 2, "step_00000001", ["step_00000003.2"]),  # gone back, and trained from there
+        (9, 1, "step_00000009", []),
+    ):
+        assert world.run(save, step, keep) == [name] * 3
+        assert sorted(os.listdir(tmp_path)) == sorted(["latest", name, *kept])
 
 
 def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +279,10 @@ def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
             shown.append(thing)
 
     monkeypatch.setattr(progress, "progress", bar)
-    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
-    assert shown == []
-    monkeypatch.setattr(progress, "PATIENCE_S", -1.0)
-    assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
-    assert shown == [0, 1, 2]
+    for patience_s, expected in ((progress.PATIENCE_S, []), (-1.0, [0, 1, 2])):
+        monkeypatch.setattr(progress, "PATIENCE_S", patience_s)
+        assert list(progress.slow_progress(range(3), "saving")) == [0, 1, 2]
+        assert shown == expected
     shown.clear()
     items = progress.slow_progress(range(5), "saving")
     monkeypatch.setattr(progress, "PATIENCE_S", 600.0)
@@ -312,10 +294,9 @@ def test_a_bar_is_shown_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bar_ends_its_line_when_the_loop_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = import_module("labkit.runtime.progress")
     seconds = iter(range(100))
-    monkeypatch.setattr(bars, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    for thing in bars._printed(range(9), "saving", 9):
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    for thing in progress._printed(range(9), "saving", 9):
         if thing == 3:
             break
     assert capsys.readouterr().out.endswith("s left\n")

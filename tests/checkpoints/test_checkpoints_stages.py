@@ -1,10 +1,10 @@
 """Checkpoints in three dimensions: from any stages, parts and shards into any others."""
 
-import pathlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from checkpoint_cases import check_written, written_by
 from labkit import (
     GPT,
     Comm,
@@ -49,7 +49,7 @@ def hop(layout: Layout, tied: bool, step: int, here: str, there: str) -> tuple[A
     return losses, full_state_dict(model)
 
 
-def goes_round(world: World, layouts: list[Layout], tied: bool, folder: pathlib.Path) -> None:
+def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) -> None:
     """One process, each layout in turn, and one process again: each loads what the one before
     saved, trains a step and saves. As one process does that never stops."""
     model, optimizer = alone(tied)
@@ -77,7 +77,7 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: pathlib.
     assert train(None, last, its_optimizer, steps) == pytest.approx(expected, abs=AGREE, rel=0)
 
 
-def test_a_tied_model_goes_from_layout_to_layout(world4: World, tmp_path: pathlib.Path) -> None:
+def test_a_tied_model_goes_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
     layouts = [
         Layout(pp=2, dp=2, strategy="ddp"),
         Layout(pp=2, tp=2, chunks=2, scatter_gather=True),
@@ -86,7 +86,7 @@ def test_a_tied_model_goes_from_layout_to_layout(world4: World, tmp_path: pathli
     goes_round(world4, layouts, True, tmp_path)
 
 
-def test_shards_of_stages_go_from_layout_to_layout(world4: World, tmp_path: pathlib.Path) -> None:
+def test_shards_of_stages_go_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
     layouts = [
         Layout(pp=2, dp=2, strategy="zero-1"),
         Layout(pp=2, dp=2, chunks=2, strategy="zero-3"),
@@ -135,15 +135,13 @@ EIGHT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FOUR)
-def test_many_layouts_go_on_from_each_other(
-    world4: World, kind: str, tmp_path: pathlib.Path
-) -> None:
+def test_many_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
     goes_round(world4, FOUR[kind], kind != "untied", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_eight_ranks_in_three_dimensions(tmp_path: pathlib.Path) -> None:
+def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
     with World(8, timeout_s=120) as eight:
         for kind, layouts in EIGHT.items():
             goes_round(eight, layouts, kind == "tied", tmp_path / kind)
@@ -158,41 +156,20 @@ def saved(layout: Layout, tied: bool, folder: str) -> None:
     save_checkpoint(folder, model, optimizer, step=2)
 
 
-def of_one_process(tied: bool) -> dict[str, Any]:
-    """All tensors of a checkpoint that one process would write after two steps."""
+def is_as_one_process_writes_it(folder: Path, tied: bool) -> None:
+    """Each element is there once, of tied parameters too, and so are the bytes."""
     single, its_optimizer = alone(tied)
     train(None, single, its_optimizer, range(2))
-    model, optimizer = get_state_dict(single, its_optimizer)
-    expected = {f"model.{name}": x for name, x in model.items()}
-    for name, state in optimizer["state"].items():
-        expected |= {f"optimizer.state.{name}.{key}": x for key, x in state.items()}
-    return expected
-
-
-def is_as_one_process_writes_it(folder: pathlib.Path, tied: bool) -> None:
-    """Names, shapes and numbers are those of the plain model; each element is there once, of tied
-    parameters too, and so are the bytes."""
-    expected = of_one_process(tied)
-    reader = dcp.FileSystemReader(folder / "step_00000002")
-    metadata = reader.read_metadata()
-    tensors = {n: x for n, x in metadata.state_dict_metadata.items() if hasattr(x, "size")}
-    assert set(tensors) == set(expected)
-    for name, entry in tensors.items():
-        assert entry.size == expected[name].shape, name
-        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == expected[name].numel(), name
-    found = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in expected.items()}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    for name, x in expected.items():
-        assert torch.allclose(found[name], x, rtol=0, atol=AGREE), name
-    places = {
-        (where.relative_path, where.offset, where.length)
-        for where in metadata.storage_data.values()
-    }
+    expected = written_by(single, its_optimizer)
+    metadata = check_written(folder / "step_00000002", expected)
+    stored = metadata.storage_data.values()
+    places = {(where.relative_path, where.offset, where.length) for where in stored}
     files = [path.stat().st_size for path in (folder / "step_00000002").glob("*.distcp")]
     assert sum(files) == sum(length for _, _, length in places), "bytes that nobody reads"
-    boxes = sum(len(x.chunks) for n, x in tensors.items() if n != "model.head.weight" or not tied)
-    things = len(metadata.state_dict_metadata) - len(tensors)
-    assert len(places) == boxes + things, "a box is written twice"
+    entries = metadata.state_dict_metadata
+    once = [name for name in expected if name != "model.head.weight" or not tied]
+    boxes = sum(len(entries[name].chunks) for name in once)
+    assert len(places) == boxes + len(entries) - len(expected), "a box is written twice"
 
 
 WRITTEN = [
@@ -210,7 +187,7 @@ WRITTEN = [
     ids=str,
 )
 def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, layout: Layout, tied: bool, tmp_path: pathlib.Path
+    world4: World, layout: Layout, tied: bool, tmp_path: Path
 ) -> None:
     world4.run(saved, layout, tied, str(tmp_path))
     is_as_one_process_writes_it(tmp_path, tied)
@@ -237,9 +214,7 @@ def counting(seed: int, value: float = 0.0) -> list[nn.Module]:
     return [Counting(shared, cache) for _ in range(4)]
 
 
-def test_buffers_frozen_parameters_and_a_users_own_stages(
-    world4: World, tmp_path: pathlib.Path
-) -> None:
+def test_buffers_frozen_parameters_and_a_users_own_stages(world4: World, tmp_path: Path) -> None:
     """Names are those of nn.Sequential(*stages); DDP's and ZeRO's replicas have the same."""
     x = torch.ones(4, 3).double()
 
@@ -268,7 +243,7 @@ def test_buffers_frozen_parameters_and_a_users_own_stages(
 
 
 @on_each_rank("world4")
-def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: pathlib.Path) -> None:
+def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     x, y = batch()
 
     def piped(seed: int, lr: float) -> Pipeline:
@@ -291,7 +266,7 @@ def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: pathlib.Path) -> Non
     )
 
 
-def test_a_model_in_bf16_goes_on_from_fp32_masters(world4: World, tmp_path: pathlib.Path) -> None:
+def test_a_model_in_bf16_goes_on_from_fp32_masters(world4: World, tmp_path: Path) -> None:
     def run(folder: str) -> bool:
         def made(seed: int) -> tuple[Mesh, Pipeline, ZeroOptimizer]:
             mesh = Mesh(pp=2, dp=2)
@@ -322,7 +297,7 @@ class HeadFirst(GPT):
         self.double()
 
 
-def test_what_is_tied_is_found_by_any_of_its_names(world4: World, tmp_path: pathlib.Path) -> None:
+def test_what_is_tied_is_found_by_any_of_its_names(world4: World, tmp_path: Path) -> None:
     model = HeadFirst(0)
     assert next(iter(dict(model.named_parameters()))) == "head.weight"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -370,7 +345,7 @@ def tied_here(folder: str) -> None:
 
 
 def cut_off(folder: str) -> None:
-    files = sorted(pathlib.Path(folder).glob("step_*/*.distcp"))
+    files = sorted(Path(folder).glob("step_*/*.distcp"))
     if Comm().rank == 0:
         with files[-1].open("r+b") as file:
             file.truncate(files[-1].stat().st_size // 2)
@@ -411,7 +386,7 @@ REFUSED: list[tuple[Callable[[str], None], str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(
-    world4: World, run: Callable[[str], None], expected: str, tmp_path: pathlib.Path
+    world4: World, run: Callable[[str], None], expected: str, tmp_path: Path
 ) -> None:
     world4.run(saved, Layout(pp=4), False, str(tmp_path))
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -424,43 +399,31 @@ def test_it_is_refused(
 # ---- faults
 
 
-def every_copy_under_its_own_name() -> AbstractContextManager[Any]:
-    """What is tied is written by both of its ranks."""
-    return patch.object(Owners, "first_name", lambda self, name: name)
+def the_last_copy_is_written(self: Any) -> set[str]:
+    every = {name for name, _ in self.named()}
+    return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
 
 
-def the_last_copy_is_written() -> AbstractContextManager[Any]:
-    def written(self: Any) -> set[str]:
-        every = {name for name, _ in self.named()}
-        return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
-
-    return patch.object(Owners, "written_here", written)
+def a_stage_is_forgotten(self: Any, real: Any = Contents.to_write) -> Any:
+    return iter(()) if self.owners.pipeline.comm.rank == 1 else real(self)
 
 
-def a_stage_is_forgotten() -> AbstractContextManager[Any]:
-    real = Contents.to_write
-
-    def without(self: Any) -> Any:
-        return iter(()) if self.owners.pipeline.comm.rank == 1 else real(self)
-
-    return patch.object(Contents, "to_write", without)
+def a_stages_state_is_forgotten(self: Any, real: Any = Owners.pieces) -> Any:
+    last = self.pipeline.comm.rank == 1
+    return [replace(piece, optimizer=None) if last else piece for piece in real(self)]
 
 
-def a_stages_state_is_forgotten() -> AbstractContextManager[Any]:
-    real = Owners.pieces
-
-    def without(self: Any) -> Any:
-        last = self.pipeline.comm.rank == 1
-        return [replace(one, optimizer=None) if last else one for one in real(self)]
-
-    return patch.object(Owners, "pieces", without)
+FAULTS = {
+    "every copy under its own name": (Owners, "first_name", lambda self, name: name),
+    "the last copy is written": (Owners, "written_here", the_last_copy_is_written),
+    "a stage is forgotten": (Contents, "to_write", a_stage_is_forgotten),
+    "a stage's state is forgotten": (Owners, "pieces", a_stages_state_is_forgotten),
+}
 
 
-def writes_as_one_process(
-    world: World, folder: pathlib.Path, fault: Callable[[], AbstractContextManager[Any]]
-) -> None:
+def writes_as_one_process(world: World, folder: Path, fault: str | None) -> None:
     def run() -> None:
-        with fault():
+        with patch.object(*FAULTS[fault]) if fault else nullcontext():
             mesh, model, optimizer = built(Layout(pp=2, dp=2, strategy="ddp"))
             train(mesh, model, optimizer, range(2))
             pull_apart(model)
@@ -478,18 +441,8 @@ def pull_apart(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        every_copy_under_its_own_name,
-        the_last_copy_is_written,
-        a_stage_is_forgotten,
-        a_stages_state_is_forgotten,
-    ],
-)
-def test_a_fault_turns_the_check_red(
-    world4: World, fault: Callable[[], AbstractContextManager[Any]], tmp_path: pathlib.Path
-) -> None:
-    writes_as_one_process(world4, tmp_path / "right", nullcontext)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_the_check_red(world4: World, fault: str, tmp_path: Path) -> None:
+    writes_as_one_process(world4, tmp_path / "right", None)
     with pytest.raises((AssertionError, RankError)):
         writes_as_one_process(world4, tmp_path / "wrong", fault)

@@ -1,7 +1,7 @@
 """Checkpoints of tensor-parallel models: from any layout into any other, and into a plain model."""
 
-import pathlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from checkpoint_cases import check_written, written_by
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
@@ -59,7 +60,7 @@ def expected_losses() -> list[float]:
 
 @pytest.mark.parametrize(("strategy", "axes"), EVERY)
 def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
-    world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
+    world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
     world4.run(save, strategy, axes, str(tmp_path))
     model, optimizer = alone(partial(torch.optim.AdamW, lr=1.0), seed=2)
@@ -73,7 +74,7 @@ def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
 
 
 def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
@@ -88,9 +89,7 @@ def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
     assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
 
 
-def test_every_layout_loads_what_torchs_own_save_wrote(
-    world4: World, tmp_path: pathlib.Path
-) -> None:
+def test_every_layout_loads_what_torchs_own_save_wrote(world4: World, tmp_path: Path) -> None:
     def load(strategy: str, axes: dict[str, int]) -> list[float]:
         mesh = Mesh(**axes)
         model, optimizer = built(strategy, mesh, seed=1)
@@ -112,34 +111,16 @@ def test_every_layout_loads_what_torchs_own_save_wrote(
 
 @pytest.mark.parametrize(("strategy", "axes"), EVERY)
 def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, strategy: str, axes: dict[str, int], tmp_path: pathlib.Path
+    world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Each element once, and no padding: torch's own reader gives what one process has."""
     world4.run(save, strategy, axes, str(tmp_path))
     single, its_optimizer = alone()
     train(single, its_optimizer, None, EARLY)
-    model, optimizer = get_state_dict(single, its_optimizer)
-    expected = {f"model.{name}": x for name, x in model.items()}
-    for name, state in optimizer["state"].items():
-        expected |= {f"optimizer.state.{name}.{key}": x for key, x in state.items()}
-
-    reader = dcp.FileSystemReader(tmp_path / "step_00000003")
-    metadata = reader.read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in metadata.items() if hasattr(entry, "size")}
-    assert set(tensors) == set(expected)
-    for name, entry in tensors.items():
-        assert entry.size == expected[name].shape, name
-        assert sum(chunk.sizes.numel() for chunk in entry.chunks) == expected[name].numel(), name
-    found = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in expected.items()}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    for name, x in expected.items():
-        assert torch.allclose(found[name], x, rtol=0, atol=AGREE), name
+    check_written(tmp_path / "step_00000003", written_by(single, its_optimizer))
 
 
 @pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])
-def test_padding_is_not_written_and_not_read(
-    world4: World, strategy: str, tmp_path: pathlib.Path
-) -> None:
+def test_padding_is_not_written_and_not_read(world4: World, strategy: str, tmp_path: Path) -> None:
     def run() -> list[float]:
         mesh = Mesh(dp=1, tp=4)
         model = cut(fresh(), mesh.tp)
@@ -164,9 +145,7 @@ def test_padding_is_not_written_and_not_read(
     assert entries["model.cuts.weight"] == entries["model.rows.weight"]  # tied: the bytes once
 
 
-def test_state_that_is_new_here_has_zeros_for_padding(
-    world4: World, tmp_path: pathlib.Path
-) -> None:
+def test_state_that_is_new_here_has_zeros_for_padding(world4: World, tmp_path: Path) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     save_checkpoint(tmp_path, model, optimizer)
@@ -177,15 +156,13 @@ def test_state_that_is_new_here_has_zeros_for_padding(
         load_checkpoint(tmp_path, model, optimizer)
         rows = min(max(VOCAB - 2 * mesh.tp.rank, 0), 2)
         state = optimizer.state[model.rows.weight]
-        return float(
-            torch.stack([state[key][rows:].abs().sum() for key in ("exp_avg", "exp_avg_sq")]).sum()
-        )
+        return sum(state[key][rows:].abs().sum().item() for key in ("exp_avg", "exp_avg_sq"))
 
     assert world4.run(run) == [0.0] * 4
 
 
 def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
-    world4: World, tmp_path: pathlib.Path
+    world4: World, tmp_path: Path
 ) -> None:
     """What both tensor ranks have whole, ZeRO cuts at other places on each (the bias after its
     first element, or after four): one of them writes it."""
@@ -212,7 +189,7 @@ def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
     assert torch.equal(plain.bias, torch.arange(8.0).double())
 
 
-def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: pathlib.Path) -> None:
+def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: Path) -> None:
     def start(seed: int) -> tuple[Mesh, nn.Module, Any]:
         mesh = Mesh(dp=2, tp=2)
         model = cut(fresh(seed, torch.bfloat16), mesh.tp)
@@ -233,7 +210,7 @@ def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: pathlib.Pat
 
 
 @on_each_rank("world4")
-def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: pathlib.Path) -> None:
+def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: Path) -> None:
     mesh = Mesh(model=2, tp=2)
     which = mesh.model.rank
     folder = tmp_path / str(which)
@@ -247,7 +224,7 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: pathlib.Path)
 
 @on_each_rank("world4")
 def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
     mesh = Mesh(dp=2, cp=2)
@@ -263,7 +240,7 @@ def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
 # ---- what cannot be
 
 
-def test_another_vocabulary_is_named(world4: World, tmp_path: pathlib.Path) -> None:
+def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
     def run() -> None:
         mesh = Mesh(dp=2, tp=2)
         model = DDP(cut(fresh(), mesh.tp), mesh.dp)
@@ -277,9 +254,7 @@ def test_another_vocabulary_is_named(world4: World, tmp_path: pathlib.Path) -> N
         world4.run(run)
 
 
-def test_parts_that_do_not_make_up_the_whole_are_found(
-    world4: World, tmp_path: pathlib.Path
-) -> None:
+def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: Path) -> None:
     def run() -> None:
         mesh = Mesh(dp=2, tp=2)
         model = cut(fresh(), mesh.tp)
@@ -291,7 +266,7 @@ def test_parts_that_do_not_make_up_the_whole_are_found(
     assert not list(tmp_path.iterdir())
 
 
-def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: pathlib.Path) -> None:
+def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: Path) -> None:
     make = partial(torch.optim.Adafactor, lr=1e-2)
     model, optimizer = alone(make)
     train(model, optimizer, None, EARLY)

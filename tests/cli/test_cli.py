@@ -317,7 +317,7 @@ def test_doctor_writes_over_nothing_of_ones_own(
     assert not text or Path(name).read_text() == text
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan"])
+@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan", "view"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"])
     assert done.exit_code == 0

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector
 
 from labkit.models import GPT, MLP, PlainAttention
-from labkit.models.attention import CausalAttention
-from labkit.models.dropout import Dropout
+from labkit.models.attention import CausalAttention, Dropout
 
 
 def tokens_of(model: GPT, rows: int = 3, length: int = 7) -> Tensor:
@@ -46,15 +45,14 @@ def test_parameter_count_is_the_formula_of_its_docstring(
     assert model.parameter_count == expected == len(parameters_to_vector(model.parameters()))
 
 
-@pytest.mark.parametrize(("name", "count"), [("tiny", 7056), ("1M", 987096), ("3.4M", 3438080)])
-def test_presets_have_the_size_of_their_name(name: str, count: int) -> None:
-    assert GPT.preset(name).parameter_count == count
-
-
-def test_preset_arguments_can_be_replaced() -> None:
+def test_presets_have_the_size_of_their_name_and_arguments_can_be_replaced() -> None:
+    for name, count in {"tiny": 7056, "1M": 987096, "3.4M": 3438080}.items():
+        assert GPT.preset(name).parameter_count == count
     model = GPT.preset("1M", vocab=256, kv_heads=3, depth=1)
     assert (model.vocab, model.kv_heads, len(model.blocks)) == (256, 3, 1)
     assert model(tokens_of(model)).shape == (3, 7, 256)
+    with pytest.raises(ValueError, match=r"'7B'.*tiny, 1M, 3\.4M"):
+        GPT.preset("7B")
 
 
 def test_gpt3_is_counted_on_the_meta_device() -> None:
@@ -77,11 +75,6 @@ def test_gpt3_is_counted_on_the_meta_device() -> None:
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPT.preset("tiny", **changes)
-
-
-def test_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'7B'.*tiny, 1M, 3\.4M"):
-        GPT.preset("7B")
 
 
 def test_sequence_longer_than_context_is_refused() -> None:
@@ -179,13 +172,9 @@ def test_weights_start_as_in_gpt2() -> None:
     assert start.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.2)
 
 
-def test_same_seed_same_weights() -> None:
-    first, second = small(), small()
-    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
-
-
-def test_dropout_acts_in_training_only() -> None:
-    model = small(dropout=0.3)
+def test_same_seed_same_weights_and_dropout_acts_in_training_only() -> None:
+    first, model = small(), small(dropout=0.3)
+    assert all(map(torch.equal, first.state_dict().values(), model.state_dict().values()))
     tokens = tokens_of(model)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
@@ -200,16 +189,12 @@ def test_attention_written_out_equals_the_kernel(kv_heads: int) -> None:
     torch.testing.assert_close(plain, kernel, rtol=0, atol=1e-12)
 
 
-def test_attention_written_out_drops_weights_in_training_only() -> None:
-    q, k, v = torch.randn(3, 2, 4, 7, 3)
+def test_attention_written_out_drops_weights_in_training_only_and_keeps_the_type() -> None:
+    qkv = torch.randn(3, 2, 4, 7, 3)
     core = PlainAttention(0.5)
-    assert not torch.equal(core(q, k, v), core(q, k, v))
-    torch.testing.assert_close(core.eval()(q, k, v), CausalAttention(0.0)(q, k, v))
-
-
-def test_attention_written_out_keeps_the_type_of_its_input() -> None:
-    q, k, v = torch.randn(3, 2, 4, 7, 3, dtype=torch.bfloat16)
-    assert PlainAttention(0.5)(q, k, v).dtype == torch.bfloat16
+    assert not torch.equal(core(*qkv), core(*qkv))
+    assert core(*qkv.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(core.eval()(*qkv), CausalAttention(0.0)(*qkv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,12 +208,7 @@ def test_dropout_is_that_of_torch_with_a_mask_of_one_byte(dtype: torch.dtype) ->
     assert set(y.unique().tolist()) == {0, torch.tensor(1.25, dtype=dtype).item()}
     assert y.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.02)
     assert torch.equal(x.grad, y.detach()), "what is dropped has no gradient"
-
-
-@pytest.mark.parametrize("dropout", [Dropout(0.0), Dropout(0.3).eval()])
-def test_dropout_that_does_nothing_is_the_identity(dropout: nn.Module) -> None:
-    x = torch.randn(3)
-    assert dropout(x) is x
+    assert Dropout(0.0)(x) is Dropout(0.3).eval()(x) is x
 
 
 # ---------------------------------------------------------------- what strategies need

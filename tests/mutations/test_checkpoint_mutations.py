@@ -14,7 +14,7 @@ from harness import Change, Replacement, instead, on_ranks, replaces
 from labkit import RankError, World
 from labkit.checkpoints import folders, loading, saving, stored
 from labkit.checkpoints.contents import Contents
-from test_checkpoint_failures import amid_write, before_pointer, killed, load, save
+from test_checkpoint_failures import MOMENTS, killed, load, save
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def published_before_it_is_written() -> None:
         return unfinished
 
     folders.begin = too_soon
-    amid_write()
+    MOMENTS["amid write"]()
 
 
 def old_ones_removed_first() -> None:
@@ -119,7 +119,7 @@ def old_ones_removed_first() -> None:
         return begin(folder, step)
 
     folders.begin = clearing
-    before_pointer()
+    MOMENTS["before pointer"]()
 
 
 @pytest.mark.parametrize("order", [published_before_it_is_written, old_ones_removed_first])

@@ -1,10 +1,14 @@
 """What the tests of checkpoints train: one model under every strategy, on some of the ranks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from data_parallel_contract import Awkward
 from labkit import (
@@ -134,3 +138,29 @@ def load_and_go_on(
     loaded = load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra) == (3, {"rank": 0})
     return train(model, optimizer, comm, range(3, 6))
+
+
+def written_by(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint that one process would write."""
+    weights, states = get_state_dict(model, optimizer)
+    tensors = {f"model.{name}": x for name, x in weights.items()}
+    for name, state in states["state"].items():
+        tensors |= {f"optimizer.state.{name}.{key}": x for key, x in state.items()}
+    return tensors
+
+
+def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> Metadata:
+    """Names, shapes and numbers are as expected; each element is there once, and no padding, as
+    torch's own reader sees it. Returns the metadata."""
+    reader = dcp.FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    entries = metadata.state_dict_metadata
+    assert {name for name, entry in entries.items() if hasattr(entry, "size")} == set(expected)
+    for name, x in expected.items():
+        assert entries[name].size == x.shape, name
+        assert sum(chunk.sizes.numel() for chunk in entries[name].chunks) == x.numel(), name
+    stored = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in expected.items()}
+    dcp.load(stored, storage_reader=reader, no_dist=True)
+    for name, x in expected.items():
+        assert torch.allclose(stored[name], x, rtol=0, atol=1e-10), name
+    return metadata

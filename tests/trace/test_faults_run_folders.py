@@ -3,6 +3,7 @@ refused in one sentence, shown as plain text, and nothing is written outside of 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from damage import SECRET, damage
-from labkit import Link, World, read_run, record, write_run
+from labkit import Link, World, plot, read_run, record, write_run
 from labkit.cli import app
 from labkit.sweeps.sweep import Point, Sweep
 from labkit.trace.chrome import to_chrome, write_chrome
+from labkit.trace.nccl_log import parse_nccl_log
 from labkit.training import Task, train
 from places import ROOT
 from traces import sample_trace
@@ -33,6 +35,20 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         world.run(train, "ddp", Task(model="tiny", steps=3, rows=4, length=16))
     assert read_run(folder).complete
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(sample_trace(2), tmp_path / "run")
+
+
+def change_header(file: Path, **changes: Any) -> None:
+    header, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([json.dumps(json.loads(header) | changes), *lines]))
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def change_lines(file: Path, **changes: Any) -> int:
@@ -65,8 +81,7 @@ def fuzz(*args: object) -> dict[str, Any]:
     return found
 
 
-def test_a_range_of_ranks_is_bounded_and_its_line_is_left_out(tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_a_range_of_ranks_is_bounded_and_its_line_is_left_out(folder: Path) -> None:
     count = change_lines(folder / "rank0.jsonl", ranks="0:1000000000000:1")
     trace = read_run(folder)
     assert count > 1 and trace.ranks[0].comms == [] and trace.ranks[1].comms
@@ -74,9 +89,8 @@ def test_a_range_of_ranks_is_bounded_and_its_line_is_left_out(tmp_path: Path) ->
 
 
 def test_the_ranges_of_a_file_are_bounded_together_and_equal_ones_share_their_numbers(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
     file = folder / "rank0.jsonl"
     change_lines(file, ranks="0:1000:1")
     events = read_run(folder).ranks[0].comms
@@ -95,17 +109,13 @@ def test_the_ranges_of_a_file_are_bounded_together_and_equal_ones_share_their_nu
 
 
 @pytest.mark.parametrize("name", ["rank0.jsonl", "run.json"])
-def test_a_world_of_a_million_million_ranks_is_not_believed(name: str, tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
-    about, *lines = (folder / name).read_text().splitlines() if name != "run.json" else [""]
+def test_a_world_of_a_million_million_ranks_is_not_believed(name: str, folder: Path) -> None:
     if name == "run.json":
-        told = json.loads((folder / name).read_text()) | {"world_size": 10**12}
-        (folder / name).write_text(json.dumps(told))
+        change_json(folder / name, world_size=10**12)
         for rank in (0, 1):
             (folder / f"rank{rank}.jsonl").unlink()
     else:
-        header = json.loads(about) | {"size": 10**12}
-        (folder / name).write_text("\n".join([json.dumps(header), *lines]))
+        change_header(folder / name, size=10**12)
     trace = read_run(folder)
     assert trace.size == (0 if name == "run.json" else 2)
     assert any(name in problem for problem in trace.about["problems"])
@@ -113,16 +123,13 @@ def test_a_world_of_a_million_million_ranks_is_not_believed(name: str, tmp_path:
 
 def test_missing_ranks_are_counted_and_not_all_listed(tmp_path: Path) -> None:
     folder = write_run(sample_trace(1), tmp_path / "run")
-    header, *lines = (folder / "rank0.jsonl").read_text().splitlines()
-    told = json.loads(header) | {"size": 1024}
-    (folder / "rank0.jsonl").write_text("\n".join([json.dumps(told), *lines]))
+    change_header(folder / "rank0.jsonl", size=1024)
     problems = read_run(folder).about["problems"]
     assert len(problems) == 9 and problems[-1] == "1,015 more ranks have no file"
 
 
 @pytest.mark.parametrize("picture", ["timeline.png", "memory.png"])
-def test_view_writes_through_no_link(picture: str, tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_view_writes_through_no_link(picture: str, folder: Path, tmp_path: Path) -> None:
     (outside := tmp_path / "outside").write_text(SECRET)
     (folder / picture).symlink_to(outside)
     done = CliRunner().invoke(app, ["view", str(folder)])
@@ -130,8 +137,7 @@ def test_view_writes_through_no_link(picture: str, tmp_path: Path) -> None:
     assert outside.read_text() == SECRET
 
 
-def test_replay_and_chrome_write_through_no_link(tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_replay_and_chrome_write_through_no_link(folder: Path, tmp_path: Path) -> None:
     (outside := tmp_path / "outside").write_text(SECRET)
     for name in ("replay-selene.png", "chrome.json", "chrome.json.gz"):
         (folder / name).symlink_to(outside)
@@ -146,8 +152,9 @@ def test_replay_and_chrome_write_through_no_link(tmp_path: Path) -> None:
         assert outside.read_text() == SECRET
 
 
-def test_a_cluster_whose_name_is_a_path_draws_into_the_folder_of_the_run(tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_a_cluster_whose_name_is_a_path_draws_into_the_folder_of_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "replay-..").mkdir()
     (tmp_path / "mine.toml").write_text(
         '[clusters."../../../up"]\ntitle = "[/x]\\u001b[31m"\ndevice = "v100"\nnodes = 1\n'
@@ -169,8 +176,7 @@ def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Pat
         for event in one.comms:
             event.op = event.group = EVIL
     folder = write_run(trace, tmp_path / f"run[nope]{chr(27)}[31m")
-    told = json.loads((folder / "run.json").read_text()) | {"command": "\ud800\u202e"}
-    (folder / "run.json").write_text(json.dumps(told))
+    change_json(folder / "run.json", command="\ud800\u202e")
     change_lines(folder / "rank1.jsonl", rank=-1)
     done = labkit("view", str(folder), "--chrome", str(tmp_path / "chrome.json"))
     assert done.returncode == 0, done.stderr
@@ -193,10 +199,7 @@ def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "device", "loop"])
 @pytest.mark.parametrize("name", ["run.json", "rank0.jsonl", "metrics.jsonl"])
-def test_an_irregular_file_is_named_and_does_not_block(
-    name: str, what: str, tmp_path: Path
-) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_an_irregular_file_is_named_and_does_not_block(name: str, what: str, folder: Path) -> None:
     (file := folder / name).unlink()
     match what:
         case "fifo":
@@ -217,8 +220,7 @@ def test_an_irregular_file_is_named_and_does_not_block(
         assert 1 in trace.ranks and trace.complete == (name == "metrics.jsonl")
 
 
-def test_a_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_a_file_of_a_terabyte_is_not_read(folder: Path) -> None:
     with (folder / "rank0.jsonl").open("r+b") as file:
         file.truncate(1 << 40)
     trace = read_run(folder)
@@ -257,15 +259,12 @@ def test_a_diverged_loss_is_shown(losses: list[float], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("time_s", [1e300, -1e300, 5e9, 10**400, True, "1"])
-def test_a_time_that_no_clock_shows_is_left_out(time_s: Any, tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_a_time_that_no_clock_shows_is_left_out(time_s: Any, folder: Path, tmp_path: Path) -> None:
     assert change_lines(folder / "rank0.jsonl", ended_s=time_s)
     trace = read_run(folder)
     assert trace.ranks[0].comms == [] and trace.ranks[0].spans
     write_chrome(trace, tmp_path / "chrome.json")
-    header, *lines = (folder / "rank1.jsonl").read_text().splitlines()
-    told = json.loads(header) | {"clock": {"monotonic_s": 0.0, "unix_s": time_s}}
-    (folder / "rank1.jsonl").write_text("\n".join([json.dumps(told), *lines]))
+    change_header(folder / "rank1.jsonl", clock={"monotonic_s": 0.0, "unix_s": time_s})
     assert 1 not in read_run(folder).ranks
 
 
@@ -274,18 +273,14 @@ def test_a_time_that_no_clock_shows_is_left_out(time_s: Any, tmp_path: Path) -> 
     [{"rank": 2}, {"rank": -1}, {"peer": 9}, {"peer": None}, {"ranks": []},
      {"payload_bytes": 2**61}, {"payload_bytes": True}, {"seq": 10**400}],
 )  # fmt: skip
-def test_an_event_that_cannot_have_been_is_left_out(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_an_event_that_cannot_have_been_is_left_out(changes: dict[str, Any], folder: Path) -> None:
     count = change_lines(folder / "rank0.jsonl", op="send", **changes)
     trace = read_run(folder)
     assert count and trace.ranks[0].comms == []
     assert to_chrome(trace)["traceEvents"]
 
 
-def test_an_event_of_a_group_that_its_rank_is_not_in_is_exported(tmp_path: Path) -> None:
-    folder = write_run(sample_trace(2), tmp_path / "run")
+def test_an_event_of_a_group_that_its_rank_is_not_in_is_exported(folder: Path) -> None:
     change_lines(folder / "rank0.jsonl", ranks=[5, 6])
     events = to_chrome(read_run(folder))["traceEvents"]
     assert sum(x.get("cat") == "communication" for x in events) > 2
@@ -304,28 +299,24 @@ def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: P
         ("link", {"gbps": "fast"}), ("link", 5), ("link", {"inside": {"gbps": 1}}), ("link", {}),
         ("predicted", {"parameter_bytes": "x"}), ("world_size", 2.5),
     ):  # fmt: skip
-        file.write_text(json.dumps(json.loads(whole) | {name: value, "problems": 7}))
+        change_json(file, **{name: value, "problems": 7})
         trace = read_run(recorded)
         assert trace.about["problems"] == [f"run.json: {name} cannot be read and is left out"]
         assert name not in trace.about and len(trace.ranks) == 2
-    file.write_text(whole)
+        file.write_text(whole)
 
 
-def test_damaged_runs_are_read_or_refused(recorded: Path) -> None:
-    found = fuzz("runs", recorded, 5000, 30, 30)
-    assert found["counts"]["read"] > 20 and found["counts"]["read refused"] > 0
-
-
-@pytest.mark.slow
-def test_a_thousand_damaged_runs_are_read_or_refused(recorded: Path) -> None:
-    found = fuzz("runs", recorded, 0, 1000, 20)
-    assert found["counts"]["read"] + found["counts"]["read refused"] == 1000
+@pytest.mark.parametrize(
+    ("first", "count"), [(5000, 30), pytest.param(0, 500, marks=pytest.mark.slow)]
+)
+def test_damaged_runs_are_read_or_refused(recorded: Path, first: int, count: int) -> None:
+    counts = fuzz("runs", recorded, first, count, 20)["counts"]
+    assert counts["read"] + counts["read refused"] == count
+    assert counts["read"] > 20 and counts["read refused"] > 0
 
 
 @pytest.mark.slow
 def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -> None:
-    import shutil
-
     for seed in range(7000, 7008):
         chance, folder = Random(seed), tmp_path / f"run{seed}"
         shutil.copytree(recorded, folder)
@@ -343,23 +334,20 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
         assert outside.read_text() == SECRET
 
 
-def sweep_file(folder: Path) -> Path:
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 25), pytest.param(1000, 250, marks=pytest.mark.slow)]
+)
+def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(
+    tmp_path: Path, first: int, count: int
+) -> None:
     points = [
         Point("all_reduce", 2, 4096, 1024, "float32", "sum", name, "ring", own, 1e-4, 1.0, 0, 1e-5)
         for name, own in (("default", False), ("ring", False), ("gloo", True))
     ]
-    return Sweep(points, {"backend": "gloo", "time": "median"}).save(folder / "sweep.json")
-
-
-def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(tmp_path: Path) -> None:
-    counts = fuzz("files", sweep_file(tmp_path), 0, 25)["counts"]
+    sweep = Sweep(points, {"backend": "gloo", "time": "median"}).save(tmp_path / "sweep.json")
+    counts = fuzz("files", sweep, first, count)["counts"]
     for what in ("clusters", "log", "table", "sweep"):
-        assert counts.get(what, 0) + counts.get(f"{what} refused", 0) == 25
-
-
-@pytest.mark.slow
-def test_many_damaged_clusters_logs_tables_and_sweeps(tmp_path: Path) -> None:
-    fuzz("files", sweep_file(tmp_path), 1000, 500)
+        assert counts.get(what, 0) + counts.get(f"{what} refused", 0) == count
 
 
 def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Path) -> None:
@@ -372,9 +360,6 @@ def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Pat
 
 @pytest.mark.parametrize("trees", ["1/-1/-1->0->1", "0/-1/-1->0->-1", "0/0/1->0->-1"])
 def test_a_tree_that_leads_back_to_itself_is_drawn(trees: str) -> None:
-    from labkit import plot
-    from labkit.trace.nccl_log import parse_nccl_log
-
     log = parse_nccl_log(
         "n:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1 commId 0x2 - Init START\n"
         f"n:1:1 [0] NCCL INFO Trees [0] {trees} [0] 0/-1/-1->1->0\n"

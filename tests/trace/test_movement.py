@@ -1,5 +1,6 @@
 """How a collective moves data: recorded on real ranks, told in steps, drawn."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,12 +76,6 @@ def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: Wor
                 assert row[arrived] == tuple(sorted((rank - k) % n for k in range(step + 1)))
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "ring", "naive"])
-def test_as_many_steps_as_the_formula_says(world: World, algorithm: str) -> None:
-    movement = watch_collective(world, "all_reduce", algorithm)
-    assert len(movement.frames) == cost("all_reduce", algorithm, world.size, 64).steps
-
-
 @pytest.mark.parametrize(
     "algorithm",
     ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"],
@@ -88,6 +83,8 @@ def test_as_many_steps_as_the_formula_says(world: World, algorithm: str) -> None
 def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: str) -> None:
     n = world.size
     movement = watch_collective(world, "all_reduce", algorithm)
+    if algorithm in ("tree", "ring", "naive"):
+        assert len(movement.frames) == cost("all_reduce", algorithm, n, 64).steps
     assert ranks_in(movement.first) == [[(rank,)] * n for rank in range(n)]
     assert ranks_in(movement.frames[-1].held) == [[ALL[:n]] * n] * n
     for frame in movement.frames:
@@ -141,8 +138,8 @@ def test_two_nodes_exchange_only_their_shares(world4: World) -> None:
 
 
 def test_the_same_picture_on_every_run(world4: World) -> None:
-    one = watch_collective(world4, "all_reduce", "double_tree")
-    assert all(watch_collective(world4, "all_reduce", "double_tree") == one for _ in range(3))
+    first, second = (watch_collective(world4, "all_reduce", "double_tree") for _ in range(2))
+    assert first == second
 
 
 # ---- a student's function
@@ -175,19 +172,17 @@ def test_a_users_ring_moves_as_the_librarys(world: World) -> None:
 
 def test_a_step_that_is_missing_leaves_holes(world: World) -> None:
     n = world.size
-
-    def one_too_few(comm: Any, x: torch.Tensor) -> None:
-        my_ring(comm, x, steps=2 * n - 3)
-
+    one_too_few = partial(my_ring, steps=2 * n - 3)
     last = watch_collective(world, "all_reduce", one_too_few).frames[-1]
     holes = [rank for row in ranks_in(last.held) for rank in row if rank != ALL[:n]]
     assert len(holes) == n
 
 
-def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
-    def adds_always(comm: Any, x: torch.Tensor) -> None:
-        my_ring(comm, x, add_always=True)
+def adds_always(comm: Any, x: torch.Tensor) -> None:
+    my_ring(comm, x, add_always=True)
 
+
+def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
     last = watch_collective(world, "all_reduce", adds_always).frames[-1]
     wrong = [c for row in last.held for i, c in enumerate(row) if not c.is_right_in(i)]
     assert wrong and all(max(content.counts) >= 2 for content in wrong)
@@ -266,9 +261,6 @@ def test_the_stripes_of_a_panel_are_what_the_ranks_hold_before_its_step(
 
 
 def test_a_mistake_is_marked(world4: World) -> None:
-    def adds_always(comm: Any, x: torch.Tensor) -> None:
-        my_ring(comm, x, add_always=True)
-
     wrong = plot.movement(watch_collective(world4, "all_reduce", adds_always))
     right = plot.movement(watch_collective(world4, "all_reduce", my_ring))
     marks = [[text.get_text() for text in figure.axes[0].texts] for figure in (wrong, right)]

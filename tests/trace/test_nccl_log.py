@@ -1,6 +1,7 @@
 """What NCCL prints, read and drawn: each form of line, lines mixed and missing, the picture."""
 
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 
 import matplotlib.colors
@@ -57,6 +58,8 @@ def test_two_nodes_are_read_whole() -> None:
     assert kinds(group, inside=True).keys() == {"P2P"}
     assert kinds(group, inside=False).keys() == {"NET/IB"}
     assert remarks(log) == []
+    for words in ["2.21.5", "node1: 4, 5, 6, 7", "0 3 2 5 4 7 6 1  (channel 1, 3)", "NET/IB, "]:
+        assert words in shown(log), words
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -112,30 +115,31 @@ def test_slow_links_are_remarked() -> None:
 )
 def test_each_versions_connection_is_read(text: str, expected: Connection) -> None:
     assert parse_nccl_log(line(text)).main.connections == [expected]
+    assert expected.gpu_direct == ("GDRDMA" in text)
+    assert expected.kind in ("P2P", "NET/IBext_v8", "NET/Socket")
 
 
-def test_kinds_and_gpu_direct() -> None:
-    assert Connection(0, 0, 1, "SHM/direct/direct").kind == "SHM"
-    assert Connection(0, 0, 1, "NET/IB/0").kind == "NET/IB"
-    assert not Connection(0, 0, 1, "NET/IB/0").gpu_direct
-    assert Connection(0, 0, 1, "NET/IB/0/GDRDMA").gpu_direct
+RING = line("Channel 00/01 :    0   1", host="gpu-7")
+PLACED = "h1:1:2 [3] misc/socket.cc:484 (ncclSocketConnect) NCCL WARN closed by peer"
+TREES = {0: {2: TreeNode(None, (3, 10))}, 1: {2: TreeNode(1, ())}}
 
 
-def test_a_tree_line_has_children_rank_and_parent() -> None:
-    log = parse_nccl_log(line("Trees [0] 3/10/-1->2->-1 [1] -1/-1/-1->2->1"))
-    assert log.main.trees == {0: {2: TreeNode(None, (3, 10))}, 1: {2: TreeNode(1, ())}}
-
-
-def test_text_before_the_host_is_skipped() -> None:
-    for before in ("[155] ", "3: ", "[2026-01-02 03:04:05] "):
-        log = parse_nccl_log(before + line("Channel 00/01 :    0   1", host="gpu-7"))
-        assert log.main.rings == {0: (0, 1)}, before
-
-
-def test_warnings_keep_their_place() -> None:
-    text = "h1:1:2 [3] misc/socket.cc:484 (ncclSocketConnect) NCCL WARN closed by peer"
-    assert parse_nccl_log(text).warnings == ["h1 [3]: closed by peer (misc/socket.cc:484)"]
-    assert parse_nccl_log("h1:1:2 [3] NCCL WARN bad").warnings == ["h1 [3]: bad"]
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (line("Trees [0] 3/10/-1->2->-1 [1] -1/-1/-1->2->1"), "main.trees", TREES),
+        ("[155] " + RING, "main.rings", {0: (0, 1)}),
+        ("3: " + RING, "main.rings", {0: (0, 1)}),
+        ("[2026-01-02 03:04:05] " + RING, "main.rings", {0: (0, 1)}),
+        (PLACED, "warnings", ["h1 [3]: closed by peer (misc/socket.cc:484)"]),
+        ("h1:1:2 [3] NCCL WARN bad", "warnings", ["h1 [3]: bad"]),
+        (line("24 coll channels, 0 collnet channels"), "main.channels", 24),
+        (line("Using network AWS Libfabric"), "networks", ["AWS Libfabric"]),
+        (line("Using network IB"), "networks", ["IB"]),
+    ],
+)
+def test_a_line_is_read(text: str, name: str, expected: object) -> None:
+    assert attrgetter(name)(parse_nccl_log(text)) == expected
 
 
 def test_other_lines_are_passed_over() -> None:
@@ -202,19 +206,10 @@ def test_a_log_without_its_head_is_one_communicator() -> None:
     assert only.rings and only.ready and only.size == 2
 
 
-def test_channels_are_counted_also_where_no_ring_is_shown() -> None:
-    text = line("24 coll channels, 0 collnet channels, 0 nvls channels, 32 p2p channels")
-    assert parse_nccl_log(text).main.channels == 24
-
-
-def test_a_rank_that_the_log_does_not_place_is_on_no_node() -> None:
-    group = parse_nccl_log(init(0)).main
-    assert group.same_node(0, 0) and not group.same_node(0, 7) and not group.same_node(7, 8)
-
-
-def test_a_connection_is_that_of_its_channel() -> None:
+def test_a_connection_is_that_of_its_channel_and_an_unplaced_rank_is_on_no_node() -> None:
     lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via SHM"]
-    group = parse_nccl_log("\n".join(line(text) for text in lines)).main
+    group = parse_nccl_log("\n".join([init(0), *map(line, lines)])).main
+    assert group.same_node(0, 0) and not group.same_node(0, 7) and not group.same_node(7, 8)
     assert [group.over(0, 1, i) for i in (0, 1, None)] == [*group.connections, group.connections[0]]
     assert group.over(0, 1, 2) is None and group.over(1, 0) is None
 
@@ -234,15 +229,10 @@ def test_many_warnings_are_not_all_repeated() -> None:
     assert len(told) == 5 and told[-1] == "5 warnings more: search the log for NCCL WARN"
 
 
-def test_a_rank_that_never_comes_up_is_named() -> None:
-    log = parse_nccl_log("\n".join([init(0, 3), init(1, 3, "START"), init(2, 3)]))
-    assert not log.main.ready
-    assert remarks(log) == ["no Init COMPLETE from ranks 1: start-up failed or hangs there"]
-
-
-def test_ranks_that_the_log_does_not_show_are_not_said_to_hang() -> None:
+def test_ranks_that_hang_and_ranks_that_the_log_does_not_show_are_named() -> None:
     log = parse_nccl_log("\n".join([init(0, 4), init(1, 4, "START")]))
     hangs, unseen = remarks(log)
+    assert not log.main.ready
     assert hangs == "no Init COMPLETE from ranks 1: start-up failed or hangs there"
     assert unseen.startswith("no start-up line from ranks 2, 3: is this the output of all nodes")
 
@@ -252,11 +242,6 @@ def test_nvlink_between_nodes_is_not_the_network_without_gpudirect() -> None:
     log = parse_nccl_log("\n".join([init(0), init(1, host="b"), over]))
     assert kinds(log.main, inside=False).keys() == {"P2P"} and remarks(log) == []
     assert kinds(parse_nccl_log(over).main, inside=False).keys() == {"P2P"}, "also without hosts"
-
-
-def test_a_networks_name_may_have_spaces() -> None:
-    assert parse_nccl_log(line("Using network AWS Libfabric")).networks == ["AWS Libfabric"]
-    assert parse_nccl_log(line("Using network IB")).networks == ["IB"]
 
 
 def test_different_versions_are_remarked() -> None:
@@ -311,12 +296,6 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot.nccl(parse_nccl_log("\n".join([init(0, 65), line(ring)])))
 
 
-def test_the_table_says_what_matters() -> None:
-    text = shown(read_nccl_log(EXAMPLES["two_nodes"]))
-    for words in ["2.21.5", "node1: 4, 5, 6, 7", "0 3 2 5 4 7 6 1  (channel 1, 3)", "NET/IB, "]:
-        assert words in text, words
-
-
 def test_the_command_describes_and_draws(tmp_path: Path) -> None:
     runner, out = CliRunner(), tmp_path / "drawn.png"
     done = runner.invoke(app, ["nccl-log", str(EXAMPLES["sockets"]), "--out", str(out)])
@@ -329,7 +308,7 @@ def test_the_command_describes_and_draws(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
-    """As NCCL_DEBUG_FILE=%h.%p writes them."""
+    """As NCCL_DEBUG_FILE=%h.%p writes them; the last one from standard input."""
     lines, parts = EXAMPLES["sockets"].read_text().splitlines(), []
     for process in ("node0:4100", "node0:4101", "node1:4200", "node1:4201"):
         parts.append(tmp_path / process.replace(":", "."))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -146,7 +145,7 @@ def test_steps_end_with_the_optimizer() -> None:
         assert one.steps[0].ended_s >= max(x.ended_s for x in one.spans)
 
 
-def test_accumulation_is_one_step() -> None:
+def test_accumulation_is_one_step_and_evaluation_another() -> None:
     loop = Loop()
 
     def accumulate() -> None:
@@ -154,20 +153,13 @@ def test_accumulation_is_one_step() -> None:
             loss(loop.model(loop.batch.x), loop.batch).backward()
         loop.optimizer.step()
 
-    trace = recorded(accumulate)
-    assert trace.steps() == [0]
-    assert len([x for x in spans_of(trace, "backward") if x.depth == 0]) == 3
-
-
-def test_evaluation_and_a_step_cut_short() -> None:
-    loop = Loop()
-
     def evaluate() -> None:
         with torch.no_grad():
             loop.model(loop.batch.x)
 
-    trace = recorded(loop.step, evaluate)
+    trace = recorded(accumulate, evaluate)
     assert trace.steps() == [0, 1]
+    assert len([x for x in spans_of(trace, "backward") if x.depth == 0]) == 3
     assert spans_of(trace, "backward", 1) == []
 
 
@@ -260,10 +252,7 @@ def test_own_spans_and_metrics() -> None:
                 pass
             labkit.metric(loss=1.5 + k)
     assert [x.module for x in spans_of(trace, "user")] == ["sampling"] * 2
-    assert trace.metrics == [
-        {"step": 0, "rank": 0, "loss": 1.5},
-        {"step": 0, "rank": 0, "loss": 2.5},
-    ]
+    assert trace.metrics == [{"step": 0, "rank": 0, "loss": loss} for loss in (1.5, 2.5)]
     assert trace.about["seed"] == 7
     with labkit.span("nobody records"):
         labkit.metric(loss=0.0)
@@ -286,11 +275,10 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
     loop = Loop()
     trace = recorded(*[loop.step] * 3, detail_step=2)
-    point = trace.step(2).ranks[0].memory[-1]
-    should = held(loop.model, loop.optimizer)
-    assert point.held_bytes[PARAMETERS] == should.parameter_bytes
-    assert point.held_bytes[GRADIENTS] == should.gradient_bytes
-    assert point.held_bytes[OPTIMIZER] == should.optimizer_bytes
+    expected = held(loop.model, loop.optimizer)
+    assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == (
+        expected.parameter_bytes, expected.gradient_bytes, expected.optimizer_bytes
+    )  # fmt: skip
     assert not trace.step(1).ranks[0].memory, "only the step in detail"
 
 
@@ -447,9 +435,8 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def train(wrap: type | None, steps: int = 3, bucket_mb: float | None = None) -> Any:
-    extra = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
-    loop = Loop((lambda m: wrap(m, **extra)) if wrap else (lambda m: m))
+def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:
+    loop = Loop(wrap or (lambda m: m))
     for _ in range(steps):
         loop.step()
     return held(loop.model, loop.optimizer)
@@ -464,10 +451,9 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
     assert trace.about["world_size"] == 3 and "problems" not in trace.about
     predicted = wrap.predict(GPT.preset("tiny", vocab=64, context=16), 3)
     for rank, one in trace.step(1).ranks.items():
-        point = one.memory[-1].held_bytes
-        assert point[PARAMETERS] == helds[rank].parameter_bytes == predicted.parameter_bytes
-        assert point[GRADIENTS] == helds[rank].gradient_bytes == predicted.gradient_bytes
-        assert point[OPTIMIZER] == helds[rank].optimizer_bytes == predicted.optimizer_bytes
+        names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        for name, nbytes in zip(names, one.memory[-1].held_bytes):
+            assert nbytes == getattr(helds[rank], name) == getattr(predicted, name), name
     sent = sum(e.bus_bytes for one in trace.step(2).ranks.values() for e in one.comms)
     assert sent == 3 * predicted.bus_bytes
     roots = {x.kind for x in trace.ranks[0].spans if x.depth == 0 and x.phase == "forward"}
@@ -476,7 +462,7 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
     assert "blocks.0.mlp.up" in names and not any(name.startswith("module") for name in names)
 
 
-def test_memory_of_the_communicator_is_its_own_category() -> None:
+def test_memory_of_the_communicator_is_its_own_category(world: World) -> None:
     def reduce(x: torch.Tensor, handles: list[Any]) -> None:
         comm = Comm()
         comm.all_reduce(x.t())  # not contiguous: staged
@@ -484,18 +470,16 @@ def test_memory_of_the_communicator_is_its_own_category() -> None:
         for handle in handles:
             handle.wait()
 
-    def on_rank() -> Trace:
+    def on_rank() -> list[int]:
         x = torch.ones(100, 200)
         with record(detail_step=0) as trace:
             reduce(x, [])
-        return trace
+        (one,) = trace.ranks.values()
+        return [point.held_bytes[BUFFERS] for point in one.memory]
 
-    with World(2) as world:
-        for trace in world.run(on_rank):
-            (one,) = trace.ranks.values()
-            buffers = [point.held_bytes[BUFFERS] for point in one.memory]
-            assert max(buffers) >= 100 * 200 * 4, "the contiguous copy"
-            assert any(0 < n < 80_000 * 2 for n in buffers) and buffers[-1] == 0
+    for buffers in world.run(on_rank):
+        assert max(buffers) >= 100 * 200 * 4, "the contiguous copy"
+        assert any(0 < n < 80_000 * 2 for n in buffers) and buffers[-1] == 0
 
 
 def test_overlap_shows_on_a_paced_link() -> None:
@@ -503,7 +487,7 @@ def test_overlap_shows_on_a_paced_link() -> None:
 
     def hidden(overlap: bool) -> bool:
         with World(2, link=Link(gbps=0.5, latency_us=50)) as world, record() as trace:
-            world.run(_overlapping, overlap)
+            world.run(train, lambda m: DDP(m, bucket_mb=0.005, overlap=overlap), 2)
         assert trace.about["link"]["gbps"] == 0.5
         one = trace.step(1).ranks[0]
         (whole,) = [x for x in one.spans if x.phase == "backward" and x.depth == 0]
@@ -512,12 +496,6 @@ def test_overlap_shows_on_a_paced_link() -> None:
         return any(event.issued_s < last for event in one.comms)
 
     assert hidden(True) and not hidden(False)
-
-
-def _overlapping(overlap: bool) -> None:
-    loop = Loop(lambda m: DDP(m, bucket_mb=0.005, overlap=overlap))
-    for _ in range(2):
-        loop.step()
 
 
 def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> None:
@@ -537,17 +515,14 @@ def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> No
     assert trace.steps() == [0]
 
 
-def test_cells_are_recorded_too(world: World) -> None:
-    with record() as trace:
-        world.run_cell("comm.all_reduce(torch.ones(2))", "cell")
-    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
-
-
-def test_one_block_records_one_run(world: World) -> None:
-    with record(), World(2) as other:
-        world.run(train, None, 1)
-        with pytest.raises(RuntimeError, match="another world"):
-            other.run(train, None, 1)
+def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: World) -> None:
+    with World(1) as other:
+        other.run(lambda: setattr(labkit.attach().state, "kept", 42))
+        with record():
+            world.run(train, None, 1)
+            with pytest.raises(RuntimeError, match="another world"):
+                other.run(train, None, 1)
+        assert other.run(lambda: labkit.attach().state.kept) == [42]
     loop = Loop()
     with record():
         loop.step()
@@ -555,34 +530,36 @@ def test_one_block_records_one_run(world: World) -> None:
             world.run(train, None, 1)
 
 
-def test_outside_the_block_nothing_is_recorded(world: World) -> None:
+def test_cells_are_recorded_too_and_outside_the_block_nothing(world: World) -> None:
     with record() as trace:
-        world.run(train, None, 1)
-    steps = trace.steps()
+        world.run_cell("comm.all_reduce(torch.ones(2))", "cell")
     world.run(train, None, 1)
-    assert trace.steps() == steps
+    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
     assert world.run(lambda: (Recorder.now is None, len(here.listeners))) == [(True, 0)] * 3
 
 
-def _one_never_comes() -> None:
-    comm = Comm()
-    comm.all_reduce(torch.ones(4))
-    if comm.rank:
-        comm.all_reduce(torch.ones(5))
-    else:
-        torch.ones(1).sum()
-        time.sleep(60)
+def test_a_hang_leaves_its_story_and_its_step_is_drawn(tmp_path: Path) -> None:
+    def hang() -> None:
+        train(None, 2)
+        Comm().all_reduce(torch.ones(4))
+        with labkit.span("evaluation"):
+            if Comm().rank == 0:
+                time.sleep(60)
+            Comm().all_reduce(torch.ones(5))
 
-
-def test_a_hang_leaves_its_story(tmp_path: Path) -> None:
     with World(3, timeout_s=1.5) as world:
         with pytest.raises(RankError), record(tmp_path / "run") as trace:
-            world.run(_one_never_comes)
+            world.run(hang)
         assert not trace.complete and trace.about["problems"]
         for rank in (1, 2):
             done, hung = trace.ranks[rank].comms
             assert done.ended_s and not hung.ended_s and hung.shape == (5,)
         assert len(trace.ranks[0].comms) == 1
+        for one in trace.ranks.values():
+            (open_span,) = [x for x in one.spans if not x.ended_s]
+            assert (open_span.module, open_span.step) == ("evaluation", 2)
+            assert not one.steps[-1].ended_s
+        assert trace.steps() == [0, 1, 2] and choose_step(trace) == 2
         with record() as after:
             world.run(train, None, 1)
         assert after.complete and broken_laws(after) == []
@@ -590,9 +567,7 @@ def test_a_hang_leaves_its_story(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_leaves_what_it_has_written(world: World, tmp_path: Path) -> None:
     def die() -> None:
-        loop = Loop()
-        for _ in range(3):
-            loop.step()
+        train(None, 3)
         time.sleep(0.8)  # the recorder writes every half second
         if Comm().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -625,19 +600,19 @@ def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
     assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
 
 
+class Many(nn.Module):
+    """Outputs of other kinds, and an RNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.mlp = nn.LSTM(4, 4, batch_first=True), MLP([4, 4])
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y, (h, c) = self.rnn(x)
+        return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
+
+
 def test_user_modules_of_every_kind() -> None:
-    """Outputs of other kinds, a model called through a method of a child, an RNN."""
-
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(4, 4, batch_first=True)
-            self.mlp = MLP([4, 4])
-
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            y, (h, c) = self.rnn(x)
-            return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
-
     model = Many()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -650,26 +625,6 @@ def test_user_modules_of_every_kind() -> None:
 
 
 # --- found by readers -----------------------------------------------------------------------------
-
-
-def test_the_step_that_hangs_is_the_one_that_is_drawn() -> None:
-    def hang() -> None:
-        loop = Loop()
-        for _ in range(2):
-            loop.step()
-        with labkit.span("evaluation"):
-            if Comm().rank == 0:
-                time.sleep(60)
-            Comm().all_reduce(torch.ones(5))
-
-    with World(2, timeout_s=3) as world, pytest.raises(RankError), record() as trace:
-        world.run(hang)
-    assert trace.steps() == [0, 1, 2]
-    for one in trace.ranks.values():
-        (open_span,) = [x for x in one.spans if not x.ended_s]
-        assert (open_span.module, open_span.step) == ("evaluation", 2)
-        assert not one.steps[-1].ended_s
-    assert choose_step(trace) == 2
 
 
 def test_other_threads_are_not_mixed_in() -> None:
@@ -766,28 +721,14 @@ def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
     assert [x["accuracy"] for x in trace.metrics] == [0.5]
 
 
-def test_a_mistake_in_the_use_of_record_leaves_the_world_alone() -> None:
-    with World(1) as one, World(1) as other:
-        other.run(lambda: setattr(labkit.attach().state, "kept", 42))
-        with record():
-            one.run(train, None, 1)
-            with pytest.raises(RuntimeError, match="another world"):
-                other.run(train, None, 1)
-        assert other.run(lambda: labkit.attach().state.kept) == [42]
-
-
 def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
-    def on_rank(folder: Path) -> list[str]:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            with record(folder / "run"):
-                shutil.rmtree(folder / "run")
-                train(None, 2)
-        return [str(one.message) for one in told]
-
-    with World(1) as world:
-        (told,) = world.run(on_rank, tmp_path)
-    assert any("the rest of this run is not written" in one for one in told)
+    with (
+        pytest.warns(UserWarning, match="the rest of this run is not written"),
+        record(tmp_path / "run") as trace,
+    ):
+        shutil.rmtree(tmp_path / "run")
+        train(None, 2)
+    assert trace.steps() == [0, 1]
 
 
 def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) -> None:

@@ -51,7 +51,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """Where a rank stands in a channel's tree."""
+    """The place of a rank in a channel's tree."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -78,10 +78,10 @@ class Communicator:
 
     def hosts(self) -> dict[str, list[int]]:
         """host -> its ranks, in ascending order."""
-        found: dict[str, list[int]] = {}
+        hosts: dict[str, list[int]] = {}
         for rank in sorted(self.ranks):
-            found.setdefault(self.ranks[rank].host, []).append(rank)
-        return found
+            hosts.setdefault(self.ranks[rank].host, []).append(rank)
+        return hosts
 
     def same_node(self, one: int, other: int) -> bool:
         """Whether both are on one host. A rank that the log does not place is on none."""

@@ -87,9 +87,9 @@ class _Communicators:
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}
-        self._name_at: dict[tuple[str, str, str], str] = {}  # host, process, pointer
-        self._of_thread: dict[tuple[str, str, str], str] = {}
-        self._of_process: dict[tuple[str, str, str], str] = {}  # and device: it may have many
+        self._name_at: dict[tuple[str, ...], str] = {}  # host, process, pointer
+        self._of_thread: dict[tuple[str, ...], str] = {}
+        self._of_process: dict[tuple[str, ...], str] = {}  # and device: it may have many
         names = {self._name(line, init) for line in lines if (init := INIT.search(line["text"]))}
         self._only = None if len(names - {""}) > 1 else "".join(names)
 
@@ -109,9 +109,9 @@ class _Communicators:
             group.channels = int(found[2])
             group.rings[int(found[1])] = tuple(map(int, found[3].split()))
         elif found := CONNECTION.match(text):
-            ends = (int(found[name]) for name in ("channel", "source", "target"))
-            link = Connection(*ends, found["over"].strip(), found["end"] or "")
-            self._group(line).connections.append(link)
+            channel, source, target = map(int, found.group("channel", "source", "target"))
+            over, end = found["over"].strip(), found["end"] or ""
+            self._group(line).connections.append(Connection(channel, source, target, over, end))
         elif found := COUNT.match(text):
             group = self._group(line)
             group.channels = group.channels or int(found[1])

@@ -1,6 +1,7 @@
 """What a run did, recorded while it runs: spans by module, communication, memory by category."""
 
 from labkit.trace.recording.movement import watch_collective
-from labkit.trace.recording.session import OnRank, Recording, Spec, metric, record, span
+from labkit.trace.recording.recorder import metric, span
+from labkit.trace.recording.session import OnRank, Recording, Spec, record
 
 __all__ = ["OnRank", "Recording", "Spec", "metric", "record", "span", "watch_collective"]

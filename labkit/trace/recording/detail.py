@@ -82,9 +82,9 @@ class Ledger:
         """Some strategies free memory by resizing a storage, `only` this one or any."""
         with self._lock:
             for key in list(self._held) if only is None else [id(only)]:
-                ref, category, nbytes = self._held.get(key, (lambda: None, 0, 0))
-                storage = ref()
-                if storage is not None and (only is None or only is storage):
+                ref, category, nbytes = self._held.get(key, (None, 0, 0))
+                storage = ref() if ref else None
+                if ref and storage is not None and (only is None or only is storage):
                     self._held[key] = (ref, category, storage.nbytes())
                     self._sums[category] += storage.nbytes() - nbytes
             self._changed(tuple(self._sums))
@@ -138,7 +138,7 @@ class Detail:
             hook.remove()
 
     def met(self, root: nn.Module) -> None:
-        """A module whose parameters are to be known as such."""
+        """Note the parameters of a module, which is kept alive."""
         if not any(root is module for module in self._modules):
             self._modules.append(root)
             for parameter in root.parameters():

@@ -11,7 +11,7 @@ same on every run.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,8 +28,16 @@ WATCHED = (
 )  # fmt: skip
 
 
+class Ranks(Protocol):
+    """The part of a `World` that is used here."""
+
+    size: int
+
+    def run(self, fn: Callable[..., Any], /, *args: Any) -> list[Any]: ...
+
+
 def watch_collective(
-    world: Any,
+    world: Ranks,
     collective: str,
     algorithm: str | Student,
     root: int = 0,

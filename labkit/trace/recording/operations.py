@@ -1,5 +1,5 @@
-"""What one operation costs, read off its tensors: floating-point operations, bytes moved, and the
-sides of a matrix product. Which hardware takes how long for that is for a replay to say.
+"""What one operation costs, from its tensors: floating-point operations, bytes moved, and the sides
+of a matrix product. How long any hardware takes for that is up to a replay.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: all of what comes in and of what goes out, but for what only looks
-    at memory in another way, and for what uses a part of a table."""
+    """Bytes read and written: all inputs and outputs, but nothing for views, and a part of the
+    table for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in MAKE_ROOM or is_view(func):
@@ -52,16 +52,12 @@ def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
 def sides_of(func: Any, args: Any) -> tuple[int, ...]:
     """m, n and k of a product [m, k] x [k, n], and of attention those of q kᵀ; else nothing."""
     kind = func._overloadpacket
-    if kind in (aten.mm, aten.bmm):
-        left, right = args[:2]
-    elif kind in (aten.addmm, aten.baddbmm):
-        left, right = args[1:3]
-    elif kind in ATTENTION:
-        q, k = args[1:3] if "backward" in kind.__name__ else args[:2]
-        left, right = q, k.transpose(-2, -1)
-    else:
+    if kind not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *ATTENTION):
         return ()
-    return left.shape[-2], right.shape[-1], left.shape[-1]
+    second = kind in (aten.addmm, aten.baddbmm) or "backward" in kind.__name__
+    left, right = args[1:3] if second else args[:2]
+    n = right.shape[-2 if kind in ATTENTION else -1]
+    return left.shape[-2], n, left.shape[-1]
 
 
 def operation_of(
@@ -80,7 +76,7 @@ def operation_of(
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What is written to by an operation that returns nothing, as those on lists of tensors do."""
+    """The outputs of an operation that returns nothing, as those on lists of tensors do."""
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])
@@ -92,7 +88,6 @@ def tensors_in(things: Any) -> list[torch.Tensor]:
 
 
 def is_view(func: Any) -> bool:
-    """Whether the operation only looks at memory in another way."""
-    return bool(func._schema.returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
-    )
+    """Whether the outputs are views of the inputs."""
+    infos = [output.alias_info for output in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)

@@ -43,15 +43,15 @@ class Recorder:
         device = _device() if torch.cuda.is_initialized() else "cpu"
         self.trace = RankTrace(rank, size, device, platform.node())
         self.metrics: list[dict[str, Any]] = []
-        self.clock = clock_here()
-        self._spans = Spans(self.clock, self.trace.spans.append, self._step_ended, self._met)
-        self.still_open = self._spans.still_open
+        self.clock: Clock = clock_here()
+        self.spans = Spans(self.clock, self.trace.spans.append, self._step_ended, self._met)
+        self.still_open = self.spans.still_open
         self._detail_step = detail_step
         self._detail: Detail | None = None
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Any] = WeakSet()
         self._step = Step(0, 0.0, 0.0)
-        self._in_step = 0  # spans and events when it began
+        self.in_step = 0  # spans and events when it began
         self._writer = _Writer(folder, self) if folder else None
         self._on = ExitStack()
 
@@ -61,7 +61,7 @@ class Recorder:
         Recorder.now, here.clock = self, self.clock
         self._on.callback(setattr, Recorder, "now", None)
         self._on.callback(setattr, here, "clock", HOST_CLOCK)
-        self._on.enter_context(self._spans)
+        self._on.enter_context(self.spans)
         self._on.enter_context(listen_with(self._add_event))
         if self._writer:
             self._on.enter_context(self._writer)
@@ -80,7 +80,7 @@ class Recorder:
                 self._end_step()
             else:  # all that is open stays so: here it was cut off
                 self.trace.spans += self.still_open()
-                self._spans.step += 1
+                self.spans.step += 1
             self.clock.settle(patience_s=5.0)
         finally:
             self._on.__exit__(kind, *rest)
@@ -103,20 +103,20 @@ class Recorder:
             self._writer.close()
 
     def _add_event(self, event: CommEvent) -> None:
-        event.step = self._spans.step
+        event.step = self.spans.step
         self.trace.comms.append(event)
 
     # --- steps ---
 
     def _begin_step(self) -> None:
-        self._step = Step(self._spans.step, 0.0, 0.0, self._spans.step == self._detail_step)
-        self._in_step = self.count()
+        self._step = Step(self.spans.step, 0.0, 0.0, self.spans.step == self._detail_step)
+        self.in_step = self.count()
         if self._step.detail:
             detailed = self.trace.memory.append, self.trace.operations.append
-            self._detail = Detail(self._spans, *detailed)
+            self._detail = Detail(self.spans, *detailed)
             here.carrying = self._detail.inside_communicator
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
-        self._spans.clock.mark(self._step, "began_s")
+        self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
     def _step_ended(self, optimizer: Any) -> None:
@@ -130,14 +130,14 @@ class Recorder:
     def _end_step(self) -> None:
         clock = HOST_CLOCK if self._step.detail else self.clock
         clock.mark(self._step, "ended_s")
-        self._spans.step += 1
+        self.spans.step += 1
 
     def _end_detail(self) -> None:
         if self._detail:
             here.carrying = nullcontext
             self._detail.end()
             self._detail = None
-            self._spans.clock = here.clock = self.clock
+            self.spans.clock = here.clock = self.clock
 
     def count(self) -> int:
         """Spans and events so far, open ones included."""
@@ -147,35 +147,42 @@ class Recorder:
     def step_is_empty(self) -> bool:
         """Whether the last step in the trace is one in which nothing has happened yet."""
         steps = self.trace.steps
-        return bool(steps) and steps[-1] is self._step and self.count() == self._in_step
+        return bool(steps) and steps[-1] is self._step and self.count() == self.in_step
 
     def _met(self, root: nn.Module) -> None:
         if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
-            self.clock: Clock = StreamClock()
+            self.clock = StreamClock()
             if not self._detail:
-                self._spans.clock = here.clock = self.clock
+                self.spans.clock = here.clock = self.clock
             self.trace.device = _device()
         if root not in self._roots:
             self._roots.add(root)
             if self._detail:
                 self._detail.met(root)
 
-    # --- what users call ---
 
-    def metric(self, values: dict[str, Any]) -> None:
-        step = self._spans.step
-        if self.count() == self._in_step and step > 0:
-            step -= 1  # the optimizer's step has just ended this one
-        numbers = {name: x if name == "step" else float(x) for name, x in values.items()}
-        self.metrics.append({"step": step, "rank": self.trace.rank, **numbers})
+def metric(**values: float) -> None:
+    """Note numbers of the present step, as `metric(loss=2.1)`; nothing outside `record()`."""
+    if (recorder := Recorder.now) is None:
+        return
+    step = recorder.spans.step
+    if recorder.count() == recorder.in_step and step > 0:
+        step -= 1  # the optimizer's step has just ended this one
+    numbers = {name: x if name == "step" else float(x) for name, x in values.items()}
+    recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **numbers})
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        span = self._spans.begin("user", name)
-        try:
-            yield
-        finally:
-            self._spans.end(span)
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Show what is computed in this block as a span of its own, as `with span("sampling"):`."""
+    if (recorder := Recorder.now) is None:
+        yield
+        return
+    opened = recorder.spans.begin("user", name)
+    try:
+        yield
+    finally:
+        recorder.spans.end(opened)
 
 
 def _device() -> str:

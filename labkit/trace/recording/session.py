@@ -49,7 +49,7 @@ class Recording:
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
         """For a run of `world`, which `about` describes; None when it is not to be recorded.
 
-        Raises RuntimeError for a second world: a run folder tells of one.
+        Raises RuntimeError for a second world: a run folder is of one.
         """
         if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
             warnings.warn(
@@ -164,16 +164,3 @@ class OnRank:
                 self._recorder = Recorder(*args)
         with self._recorder or nullcontext():
             yield
-
-
-def metric(**values: float) -> None:
-    """Note numbers of the present step, as `metric(loss=2.1)`; nothing outside `record()`."""
-    if Recorder.now is not None:
-        Recorder.now.metric(values)
-
-
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """Show what is computed in this block as a span of its own, as `with span("sampling"):`."""
-    with Recorder.now.span(name) if Recorder.now is not None else nullcontext():
-        yield

@@ -7,7 +7,7 @@
                 that of the one before is over. Where a module hands over to its parent, the same.
     optimizer   a hook before and one after `step`; with it a training step ends
 
-Nothing in a model, a strategy or a training loop knows of it.
+Models, strategies and training loops stay as they are.
 """
 
 import threading
@@ -44,19 +44,19 @@ _Hooks = dict[int, Callable[..., Any]]
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A module that has been named."""
+    """A module that has a name."""
 
     module: "ref[nn.Module]"
     name: str
     kind: str
-    hooks: _Hooks  # that tell of its backward
+    hooks: _Hooks  # which begin its backward
 
 
 class Spans:
     """Makes the spans of one rank while its hooks are in place (`with spans:`).
 
-    `done(span)` is called with each one when it ends; `step_ended()` after an optimizer's step;
-    `met(root)` with every outermost module before its forward, for those who want to know it.
+    `done(span)` is called with each one when it ends; `step_ended(optimizer)` after an optimizer's
+    step; `met(root)` with every outermost module before its forward.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Spans:
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's next node at the last mark
-        # Where in a forward, counted in nodes, a parent made so many before a module, and none was
-        # worth a mark: it is not looked for again.
+        # Places in a forward, counted in nodes, where a parent has made so many before a module
+        # and none could be marked: they are not searched again.
         self._nothing_before: set[tuple[_Known, int, int]] = set()
         self._first_node = 0  # of the outermost forward
         self._in_place = ExitStack()
@@ -113,7 +113,9 @@ class Spans:
     @property
     def innermost(self) -> Span | None:
         """What computes now."""
-        return self._own or next((one[-1] for one in (self._open, self._of_user) if one), None)
+        return self._own or next(
+            (spans[-1] for spans in (self._open, self._of_user) if spans), None
+        )
 
     def still_open(self) -> list[Span]:
         return [*self._of_user, *self._open, *([self._own] if self._own else [])]
@@ -128,20 +130,20 @@ class Spans:
     def end(self, span: Span) -> None:
         """End `span`, and what an error has left open inside it."""
         spans = self._of_user if span.phase == "user" else self._open
-        if not (spans and spans[-1] is span) and not any(one is span for one in spans):
-            return
-        while spans:
+        last = None
+        while last is not span and any(x is span for x in spans):
             last = spans.pop()
-            self.clock.end(last)
-            self._done(last)
-            if last is span:
-                return
+            self._finish(last)
+
+    def _finish(self, span: Span) -> None:
+        self.clock.end(span)
+        self._done(span)
 
     # --- forward ---
 
     def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which is that of all modules, with a span around it. It runs some hundred times
-        in a step, from cold caches: what it does not do is what makes it cheap."""
+        in a step, from cold caches, so it does as little as possible."""
         get_ident, is_compiling = threading.get_ident, torch.compiler.is_dynamo_compiling
         spans, all_known, nothing_before = self._open, self._known, self._nothing_before
 
@@ -189,17 +191,16 @@ class Spans:
             if known is None or known.module() is not module:
                 name = path.removeprefix("module.") if path != "module" else ""
                 kind = type(module).__name__
-                self._known[id(module)] = _Known(
-                    ref(module), name, kind, self._hooks_of(name, kind)
-                )
+                hooks = self._hooks_of(name, kind)
+                self._known[id(module)] = _Known(ref(module), name, kind, hooks)
         return self._known[id(root)]
 
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """When backward comes to what made these tensors, call `hooks`. Nodes from before the last
-        mark are not looked at: mostly, one module's output is the next one's input. Returns
-        whether any was marked."""
+        """Call `hooks` when backward comes to what made these tensors. Nodes from before the last
+        mark are skipped: mostly, one module's output is the next one's input. Returns whether any
+        was marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
@@ -223,19 +224,17 @@ class Spans:
         return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
 
     def _hooks_of(self, module: str, kind: str) -> _Hooks:
-        """As autograd wants them; for those whose backward is that of this module."""
-        hooks = self._hooks.get((module, kind))
-        if hooks is None:
-            hooks = self._hooks[module, kind] = {0: partial(self._backward_of, module, kind)}
-        return hooks
+        """The hooks of autograd nodes whose backward is that of this module."""
+        if (module, kind) not in self._hooks:
+            self._hooks[module, kind] = {0: partial(self._backward_of, module, kind)}
+        return self._hooks[module, kind]
 
     def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return backward(*args, **kwargs)
         loss, self._loss = self._loss, None
         if loss is not None and loss.step == self.step and not self._open:
-            self.clock.end(loss)
-            self._done(loss)
+            self._finish(loss)
         self._end_own()
         whole = self.begin("backward", "")
         try:
@@ -257,8 +256,7 @@ class Spans:
 
     def _end_own(self) -> None:
         if self._own is not None:
-            self.clock.end(self._own)
-            self._done(self._own)
+            self._finish(self._own)
             self._own = None
 
     # --- optimizer ---
@@ -282,12 +280,10 @@ class Spans:
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among `values`, also inside tuples and dicts."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-        elif isinstance(value, dict):
-            found += _tensors(value.values())
-    return found
+            tensors.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            tensors += _tensors(value.values() if isinstance(value, dict) else value)
+    return tensors

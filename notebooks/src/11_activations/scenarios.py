@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from labkit.course.exercise import Student
 from labkit.memory.chooser import Cost, Costs, Plan, least_recompute, plan_of
 from labkit.memory.peak import PeakMemory
-from labkit.models.dropout import Dropout
+from labkit.models.attention import Dropout
 from labkit.predict import activation_bytes, layer_forward_flops
 
 ROWS, WIDTH = 64, 128

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import tensor_contract as contract
 from labkit import GPT, Comm, World
-from labkit.models.attention import PlainAttention
-from labkit.models.dropout import Dropout
+from labkit.models.attention import Dropout, PlainAttention
 from labkit.parallel.tensor.tensor_parallel import own_numbers, tensor_parallel
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank

@@ -4,7 +4,7 @@ in flight, and reads those of the others.
 With it, ranks that disagree find out without sending a message. Whoever comes second to a
 collective sees that the first called something else under the same number, and says so instead
 of hanging (or, worse, adding up garbage). A hang leaves the board as it stood, so the driver
-can tell which rank stands where. Nothing here is communication: no byte is sent or counted.
+can tell where each rank is. Nothing here is communication: no byte is sent or counted.
 
 A page has `SLOTS` slots for the latest operations, number k in slot k modulo SLOTS:
 

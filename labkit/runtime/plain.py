@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.runtime.channel import loopback
+
 
 class Plain:
     """A process group without a door. `rank` and `size` count inside the group.
@@ -69,10 +71,9 @@ class LauncherStore:
             "127.0.0.1", self.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-        loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
         self.variables = {
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 opens none
-            "GLOO_SOCKET_IFNAME": loopback,  # the ranks' own sockets stay inside this machine
+            "GLOO_SOCKET_IFNAME": loopback() or "lo",  # the ranks' sockets stay in this machine
         }
 
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """What a machine or a container has little of: memory, descriptors, threads."""
 
-import os
 from pathlib import Path
 
 import psutil
@@ -13,7 +12,7 @@ from labkit.doctor import examine
 from labkit.runtime import memory
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.launch import ForkServer
-from provoke import driver, until
+from provoke import until
 
 MB = 1_000_000
 
@@ -86,36 +85,6 @@ def test_the_doctor_names_the_limit_of_a_cgroup(cgroups: Path) -> None:
     cgroup(cgroups, 900 * MB, 500 * MB, 0, 2)
     value = dict(examine().groups["machine"])["memory"]
     assert value.endswith("0.4 GB free (the limit of a cgroup)")
-
-
-@pytest.mark.slow
-def test_in_a_real_cgroup_of_900_mb_a_world_of_64_is_refused(tmp_path: Path) -> None:
-    group = Path(f"/sys/fs/cgroup/memory/labkit-test-{os.getpid()}")
-    if not group.parent.exists():
-        pytest.skip("needs a memory cgroup of version 1")
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    script = f"""
-    with open({str(group / "cgroup.procs")!r}, "w") as file:
-        file.write(str(os.getpid()))
-    try:
-        World(64)
-    except ValueError as error:
-        say(error)
-    with World(2) as world:
-        say(world.run(lambda: Comm().rank))
-    """
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(900 * MB))
-        with driver(script, tmp_path) as running:
-            assert "64 ranks are too many for this machine" in running.hear()
-            assert running.hear() == "[0, 1]"
-            assert running.rest() == "" and not running.leftovers()
-    finally:
-        until(lambda: not (group / "cgroup.procs").read_text())
-        group.rmdir()
 
 
 def test_a_dead_server_leaves_no_descriptor() -> None:

@@ -18,8 +18,16 @@ import torch
 
 from labkit.comm.collectives import Chunks
 from labkit.dispatch import no_modes
-from labkit.runtime.transports.shm.pieces import agreed_pieces, part_bytes, pieces, slices
-from labkit.runtime.transports.shm.slots import DONE, FILLED, REDUCED, Slots
+from labkit.runtime.transports.shm.slots import (
+    DONE,
+    FILLED,
+    REDUCED,
+    Slots,
+    agreed_pieces,
+    part_bytes,
+    pieces,
+    slices,
+)
 from labkit.runtime.transports.shm.symmetric import Symmetric, grains, place_of
 from labkit.runtime.transports.transport import share_memory
 

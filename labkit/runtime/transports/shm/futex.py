@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -116,7 +117,7 @@ def fence() -> None:
 
 
 def in_order() -> None:
-    """A fence between two stores or two loads: x86 processors keep the order of these anyway."""
+    """A fence between two stores or two loads: x86 processors keep their order anyway."""
     if not X86:
         fence()
 
@@ -156,12 +157,5 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
         time.sleep(nap_s)
 
 
-def step_aside() -> None:
-    """Offer the core, and Python's lock, to whoever is ready."""
-    if _yield is not None:
-        _yield()
-    else:
-        time.sleep(0)
-
-
-_yield = ctypes.CDLL(None).sched_yield if os.name == "posix" else None
+# Offers the core, and Python's lock, to whoever is ready.
+step_aside = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

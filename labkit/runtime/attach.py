@@ -1,4 +1,4 @@
-"""This process as a rank, however it came to be one.
+"""This process as a rank, however it was started.
 
 inside World.run                 the rank that the world made it
 under torchrun, srun, yours      a rank of the process group that is, or is now, initialised
@@ -28,7 +28,7 @@ from labkit.runtime.pick import VARIABLE, check_transport
 class Rank:
     """This process as a rank: what `labkit.attach()` returns.
 
-    `rank`, `size`, `device`, `backend`; `comm` is the door of all ranks; `state` keeps what you
+    `rank`, `size`, `device`, `backend`; `comm` is the `Comm` of all ranks; `state` keeps what you
     put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
     """
 
@@ -66,7 +66,7 @@ def attach(
     """Make this process a rank, however it was started, and return it.
 
     - inside `World.run`: the rank it already is;
-    - with an initialised process group, whoever made it: a rank of it;
+    - with an initialised process group: a rank of it;
     - under torchrun: initialises the group from its environment first (RANK, WORLD_SIZE, ...);
     - else: a world of one rank.
 

@@ -94,7 +94,7 @@ def loopback() -> str | None:
 
 
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Reach the driver at `address` and say who is there. Raises EOFError if it has gone."""
+    """Connect to the driver at `address` and send `hello`. Raises EOFError if it has gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
     try:

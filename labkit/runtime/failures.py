@@ -190,7 +190,7 @@ def _report(errors: dict[int, RemoteError]) -> str:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for want of memory, on Linux; 0 where it does not tell."""
+    """How often the kernel has killed for want of memory, on Linux; 0 where that is not known."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

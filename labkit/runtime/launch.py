@@ -101,7 +101,7 @@ class ForkServer:
             self.close()
             raise RuntimeError(
                 "the server that ranks are forked from ended with status "
-                f"{self._process.returncode}. Its own error, if it had one, stands above; check "
+                f"{self._process.returncode}. Its own error, if it had one, is above; check "
                 "that `import labkit.runtime.world` works."
             ) from None
         except BaseException:

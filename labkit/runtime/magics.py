@@ -1,7 +1,7 @@
 """`%%ranks`: run a cell on every rank of a lasting world.
 
 - `%load_ext labkit` brings them;
-- `%%ranks 4`: the cell runs on 4 ranks, who keep their variables from cell to cell;
+- `%%ranks 4`: the cell runs on 4 ranks, which keep their variables from cell to cell;
 - `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
 - `%%ranks`: on all ranks of the world there is;
 - `%%ranks 4 -o losses`: also bring the last values here, as the list `losses`;

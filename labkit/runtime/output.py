@@ -131,7 +131,7 @@ def in_notebook() -> bool:
 
 
 def interactive() -> bool:
-    """Whether somebody sits at IPython or a notebook, and wants to be told what happens."""
+    """Whether a user sits at IPython or a notebook, and wants to see what happens."""
     return running_ipython() is not None
 
 

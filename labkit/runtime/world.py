@@ -185,7 +185,7 @@ class World:
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
-            self._table = table_note()  # the ranks keep the environment that they are born with
+            self._table = table_note()  # the ranks keep the environment of their start
             with Interrupts():
                 self._alive = Ranks(self)
         if self._alive.owner != os.getpid():

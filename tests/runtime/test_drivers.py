@@ -138,11 +138,14 @@ def test_attach_alone_is_a_world_of_one(tmp_path: Path) -> None:
 def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None:
     script = """
     import psutil
+    flag = sys.argv[0] + ".hangs"
+    def hang():
+        open(flag, "w").close()
+        time.sleep(600)
     with World(2) as world:
-        pids = world.run(os.getpid)
+        say(*world.run(os.getpid))
         try:  # the whole terminal is interrupted
-            say(*pids)
-            world.run(time.sleep, 600)
+            world.run(hang)
         except KeyboardInterrupt as error:
             say(type(error).__name__, world.run(ones))
 
@@ -165,7 +168,7 @@ def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None
     """
     with driver(script, tmp_path) as running:
         pids = running.hear_pids()
-        until(lambda: False, 0.5)
+        assert until(Path(f"{running.file}.hangs").exists)
         running.interrupt()
         assert running.hear() == "RankInterrupt [2.0, 2.0]"
         assert gone(pids)

@@ -157,7 +157,7 @@ def check_name(collective: str, name: str) -> None:
 
 def overrides(text: str) -> dict[str, str]:
     """ "all_reduce:tree,broadcast:chain" -> a name for each collective."""
-    found = {}
+    algorithms = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         collective, colon, name = (part.strip() for part in pair.partition(":"))
         if not colon or collective not in ALGORITHMS:
@@ -166,8 +166,8 @@ def overrides(text: str) -> dict[str, str]:
                 f"{', '.join(ALGORITHMS)}"
             )
         check_name(collective, name)
-        found[collective] = name
-    return found
+        algorithms[collective] = name
+    return algorithms
 
 
 def present_table() -> dict[str, Any]:

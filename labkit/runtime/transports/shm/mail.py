@@ -131,7 +131,7 @@ class Inbox(Ring):
             return None if received.done else self._read
 
     def _take_out(self) -> None:
-        if self.words.gave_up(ring.RECEIVER):  # nobody's tensor is written after its error
+        if self.words.gave_up(ring.RECEIVER):  # no tensor is written after an error
             return
         while (written := self.words[WRITTEN]) > self._read:
             in_order()
@@ -154,7 +154,7 @@ class Inbox(Ring):
             self.words.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins, on its way to who wants it, or into memory of its own."""
+        """The message that begins, on its way to its receive, or into memory of its own."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -182,7 +182,7 @@ class Inbox(Ring):
 
 
 class Arriving:
-    """A message that comes out of the ring into `x`, for `receive` if somebody wants it yet."""
+    """A message that comes out of the ring into `x`, for `receive` if there is one yet."""
 
     def __init__(
         self, number: int, nbytes: int, x: torch.Tensor, receive: "Received | None" = None

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -22,10 +21,10 @@ from labkit.bench.machine import NAME
 from labkit.clusters import Cluster, read_clusters
 from labkit.foreign import check_output, markup
 from labkit.runtime.attach import attach
+from labkit.runtime.channel import loopback
 from labkit.runtime.errors import RankError
 from labkit.runtime.memory import available_bytes
-from labkit.runtime.pick import check_size, pick
-from labkit.runtime.pick_transport import pick_transport
+from labkit.runtime.pick import check_size, pick, pick_transport
 from labkit.runtime.world import World
 
 LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
@@ -157,15 +156,14 @@ def _hardware(found: Findings) -> None:
 
 
 def _picks(found: Findings) -> None:
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    loopback = next((name for name in names if name in ("lo", "lo0")), None)
-    found.add("ranks", "network of this machine only", loopback or "not found by name")
+    found.add("ranks", "network of this machine only", loopback() or "not found by name")
     found.add("ranks", "start", "forked from a warm server" if hasattr(os, "fork") else "spawned")
     for size in (2, 4, 8):
         try:
             check_size(size)
             choice = pick(size, None, None)
-            transport = pick_transport(size, choice, None, None, None)
+            transport, why_not = pick_transport(size, choice, None, None, None)
+            transport += f" ({why_not})" if why_not else ""
             what = f"{choice.backend} on {choice.device}: {choice.why}"
             found.add("ranks", f"World({size})", f"{what}; tensors by {transport}")
         except ValueError as error:

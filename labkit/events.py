@@ -42,13 +42,13 @@ def reduce_scatter_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
 
 
 def all_gather_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
-    """(n-1)/n x S: every chunk but the next rank's, who is the only one to have it already."""
+    """(n-1)/n x S: every chunk but the next rank's, which has it already."""
     return sum(chunk_bytes) - chunk_bytes[(rank + 1) % len(chunk_bytes)]
 
 
 @dataclass(slots=True)
 class CommEvent:
-    """One operation on one rank, as the door saw it. Times are seconds on the machine's
+    """One operation on one rank, as its communicator saw it. Times are seconds on the machine's
     monotonic clock, which all ranks of one machine share.
 
     `seq` counts the collectives of a group, equal on all its ranks; for point to point it counts
@@ -69,7 +69,7 @@ class CommEvent:
     source: str = ""  # "file.py:12 in train"
     peer: int | None = None  # root of a broadcast, or the other end of a message
     tag: int = 0
-    step: int = 0  # of the training, where somebody counts
+    step: int = 0  # of the training, where steps are counted
     transport: str = ""  # what carried it: "shm", "gloo", "nccl", or "fake"
     lane: str = ""  # who carried it: "caller" itself, the "lane" of the group, or the "backend"
     algorithm: str = ""  # "ring", "tree", ...; the backend's name where it chooses itself

@@ -1,4 +1,4 @@
-"""Files and texts that somebody else may have made: read within bounds, shown as plain text."""
+"""Files and texts from other people: read within bounds, shown as plain text."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def write_json(path: str | Path, contents: object) -> Path:
 
 def check_output(path: Path | None) -> Path | None:
     """Returns `path`. Raises ValueError where no file can be written, and for a link: what a link
-    in somebody else's folder points to is not theirs to overwrite."""
+    in another person's folder points to must not be overwritten."""
     if path is None:
         return None
     for wrong, why in (

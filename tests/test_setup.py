@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -277,8 +278,7 @@ def test_the_timeout_needs_no_plugin():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["-p", "no:timeout"]], ids=["with", "without plugin"])
-def test_pytest_starts_with_and_without_the_timeout_plugin(options: list[str], tmp_path: Path):
+def test_pytest_starts_without_the_timeout_plugin(tmp_path: Path):
     (tmp_path / "tests" / "support").mkdir(parents=True)
     for file in ("pyproject.toml", "tests/conftest.py", "tests/support/worlds.py"):
         shutil.copy(ROOT / file, tmp_path / file)
@@ -286,7 +286,7 @@ def test_pytest_starts_with_and_without_the_timeout_plugin(options: list[str], t
         "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -375,62 +375,60 @@ def test_no_target_is_left_out_above():
     assert targets() == TARGETS_IN_VENV | {"help", "setup", "clean", "test-here"}
 
 
+def change_the_pins(workplace: Workplace) -> None:
+    file = workplace.folder / "constraints.txt"
+    file.write_text(file.read_text() + "another==1.0\n")
+
+
+def add_a_dependency(workplace: Workplace) -> None:
+    file = workplace.folder / "pyproject.toml"
+    file.write_text(file.read_text().replace('"torch>=2.11"', '"torch>=2.12"'))
+
+
+def lose_the_python(workplace: Workplace) -> None:
+    (workplace.folder / ".venv/bin/python").unlink()
+
+
+def fail_half_way(workplace: Workplace) -> None:
+    shutil.rmtree(workplace.folder / ".venv")
+    assert workplace.make("setup", PIP_FAILS="1").returncode != 0
+
+
+def move(workplace: Workplace) -> None:
+    workplace.folder = workplace.folder.rename(workplace.folder.parent / "moved")
+    workplace.python, workplace.log = workplace.folder / "fakepython", workplace.folder / "log"
+    text = workplace.python.read_text()
+    workplace.python.write_text(re.sub(r">> \S+", f">> {workplace.log}", text))
+
+
 @needs_make
-def test_setup_is_made_anew_when_the_pins_change(workplace: Workplace):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(change_the_pins, "changed"), (add_a_dependency, "changed"), (fail_half_way, "half made"),
+     (lose_the_python, ""), (move, "")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_setup_is_made_anew_after(
+    workplace: Workplace, change: Callable[[Workplace], None], says: str
+) -> None:
     workplace.make("setup")
-    pins_file = workplace.folder / "constraints.txt"
-    pins_file.write_text(pins_file.read_text() + "another==1.0\n")
     left_over = workplace.folder / ".venv/left_over"
     left_over.touch()
+    change(workplace)
+    left_over = workplace.folder / ".venv/left_over"
     done = workplace.make("setup")
-    assert workplace.asked() == ["venv", "-m"]
-    assert "changed" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert workplace.asked() == ["venv", "-m"] and says in done.stdout
     assert not left_over.exists()
 
 
 @needs_make
-def test_setup_is_made_anew_when_a_dependency_is_added_but_not_for_a_lint_rule(
-    workplace: Workplace,
-):
+def test_setup_is_not_made_anew_for_a_lint_rule(workplace: Workplace) -> None:
     workplace.make("setup")
-    declaration = workplace.folder / "pyproject.toml"
-    original = declaration.read_text()
-    declaration.write_text(original.replace("line-length = 100", "line-length = 99"))
+    file = workplace.folder / "pyproject.toml"
+    file.write_text(file.read_text().replace("line-length = 100", "line-length = 99"))
     workplace.make("setup")
     assert workplace.asked() == []
-    declaration.write_text(original.replace('"torch>=2.11"', '"torch>=2.12"'))
-    workplace.make("setup")
-    assert workplace.asked() == ["venv", "-m"]
-
-
-@needs_make
-def test_a_half_made_venv_is_repaired(workplace: Workplace):
-    failed = workplace.make("setup", PIP_FAILS="1")
-    assert failed.returncode != 0
-    done = workplace.make("setup")
-    assert done.returncode == 0, done.stderr
-    assert workplace.asked() == ["venv", "-m"]
-    assert "half made" in done.stdout
-
-
-@needs_make
-def test_a_venv_whose_python_is_gone_is_repaired(workplace: Workplace):
-    workplace.make("setup")
-    (workplace.folder / ".venv/bin/python").unlink()
-    assert workplace.make("setup").returncode == 0
-    assert workplace.asked() == ["venv", "-m"]
-
-
-@needs_make
-def test_a_venv_that_was_moved_is_repaired(workplace: Workplace, tmp_path_factory):
-    workplace.make("setup")
-    workplace.folder = workplace.folder.rename(tmp_path_factory.mktemp("moved") / "here")
-    workplace.python = workplace.folder / "fakepython"
-    workplace.log = workplace.folder / "log"
-    text = workplace.python.read_text()
-    workplace.python.write_text(re.sub(r">> \S+", f">> {workplace.log}", text))
-    assert workplace.make("setup").returncode == 0
-    assert workplace.asked() == ["venv", "-m"]
 
 
 @needs_make
@@ -440,10 +438,6 @@ def test_no_python_that_suits_is_an_error_that_helps(workplace: Workplace):
     assert "needs Python 3.11, 3.12 or 3.13" in done.stderr
     assert "make setup PYTHON=" in done.stderr
     assert not (workplace.folder / ".venv").exists()
-
-
-@needs_make
-def test_a_python_without_venv_is_an_error_that_helps(workplace: Workplace):
     done = workplace.make("setup", NO_ENSUREPIP="1")
     assert done.returncode != 0
     assert "cannot make virtual environments" in done.stderr

@@ -1,4 +1,4 @@
-"""This process as a rank, however it came to be one.
+"""This process as a rank, however it was started.
 
 inside World.run                 the rank that the world made it
 under torchrun, srun, yours      a rank of the process group that is, or is now, initialised
@@ -8,7 +8,6 @@ on paper                         one rank of as many as you like, of which nothi
 
 import atexit
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,16 +19,16 @@ import torch.distributed as dist
 
 from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.events import ranks_in_words
-from labkit.runtime.channel import Channel
+from labkit.runtime.channel import Channel, loopback
 from labkit.runtime.dispatcher import Dispatcher
-from labkit.runtime.pick_transport import NAMES, VARIABLE
+from labkit.runtime.pick import VARIABLE, check_transport
 
 
 @dataclass
 class Rank:
     """This process as a rank: what `labkit.attach()` returns.
 
-    `rank`, `size`, `device`, `backend`; `comm` is the door of all ranks; `state` keeps what you
+    `rank`, `size`, `device`, `backend`; `comm` is the `Comm` of all ranks; `state` keeps what you
     put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
     """
 
@@ -67,7 +66,7 @@ def attach(
     """Make this process a rank, however it was started, and return it.
 
     - inside `World.run`: the rank it already is;
-    - with an initialised process group, whoever made it: a rank of it;
+    - with an initialised process group: a rank of it;
     - under torchrun: initialises the group from its environment first (RANK, WORLD_SIZE, ...);
     - else: a world of one rank.
 
@@ -105,11 +104,11 @@ def attach(
 
 @contextmanager
 def on_paper(rank: int, size: int) -> Iterator[Rank]:
-    """In this block, this process is rank `rank` of a world of `size` of which there is no other.
+    """In this block, this process is rank `rank` of a world of `size` without any other process.
 
-    Every operation through the door is recorded and over at once, so that one process can show
-    what a rank of a thousand would send. The results of collectives are not to be believed.
-    Raises RuntimeError in a process that is a rank already, ValueError for a rank that is none.
+    Every operation is recorded and over at once, so that one process can show what a rank of a
+    thousand would send. The results of collectives mean nothing. Raises RuntimeError in a process
+    that is a rank already, ValueError for a rank outside the world.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -132,8 +131,7 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
 
 
 def _join(backend: str | None, timeout_s: float) -> None:
-    if os.environ.get(VARIABLE) not in (None, "", *NAMES):
-        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r}: choose one of {', '.join(NAMES)}")
+    check_transport(VARIABLE, os.environ.get(VARIABLE))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     size = int(os.environ.get("WORLD_SIZE", 1))
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -160,9 +158,7 @@ def leave() -> None:
 def use_loopback(whatever_is_set: bool = False) -> None:
     """Keep gloo and NCCL off every network but this machine's own, unless the user's environment
     says otherwise and may."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    for name in names:
-        if name in ("lo", "lo0"):
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                if whatever_is_set or variable not in os.environ:
-                    os.environ[variable] = name
+    if name := loopback():
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if whatever_is_set or variable not in os.environ:
+                os.environ[variable] = name

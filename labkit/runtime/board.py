@@ -1,10 +1,10 @@
 """The board: a page of shared memory per rank, on which each rank writes the operations it has
 in flight, and reads those of the others.
 
-With it, ranks that disagree find out without sending a message. Whoever comes second to a
+With it, ranks that disagree find out without sending a message. The second rank to enter a
 collective sees that the first called something else under the same number, and says so instead
 of hanging (or, worse, adding up garbage). A hang leaves the board as it stood, so the driver
-can tell which rank stands where. Nothing here is communication: no byte is sent or counted.
+can tell where each rank is. Nothing here is communication: no byte is sent or counted.
 
 A page has `SLOTS` slots for the latest operations, number k in slot k modulo SLOTS:
 
@@ -38,7 +38,7 @@ HEAD = struct.Struct("<QdIHB")
 SINCE, STATE = 8, 22  # where they are in it
 MARK_BYTES = 8
 MARKS = 512
-SHARED = 2**32 - 1  # two streams fell on one mark: it tells nothing
+SHARED = 2**32 - 1  # two streams share this mark: it says nothing
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
 LONGEST_BYTES = 200  # of the description of an operation, and of its source
 MOST_RANKS = 256  # of a group that are written down
@@ -111,7 +111,7 @@ class Board:
                     raise CollectiveMismatch(self._disagreement(note))
 
     def wait(self, note: Note) -> None:
-        """Write that this rank now stands still for `note`, which it entered before."""
+        """Write that this rank now blocks on `note`, which it entered before."""
         key = note.key
         with self._lock:
             if self._holds(key):
@@ -127,11 +127,11 @@ class Board:
                 self._set_state(key, FAILED if failed else ENDED)
 
     def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
-        """What stands on the page of `rank` in one of `states`, oldest first."""
+        """The notes on the page of `rank` in one of `states`, oldest first."""
         first = rank * PAGE_BYTES
         every = range(first, first + SLOTS * SLOT_BYTES, SLOT_BYTES)
-        found = [note for slot in every if (note := self._read(slot, states))]
-        return sorted(found, key=lambda note: note.since_s)
+        notes = [note for slot in every if (note := self._read(slot, states))]
+        return sorted(notes, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
         """Whether `rank` has come as far as `note` in its stream; True where it is not known."""

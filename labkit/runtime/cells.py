@@ -2,10 +2,11 @@
 
 import ast
 import linecache
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from labkit.runtime.output import running_ipython
 
 
 def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
@@ -64,9 +65,8 @@ def remember(source: str, filename: str) -> None:
 
 def with_titles(text: str) -> str:
     """`text` with a notebook's cells called as the notebook does, In[3] for /tmp/.../21.py."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    for file, number in getattr(getattr(shell, "compile", None), "_filename_map", {}).items():
+    compiler = getattr(running_ipython(), "compile", None)
+    for file, number in getattr(compiler, "_filename_map", {}).items():
         text = text.replace(f'File "{file}"', f"Cell In[{number}]")
         text = text.replace(f"{Path(file).name}:", f"In[{number}]:")
     return text

@@ -87,8 +87,14 @@ def listener(folder: str) -> tuple[socket.socket, Any]:
     return sock, address
 
 
+def loopback() -> str | None:
+    """The name of the network that does not leave this machine, where it is known."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    return next((name for name in names if name in ("lo", "lo0")), None)
+
+
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Reach the driver at `address` and say who is there. Raises EOFError if it has gone."""
+    """Connect to the driver at `address` and send `hello`. Raises EOFError if it has gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
     try:

@@ -13,7 +13,7 @@ import torch
 
 
 class Clock:
-    """The host's: the CPU has finished one line before it begins the next."""
+    """As the host has it: the CPU has finished one line before it begins the next."""
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
         """Write the time of this point of the program, or of the moment `at`, into these fields
@@ -41,7 +41,11 @@ class Clock:
         return True
 
 
-HOST_CLOCK = Clock()
+class HostClock(Clock):
+    """The clock of programs without a GPU."""
+
+
+HOST_CLOCK = HostClock()
 
 
 class StreamClock(Clock):

@@ -1,7 +1,7 @@
-"""Who stands where: what the board says of ranks that wait for each other.
+"""Ranks that wait for each other, as the board shows them.
 
-A wait is hopeless, proven, when a rank it needs can never come: that rank has returned, or stands
-itself in a wait that is hopeless without us (a cycle). Else a timeout decides.
+A wait is provably hopeless when a rank it needs can never arrive: that rank has returned, or its
+own wait is hopeless (a cycle). Else a timeout decides.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 class Watch:
-    """Looks at the board of a run now and then; `running` says which ranks have not returned."""
+    """Looks at the board of a run now and then; `running` are the ranks that have not returned."""
 
     settle_s = 0.25  # a verdict must hold this long: a rank may be between two lines
     every_s = 0.04
@@ -51,14 +51,14 @@ class Watch:
         self._suspect: tuple[Verdict, dict[int, Note]] | None = None
         self._suspect_since_s = self._looked_s = 0.0
 
-    def look(self, running: Callable[[int], bool]) -> Verdict | None:
+    def look(self, running: set[int]) -> Verdict | None:
         """None while there is hope, else what is wrong."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self.every_s:
             return None
         self._looked_s = now_s
         waits: dict[int, Note] = {}  # what each rank has waited for longest
-        for rank in filter(running, range(self.board.size)):
+        for rank in sorted(running):
             if notes := self.board.notes(rank, (WAITED_FOR,)):
                 waits[rank] = notes[0]
         verdict = self._overdue(waits, now_s) or self._hopeless(waits, running)
@@ -78,20 +78,21 @@ class Watch:
     def _missing(self, note: Note) -> list[int]:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
 
-    def _hopeless(self, waits: dict[int, Note], running: Callable[[int], bool]) -> Verdict | None:
+    def _hopeless(self, waits: dict[int, Note], running: set[int]) -> Verdict | None:
         needs = {rank: self._missing(note) for rank, note in waits.items()}
         for rank, missing in needs.items():
-            gone = [other for other in missing if not running(other)]
+            gone = [other for other in missing if other not in running]
             absent = [other for other in gone if other not in self.targets]
             if absent:
-                why = f"not in this run, and {ranks_text([rank])} waits for them."
-                return Verdict(f"{ranks_text(absent)} {_are(absent)} {why}", tuple(absent))
+                are = "is" if len(absent) == 1 else "are"
+                why = f"{are} not in this run, and {ranks_text([rank])} waits for them."
+                return Verdict(f"{ranks_text(absent)} {why}", tuple(absent))
             if gone:
                 why = f"returned without calling what {ranks_text([rank])} waits for."
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
         while freed := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
-            stuck -= freed  # these wait for somebody who can still come
+            stuck -= freed  # these wait for a rank that can still arrive
         if not stuck:
             return None
         circle = tuple(sorted(stuck))
@@ -99,21 +100,17 @@ class Watch:
 
 
 def positions(
-    board: Board,
-    pids: list[int],
-    running: Callable[[int], bool],
-    targets: Iterable[int],
-    folder: Path,
+    board: Board, pids: list[int], running: set[int], targets: Iterable[int], folder: Path
 ) -> dict[int, str]:
-    """Of each rank, the operation it waits in, else the line of code it is at."""
+    """The operation each rank waits in, else the line of code it is at."""
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
-    free = [rank for rank in notes if running(rank) and not notes[rank]]
+    free = [rank for rank in notes if rank in running and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
     found = {}
     for rank in notes:
         if rank not in targets:
             where = "is not in this run"
-        elif not running(rank):
+        elif rank not in running:
             where = "has returned"
         elif notes[rank]:
             where = f"waits in {notes[rank][0].sentence()}"
@@ -169,7 +166,3 @@ def _who(missing: list[int]) -> str:
     if not missing:
         return "an operation that all its ranks have begun (is the link too slow for the timeout?)"
     return f"{ranks_text(missing)}, who never came to it"
-
-
-def _are(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"

@@ -155,7 +155,7 @@ class Dispatcher:
         return handle
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
-        seq = next(self._collectives)  # also where nobody looks: a recording is the same
+        seq = next(self._collectives)  # also without a board: a recording is the same
         if here.board is not None:
             with here.carrying():  # no operation of the program's
                 text = f"{what} {value()}"
@@ -234,7 +234,7 @@ class Dispatcher:
         return made
 
     def _timeout(self) -> timedelta | None:
-        """That of this group, or None, torch's half an hour, where it does not tell."""
+        """That of this group, or None, torch's half an hour, where it is not known."""
         device = torch.device(next(iter(self.backend_of)))
         try:
             options = living(self._group)._get_backend(device).options

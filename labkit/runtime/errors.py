@@ -54,7 +54,7 @@ class RemoteError:
     @staticmethod
     def of(error: BaseException, above: tuple[int, ...] = ()) -> "RemoteError":
         """Never raises, whatever `error` is: causes may form a circle, `str(error)` may fail.
-        (`above`: the ids of errors that are being told already.)"""
+        (`above`: the ids of errors that are being reported already.)"""
         above = (*above, id(error))
         get = object.__getattribute__  # past a __getattribute__ of its class, which may raise
         cause, because = get(error, "__cause__"), "directly caused"

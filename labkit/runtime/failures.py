@@ -1,10 +1,11 @@
-"""What went wrong in a run: collect the first signs, wait a moment for their cause, and tell the
-story once, with the ranks that caused it before those that only suffered.
+"""What went wrong in a run: collect the first signs, wait a moment for their cause, and report it
+once, with the ranks that caused it before those that only suffered.
 """
 
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class Failures:
         for rank, end in dead.items():
             self.add(rank, "died", end)
         if self._watch and self._first_s is None:
-            self._stuck = self._watch.look(self._running.__contains__)
+            self._stuck = self._watch.look(self._running)
             if self._stuck:
                 self._first_sign(self._running)
 
@@ -81,7 +82,9 @@ class Failures:
             return True
         if "died" in self._found and any(map(self._has_ended, self._running)):
             return waited_s > UNREPORTED_S
-        if set(self._found) <= HARMLESS and not self._stuck and not self._someone_waits():
+        board = self._ranks.board  # without it, it is not known whether a rank waits
+        waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in self._running)
+        if set(self._found) <= HARMLESS and not self._stuck and not waits:
             return waited_s > COMPUTING_S
         only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
         return waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
@@ -93,10 +96,6 @@ class Failures:
             return psutil.Process(self._ranks.pids[rank]).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
-
-    def _someone_waits(self) -> bool:
-        board = self._ranks.board  # without it, nobody knows
-        return board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in self._running)
 
     @property
     def none(self) -> bool:
@@ -135,7 +134,7 @@ class Failures:
         if cause in ("died", "cut off") and (board := self._ranks.board):
             self._where.update({rank: last_operation(board, rank) for rank in guilty})
         lines = [f"  rank {rank}: {where}" for rank, where in sorted(self._where.items())]
-        where = "\n".join(["\nWho stood where:", *lines]) if lines else ""
+        where = "\n".join(["\nWhere each rank was:", *lines]) if lines else ""
         match cause:
             case "server":
                 text = "the server that ranks are forked from has died, and all ranks with it"
@@ -149,46 +148,40 @@ class Failures:
             case "disagree":  # the last to come saw all of them
                 return "disagree", list(found.values())[-1].message, ()
             case "unpicklable" | "raised":
-                return cause, _told(found), guilty
+                return cause, _report(found), guilty
         if self._stuck:
             return "stuck", self._stuck.sentence + where, self._stuck.ranks
-        return "stuck", _told(found) + where, ()  # only the words of those who lost a peer
+        return "stuck", _report(found) + where, ()  # only ranks that lost a peer have errors
 
     def _first_sign(self, running: set[int]) -> None:
         if self._first_s is None:
             self._first_s = time.monotonic()
-            ranks = self._ranks
-            if ranks.board:
-                folder = Path(ranks.folder)
-                self._where = positions(
-                    ranks.board, ranks.pids, running.__contains__, self._targets, folder
-                )
+            if board := self._ranks.board:
+                folder = Path(self._ranks.folder)
+                self._where = positions(board, self._ranks.pids, running, self._targets, folder)
 
     def _death(self, end: End) -> str:
-        text = str(end)
-        if end.status == -signal.SIGKILL:
-            if _oom_kills() > self._oom_kills:
-                text += (
-                    ". The system ran out of memory and killed it: use fewer ranks, a smaller "
-                    "model or batch"
-                )
-            else:
-                free_gb = available_bytes() / 1e9
-                text += (
-                    f" ({free_gb:.1f} GB are free now). If nobody killed it, the system did, "
-                    "which it does when memory runs out"
-                )
-        return text
+        if end.status != -signal.SIGKILL:
+            return str(end)
+        if _oom_kills() > self._oom_kills:
+            return (
+                f"{end}. The system ran out of memory and killed it: use fewer ranks, a smaller "
+                "model or batch"
+            )
+        return (
+            f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If nobody killed it, the "
+            "system did, which it does when memory runs out"
+        )
 
 
-def _told(found: dict[int, RemoteError]) -> str:
+def _report(errors: dict[int, RemoteError]) -> str:
     """Each different error once, with the ranks that raised it."""
     groups: dict[str, list[int]] = {}
-    for rank, error in sorted(found.items()):
+    for rank, error in sorted(errors.items()):
         groups.setdefault(error.format(), []).append(rank)
     parts = []
     for text, ranks in groups.items():
-        error = found[ranks[0]]
+        error = errors[ranks[0]]
         if error.type_name == "Unpicklable":
             parts.append(f"{ranks_text(ranks)}: {error.message}")
         else:
@@ -197,11 +190,9 @@ def _told(found: dict[int, RemoteError]) -> str:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for want of memory, on Linux; 0 where it does not tell."""
-    try:
+    """How often the kernel has killed for want of memory, on Linux; 0 where that is not known."""
+    with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    except OSError:
-        pass
     return 0

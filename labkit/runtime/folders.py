@@ -11,21 +11,21 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")  # on Linux: a file there is memory and never touches a disk
 
 
-def new_folder(told: Callable[[str], None], place: str | Path | None = None) -> str:
-    """A new folder that only this user can enter. `told` gets its name before it exists: who
-    removes it after a crash knows it then, whenever that comes."""
+def new_folder(register: Callable[[str], None], place: str | Path | None = None) -> str:
+    """A new folder that only this user can enter. `register` gets its name before it exists, so
+    that it is removed after a crash at any moment."""
     name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"  # whose it is
     folder = str(Path(place or tempfile.gettempdir()) / name)
-    told(folder)
+    register(folder)
     os.mkdir(folder, 0o700)
     return folder
 
 
-def memory_folder(told: Callable[[str], None], beside: str) -> str:
+def memory_folder(register: Callable[[str], None], beside: str) -> str:
     """A new folder for files that ranks map into their memory; `beside`, an ordinary folder, where
     the system has no better one."""
     try:
-        return new_folder(told, MEMORY)
+        return new_folder(register, MEMORY)
     except OSError:  # there is none, or not for us
         return beside
 

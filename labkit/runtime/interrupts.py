@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import ClassVar
 
-ENOUGH = 3  # so many mean that nobody gets round to looking
+ENOUGH = 3  # so many mean that `look` is not being called
 
 
 class Interrupts:

@@ -1,8 +1,8 @@
-"""How the driver brings ranks to life: forked from a warm server, or spawned where the platform
-has no fork. Both start, stop and tell of ends in the same way.
+"""How the driver starts ranks: forked from a warm server, or spawned where the platform has no
+fork. Both start, stop and report ends in the same way.
 
 A rank leads a process group of its own: an interrupt of the driver's group does not reach it, and
-what it has started (loaders of data, shell commands) is ended after it.
+what it has started (data loaders, shell commands) is killed after it.
 """
 
 import atexit
@@ -24,6 +24,7 @@ from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
 PIECE_S = 0.05  # of a wait: another thread may get the message that ends it
+KILL_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,11 @@ class End:
         """ "was killed by SIGSEGV", "ended by itself with status 3 ..."."""
         if self.status >= 0:
             return f"ended by itself with status {self.status} (os._exit, or a crash in C code)"
+        name = f"signal {-self.status}"  # as of a real-time signal
+        with suppress(ValueError):
+            name = signal.Signals(-self.status).name
         used = f"; it had used up to {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""
-        return f"was killed by {self.signal}{used}"
-
-    @property
-    def signal(self) -> str:
-        try:
-            return signal.Signals(-self.status).name
-        except ValueError:  # a real-time signal has no name
-            return f"signal {-self.status}"
+        return f"was killed by {name}{used}"
 
 
 class ForkServer:
@@ -87,12 +84,12 @@ class ForkServer:
             return only
 
     def answer_for(self, folder: str) -> None:
-        """When the driver is gone, the server deletes it."""
+        """When the driver is gone, the server deletes this folder."""
         with suppress(EOFError):  # `start` reports it better
             self._send("answer for", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
-        """Bring these ranks to life; returns their process ids. Calls `tick` while it waits."""
+        """Start these ranks; returns their process ids. Calls `tick` while it waits."""
         number = next(self._numbers)
         try:
             self._send("fork", (number, specs))
@@ -104,7 +101,7 @@ class ForkServer:
             self.close()
             raise RuntimeError(
                 "the server that ranks are forked from ended with status "
-                f"{self._process.returncode}. Its own error, if it had one, stands above; check "
+                f"{self._process.returncode}. Its own error, if it had one, is above; check "
                 "that `import labkit.runtime.world` works."
             ) from None
         except BaseException:
@@ -125,19 +122,19 @@ class ForkServer:
                 self._note(*self._channel.recv())
         return self._ends
 
-    def kill(self, pids: list[int], patience_s: float = 5.0) -> None:
+    def kill(self, pids: list[int]) -> None:
         """Kill these ranks and wait until they are gone."""
         try:
             ended = self.ends()
         except EOFError:
             if sys.platform == "linux":
-                return  # they died with the server; their numbers may be others' by now
+                return  # they died with the server; other processes may have their ids by now
             ended = self._ends
         for pid in pids:
             if pid not in ended:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.wait(pids, patience_s)
+        self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
         """Wait until these ranks have ended; False when they have not within `patience_s`."""
@@ -182,7 +179,7 @@ class Spawner:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def answer_for(self, folder: str) -> None:
-        """When the driver is gone, the ranks delete it: they know it when they live."""
+        """When the driver is gone, the ranks delete it."""
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         code = (
@@ -196,9 +193,9 @@ class Spawner:
                 )
                 self._processes[process.pid] = process
                 assert process.stdin is not None
-                with suppress(BrokenPipeError):  # it has died, as will be noticed
+                with suppress(BrokenPipeError):  # it has died, which is found out later
                     process.stdin.write(pickle.dumps(spec))
-                    process.stdin.flush()  # and stays open: its end tells the rank of the driver's
+                    process.stdin.flush()  # and stays open until the driver ends
         except BaseException:
             self.kill(list(self._processes))
             self.forget(list(self._processes))
@@ -209,19 +206,18 @@ class Spawner:
         statuses = {pid: process.poll() for pid, process in self._processes.items()}
         return {pid: End(status) for pid, status in statuses.items() if status is not None}
 
-    def kill(self, pids: list[int], patience_s: float = 5.0) -> None:
+    def kill(self, pids: list[int]) -> None:
         for pid in pids:
             self._processes[pid].kill()
-        self.wait(pids, patience_s)
+        self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
         until_s = time.monotonic() + patience_s
-        for pid in pids:
-            try:
+        with suppress(subprocess.TimeoutExpired):
+            for pid in pids:
                 self._processes[pid].wait(max(0.0, until_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return False
-        return True
+            return True
+        return False
 
     def forget(self, pids: list[int]) -> None:
         for pid in pids:
@@ -236,7 +232,7 @@ Starter = ForkServer | Spawner
 
 
 def starter(start: str | None = None) -> Starter:
-    """What this platform starts ranks with; `start` is "fork" or "spawn" to choose."""
+    """What starts ranks; `start` is "fork", "spawn" or None: what this platform has."""
     if start not in (None, "fork", "spawn"):
         raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (what is there)')
     if start == "spawn" or not hasattr(os, "fork"):
@@ -245,7 +241,7 @@ def starter(start: str | None = None) -> Starter:
 
 
 def warm_up_early() -> None:
-    """Ranks will be asked for: have the server start now, and do not wait for it."""
+    """Have the server start now, without waiting for it."""
     if hasattr(os, "fork"):
         ForkServer.get(early=True)
 

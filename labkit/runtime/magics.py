@@ -1,7 +1,7 @@
 """`%%ranks`: run a cell on every rank of a lasting world.
 
 - `%load_ext labkit` brings them;
-- `%%ranks 4`: the cell runs on 4 ranks, who keep their variables from cell to cell;
+- `%%ranks 4`: the cell runs on 4 ranks, which keep their variables from cell to cell;
 - `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
 - `%%ranks`: on all ranks of the world there is;
 - `%%ranks 4 -o losses`: also bring the last values here, as the list `losses`;
@@ -62,10 +62,9 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         name = name.strip()
         if wanted and not name.isidentifier():
             raise UsageError("%%ranks ... -o NAME: give the list a name, as in %%ranks 4 -o losses")
-        chosen = self._choose(line.strip())
-        assert self.world is not None
+        world, chosen = self._choose(line.strip())
         filename = f"<%%ranks cell {next(self._cells)}>"
-        values = PerRank(chosen, self.world.run_cell(cell, filename, chosen, as_text=not wanted))
+        values = PerRank(chosen, world.run_cell(cell, filename, chosen, as_text=not wanted))
         if wanted:
             assert self.shell is not None
             self.shell.user_ns[name] = values
@@ -89,28 +88,25 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             self.world = None
             print("closed")
 
-    def _choose(self, line: str) -> list[int]:
+    def _choose(self, line: str) -> tuple[World, list[int]]:
         try:
             numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
         except ValueError:
             raise UsageError(
                 f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
             ) from None
-        if "," in line:
-            self._ensure(None)
-            assert self.world is not None
-            strangers = [number for number in numbers if number not in range(self.world.size)]
-            if strangers:
+        if "," not in line:
+            world = self._ensure(numbers[0] if numbers else None)
+            return world, list(range(world.size))
+        world = self._ensure(None)
+        for number in numbers:
+            if number not in range(world.size):
                 raise UsageError(
-                    f"%%ranks {line}: there is no rank {strangers[0]}; choose among 0 to "
-                    f"{self.world.size - 1}"
+                    f"%%ranks {line}: there is no rank {number}; choose among 0 to {world.size - 1}"
                 )
-            return numbers
-        self._ensure(numbers[0] if numbers else None)
-        assert self.world is not None
-        return list(range(self.world.size))
+        return world, numbers
 
-    def _ensure(self, size: int | None) -> None:
+    def _ensure(self, size: int | None) -> World:
         """A world of `size` ranks, or whichever there is."""
         if self.world is not None and size is not None and size != self.world.size:
             check_size(size)  # before the one that works is given up
@@ -119,3 +115,4 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             self.world = None
         if self.world is None:
             self.world = World(DEFAULT_SIZE if size is None else size)
+        return self.world

@@ -23,7 +23,7 @@ class RankOutput:
     def __init__(self, size: int):
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = [utf8("replace") for _ in range(size)]  # a character may come in two parts
-        self._open = [""] * size  # the line that each rank is at
+        self._open = [""] * size  # the unfinished line of each rank
         self._page = _Page(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
@@ -34,18 +34,20 @@ class RankOutput:
         if len(unfinished) > LONGEST_OPEN:
             finished, unfinished = [*finished, unfinished], ""
         for line in finished:
-            self._finish(rank, _shown(line))
-        self._open[rank] = _shown(unfinished) + "\r" * unfinished.endswith("\r")
-        if self._page:
-            self._page.bar(rank, _shown(unfinished))
-        elif _shown(unfinished) and _tty():
-            _write(f"\r\x1b[K[rank {rank}] {_shown(unfinished)}")
+            if self._page:
+                self._page.add(rank, _shown(line))
+            else:
+                _write(rank, f"{_shown(line)}\n")
+        shown = _shown(unfinished)
+        self._open[rank] = shown + "\r" * unfinished.endswith("\r")
+        if self._page is None and shown and sys.stdout.isatty():
+            _write(rank, shown)
         self.refresh()
 
     def refresh(self) -> None:
         """Show what has come, if it is time to."""
         if self._page:
-            self._page.draw_if_due()
+            self._page.draw_if_due([_shown(line) for line in self._open])
         else:
             sys.stdout.flush()
 
@@ -57,24 +59,18 @@ class RankOutput:
         if self._page:
             self._page.close()
 
-    def _finish(self, rank: int, line: str) -> None:
-        if self._page:
-            self._page.add(rank, line)
-        else:
-            _write(f"\r\x1b[K[rank {rank}] {line}\n" if _tty() else f"[rank {rank}] {line}\n")
-
 
 class _Page:
     """One output of a notebook."""
 
     def __init__(self, size: int):
-        self._bars = [""] * size  # the line that each rank is at
         self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
         self._last: list[deque[str]] = [deque(maxlen=MOST_LINES // 2) for _ in range(size)]
         self._counts = [0] * size
         self._recent: deque[str] = deque(maxlen=200)  # of all ranks, in the order they came
         self._display: Any = None
-        self._changed, self._drawn_s = False, 0.0
+        self._drawn: object = (0, [""] * size)  # the number of lines, and the open ones
+        self._drawn_s = 0.0
 
     def add(self, rank: int, line: str) -> None:
         if len(line) > LONGEST_LINE:
@@ -83,17 +79,13 @@ class _Page:
         (first if len(first) < MOST_LINES // 2 else self._last[rank]).append(line)
         self._counts[rank] += 1
         self._recent.append(f"[rank {rank}] {line}")
-        self._changed = True
 
-    def bar(self, rank: int, line: str) -> None:
-        self._changed |= line != self._bars[rank]
-        self._bars[rank] = line
-
-    def draw_if_due(self) -> None:
-        if self._changed and time.monotonic() - self._drawn_s > REDRAW_S:
-            bars = enumerate(self._bars)
-            open_lines = [f"[rank {rank}] {bar[:LONGEST_LINE]}" for rank, bar in bars if bar]
-            self._draw([*self._recent, *open_lines])
+    def draw_if_due(self, open_lines: list[str]) -> None:
+        content = sum(self._counts), open_lines
+        if content != self._drawn and time.monotonic() - self._drawn_s > REDRAW_S:
+            self._drawn = content
+            shown = ((rank, line[:LONGEST_LINE]) for rank, line in enumerate(open_lines) if line)
+            self._draw([*self._recent, *(f"[rank {rank}] {line}" for rank, line in shown)])
 
     def close(self) -> None:
         """Grouped by rank."""
@@ -109,7 +101,7 @@ class _Page:
     def _draw(self, lines: list[str]) -> None:
         from IPython.display import display
 
-        self._changed, self._drawn_s = False, time.monotonic()
+        self._drawn_s = time.monotonic()
         bundle = {"text/plain": "\n".join(lines)}
         if self._display is None:
             self._display = display(bundle, raw=True, display_id=True)
@@ -122,7 +114,10 @@ def _shown(line: str) -> str:
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
-def _write(text: str) -> None:
+def _write(rank: int, line: str) -> None:
+    text = f"[rank {rank}] {line}"
+    if sys.stdout.isatty():
+        text = f"\r\x1b[K{text}"
     try:
         sys.stdout.write(text)
     except UnicodeEncodeError:  # a terminal of a smaller alphabet
@@ -130,20 +125,17 @@ def _write(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
 
 
-def _tty() -> bool:
-    return sys.stdout.isatty()
-
-
 def in_notebook() -> bool:
     """Whether a Jupyter kernel runs us (IPython in a terminal has a stream that scrolls)."""
-    return getattr(_ipython(), "kernel", None) is not None
+    return getattr(running_ipython(), "kernel", None) is not None
 
 
 def interactive() -> bool:
-    """Whether somebody sits at IPython or a notebook, and wants to be told what happens."""
-    return _ipython() is not None
+    """Whether a user sits at IPython or a notebook, and wants to see what happens."""
+    return running_ipython() is not None
 
 
-def _ipython() -> Any:
+def running_ipython() -> Any:
+    """The IPython or kernel that runs this process, if one does."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None

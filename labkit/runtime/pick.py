@@ -1,16 +1,26 @@
-"""Which backend and device a world gets when the user names none, and why."""
+"""What a world gets when the user names nothing: backend, device and transport, each with the
+reason, and the largest number of ranks."""
 
+import os
+import shutil
 from dataclasses import dataclass
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from labkit.comm import Link, TwoLevel
+from labkit.runtime import folders
 from labkit.runtime.memory import available_bytes
 
 RANK_BYTES = 100e6  # what a rank takes before it does anything, with room to do something
 MOST_RANKS = 256
 SPARE_FILES = 16  # that a world opens beside the sockets of its ranks
+
+VARIABLE = "LABKIT_TRANSPORT"
+NAMES = ("shm", "gloo")
+LEAST_ROOM_BYTES = 128 << 20  # Docker gives 64 MB in all, which a few groups use up
+RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, may take
 
 
 @dataclass(frozen=True)
@@ -58,20 +68,67 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     )
 
 
-def _most_by_files() -> int:
-    """Each rank has two sockets in this process, and one to every other rank."""
+def pick_transport(
+    size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
+) -> tuple[str, str]:
+    """The transport as events name it ("shm", "gloo", "nccl"), and why not shared memory ("" for a
+    world that has it, or was told to do without).
+
+    Shared memory for the ranks of one machine's CPU, where it serves; else the backend. The first
+    that says something decides: `asked`, the argument; LABKIT_TRANSPORT in the environment, where
+    it can be had; `backend`, which may name gloo. Raises ValueError for an unknown name, and for
+    `asked` where this world cannot have it.
+    """
+    wished = os.environ.get(VARIABLE)
+    check_transport("transport", asked)
+    check_transport(VARIABLE, wished)
+    if picked.backend != "gloo":
+        if asked:
+            raise ValueError(
+                f'transport="{asked}" is for gloo ranks; this world has {picked.backend}, which '
+                "moves GPU tensors itself: leave transport out"
+            )
+        return picked.backend, ""
+    if link is not None:
+        if asked == "shm":
+            raise ValueError(
+                'transport="shm" and a link: the messages of a modelled wire go by gloo, so leave '
+                "one out"
+            )
+        return "gloo", ""
+    if named := asked or wished or backend:
+        return named, ""
+    if picked.device != "cpu":
+        return "gloo", ""
+    problem = _shared_memory_problem(size)
+    return "gloo" if problem else "shm", problem
+
+
+def check_transport(source: str, name: str | None) -> None:
+    """Raises ValueError where `name`, which `source` gives, is no transport."""
+    if name not in (None, "", *NAMES):
+        raise ValueError(
+            f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
+            "(messages), or leave it out for the best one here"
+        )
+
+
+def _shared_memory_problem(size: int) -> str:
+    wanted_bytes = max(LEAST_ROOM_BYTES, size * RANK_ROOM_BYTES)
     try:
-        import resource
-    except ImportError:  # a platform without such limits
-        return MOST_RANKS
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return MOST_RANKS
-    return (limit - psutil.Process().num_fds() - SPARE_FILES) // 2
+        free_bytes = shutil.disk_usage(folders.MEMORY).free
+    except OSError:
+        return f"there is no {folders.MEMORY}"
+    if free_bytes < wanted_bytes:
+        return (
+            f"{folders.MEMORY} has {free_bytes / 1e6:.0f} MB free, and {size} ranks may want "
+            f"{wanted_bytes / 1e6:.0f} MB"
+        )
+    return "" if os.access(folders.MEMORY, os.W_OK) else f"{folders.MEMORY} is not writable here"
 
 
 def check_size(size: int) -> None:
-    """Refuse a number of ranks that makes no sense here."""
+    """Raises TypeError or ValueError for a number of ranks that this machine cannot run."""
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"World({size!r}): the number of ranks is an integer")
     if size < 1:
@@ -93,3 +150,15 @@ def check_size(size: int) -> None:
             f"{max(0, most)} ranks; close some, or raise the limit (`ulimit -n 4096` in the "
             "shell that starts it)"
         )
+
+
+def _most_by_files() -> int:
+    """Each rank has two sockets in this process, and one to every other rank."""
+    try:
+        import resource
+    except ImportError:  # a platform without such limits
+        return MOST_RANKS
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return MOST_RANKS
+    return (limit - psutil.Process().num_fds() - SPARE_FILES) // 2

@@ -1,7 +1,7 @@
-"""torch.distributed as it is, on the ranks of a world: for labs that show it beside the door.
+"""torch.distributed as it is, on the ranks of a world: for labs that show it beside `Comm`.
 
-`Plain` has the names of a `Comm`, so that one program runs on both; nothing looks over its
-shoulder. `file_store` is the store that ranks of one machine can meet at, `LauncherStore` the one
+`Plain` has the names of a `Comm`, so that one program runs on both; nothing is checked or
+recorded. `file_store` is the store that ranks of one machine can meet at, `LauncherStore` the one
 that a launcher opens for processes that are not ranks yet.
 """
 
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.runtime.channel import loopback
+
 
 class Plain:
-    """A process group without a door. `rank` and `size` count inside the group.
+    """A bare process group. `rank` and `size` count inside the group.
 
     Without `group` it makes a new one of all ranks, so that `timeout_s` is its own, as it is that
     of subgroups (torch's is half an hour). All ranks make it at once.
@@ -49,7 +51,7 @@ class Plain:
 
 
 def file_store(path: str, timeout_s: float) -> Any:
-    """torch's store in the file `path`; who waits there for a key in vain gets a RuntimeError."""
+    """torch's store in the file `path`; waiting in vain for a key raises RuntimeError."""
     store = dist.FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -69,10 +71,9 @@ class LauncherStore:
             "127.0.0.1", self.port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-        loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
         self.variables = {
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 opens none
-            "GLOO_SOCKET_IFNAME": loopback,  # the ranks' own sockets stay inside this machine
+            "GLOO_SOCKET_IFNAME": loopback() or "lo",  # the ranks' sockets stay in this machine
         }
 
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
@@ -91,6 +92,6 @@ class LauncherStore:
 
 
 def _address(value: bytes) -> str:
-    """In gloo's bytes the port stands before the IP address, as in a socket's address of C."""
+    """In gloo's bytes the port precedes the IP address, as in a socket's address of C."""
     at = value.find(bytes([127, 0, 0, 1]))
     return f"127.0.0.1:{int.from_bytes(value[at - 2 : at], 'big')}"

@@ -1,6 +1,5 @@
-"""What a process's door consults besides its process group: who listens, which wire is
-modelled, and the board on which the ranks compare notes. A process has one of each, as it has
-one network card; whoever starts the rank sets them.
+"""What a process's communicators use besides their process groups: listeners, a modelled wire, and
+the board on which the ranks compare notes. A process has one of each, as it has one network card.
 """
 
 import os
@@ -21,9 +20,8 @@ from labkit.runtime.transports.link import Link, TwoLevel
 @dataclass
 class ProcessContext:
     """`listeners` get every event at its issue; its later times are filled in. `carrying` is
-    entered by the door, in whichever thread, around what makes memory for the operation; `clock`
-    tells the times of the events. `shared`, if given, is a folder in which all ranks can share
-    memory."""
+    entered, in any thread, around what allocates memory for an operation; `clock` gives the times
+    of the events. `shared`, if given, is a folder in which all ranks can share memory."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
@@ -50,13 +48,13 @@ def listen() -> Iterator[list[CommEvent]]:
 
 
 @contextmanager
-def listen_with(heard: Callable[[CommEvent], object]) -> Iterator[None]:
-    """Have `heard` called with every event at its issue."""
-    here.listeners.append(heard)
+def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
+    """Have `listener` called with every event at its issue."""
+    here.listeners.append(listener)
     try:
         yield
     finally:
-        here.listeners.remove(heard)
+        here.listeners.remove(listener)
 
 
 _COMM = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("comm", "runtime"))
@@ -65,8 +63,8 @@ _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 
 def caller() -> str:
-    """Where in the program we stand: the line that came through the door and, when that is
-    a strategy's, the user's line above it.
+    """Where the program calls a communicator: that line and, when it is a strategy's, the user's
+    line above it.
 
     "lesson.py:12 in train" or "ddp.py:80 in _launch, from lesson.py:12 in train"
     """

@@ -1,4 +1,4 @@
-"""Life of a rank: it is born from the server (or spawned), joins the process group, and runs what
+"""Life of a rank: it is forked from the server (or spawned), joins the process group, and runs what
 the driver sends until it is told to stop. It ends by `os._exit`, so that no half-dead gloo thread
 can abort it.
 """
@@ -42,7 +42,7 @@ KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glib
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a rank needs to know at birth."""
+    """All that a rank needs to know at its start."""
 
     rank: int
     size: int

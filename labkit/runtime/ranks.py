@@ -1,4 +1,4 @@
-"""The processes of a world: how they are born, heard and stopped."""
+"""The processes of a world: how they are started, heard and stopped."""
 
 import math
 import os
@@ -48,18 +48,18 @@ class Ranks:
         try:
             self.starter: Starter = starter(world._start_with)
 
-            def told(folder: str) -> None:
+            def register(folder: str) -> None:
                 folders.add(folder)
                 self.starter.answer_for(folder)
 
-            self.folder, self.shared = new_folder(told), ""
+            self.folder, self.shared = new_folder(register), ""
             if world.transport == "shm":
-                self.shared = memory_folder(told, self.folder)
+                self.shared = memory_folder(register, self.folder)
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
             with notice("starting ranks; the first time, importing torch takes seconds") as tick:
                 fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
-                self._spawn(world, self.folder if fits else new_folder(told, "/tmp"), tick)
+                self._spawn(world, self.folder if fits else new_folder(register, "/tmp"), tick)
         except BaseException:
             self.stop(kill=True)
             raise
@@ -70,10 +70,9 @@ class Ranks:
         specs = [
             Spec(
                 rank=rank, size=world.size, address=address, token=token, folder=self.folder,
-                shared=self.shared, backend=world.backend,
-                device=world.device, threads=world.threads, timeout_s=world.timeout_s,
-                link=world.link, seed=world.seed, check=world.check, cwd=os.getcwd(), path=sys.path,
-                env=env,
+                shared=self.shared, backend=world.backend, device=world.device,
+                threads=world.threads, timeout_s=world.timeout_s, link=world.link, seed=world.seed,
+                check=world.check, cwd=os.getcwd(), path=sys.path, env=env,
             )
             for rank in range(world.size)
         ]  # fmt: skip
@@ -91,7 +90,7 @@ class Ranks:
                     self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
-                        self._hear(pending.pop(end), end)
+                        _check_ready(pending.pop(end), end)
                         continue
                     caller, _ = sock.accept()
                     hello = caller.recv(HELLO.size, socket.MSG_WAITALL)
@@ -109,15 +108,8 @@ class Ranks:
         self.outputs = [outputs[rank] for rank in range(world.size)]
         self._look_after(until_s)
 
-    def _hear(self, rank: int, channel: Channel) -> None:
-        with suppress(EOFError):  # it has died, and is soon known to
-            kind, error = channel.recv()
-            if kind != "ready":
-                text = f"rank {rank} could not start:\n{error.format()}"
-                raise RankError(text, "raised", (rank,))
-
     def _look_after(self, until_s: float) -> None:
-        """Raises what stops the ranks from being born."""
+        """Raises RankError where a rank has died at its start, or `until_s` has passed."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
         if dead:
@@ -148,15 +140,15 @@ class Ranks:
 
     def in_step(self, output: RankOutput) -> bool:
         """Whether all answer, and have begun the same of torch's own operations."""
-        told: dict[int, Begun] = {}
+        begun: dict[int, Begun] = {}
         for channel in self.controls:
             with suppress(EOFError):
                 channel.send(("begun", None, None))
         until_s = time.monotonic() + ANSWER_S
-        while len(told) < self.size and time.monotonic() < until_s:
+        while len(begun) < self.size and time.monotonic() < until_s:
             answers = self.listen(TICK_S, output)
-            told.update({rank: body for rank, kind, body in answers if kind == "begun"})
-        return len(told) == self.size and in_step(told.values())
+            begun.update({rank: body for rank, kind, body in answers if kind == "begun"})
+        return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
         """All that the ranks have printed so far; not more, since a thread of theirs may go on."""
@@ -197,8 +189,16 @@ class Ranks:
             self._cleanup()
 
 
+def _check_ready(rank: int, channel: Channel) -> None:
+    with suppress(EOFError):  # it has died, as its starter will report
+        kind, error = channel.recv()
+        if kind != "ready":
+            text = f"rank {rank} could not start:\n{error.format()}"
+            raise RankError(text, "raised", (rank,))
+
+
 def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
-    """Nobody will talk to these ranks again: they end by themselves when they notice."""
+    """Close the connections, at which the ranks end by themselves, and remove the folders."""
     for end in ends:
         end.close()
     if os.getpid() == owner:  # not a fork of it

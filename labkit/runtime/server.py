@@ -4,7 +4,7 @@ A forked rank has nothing left to import and shares the server's memory: it live
 milliseconds at a fifth of the memory. What only some ranks need, and takes long to import, the
 server imports in its first quiet moment, for all ranks that come later; in a notebook, where it is
 started early, before the first ranks. It never touches CUDA, which does not survive a fork. It
-lives as long as the driver: when the driver's end of the socket closes, however that came about,
+lives as long as the driver: when the driver's end of the socket closes, for whatever reason,
 the server kills its ranks, removes their folders and ends.
 """
 
@@ -64,7 +64,13 @@ def main(fd: int, early: bool = False) -> None:
                     if more.ident is not None:
                         more.join()  # a fork has one thread, and what the others held stays locked
                     number, specs = body
-                    pids, refusal = _fork_all(specs, [driver.sock, wake_up, bell])
+                    pids: list[int] = []
+                    refusal = ""
+                    try:
+                        for spec in specs:
+                            pids.append(_fork(spec, [driver.sock, wake_up, bell]))
+                    except OSError as error:
+                        refusal = str(error)
                     children.update(dict.fromkeys(pids, number))
                     with suppress(EOFError):  # the driver has gone: what it sent before comes first
                         driver.send(("forked", (number, pids, refusal)))
@@ -91,17 +97,6 @@ def _warm_up_more() -> None:
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
-
-
-def _fork_all(specs: list[Spec], inherited: list[socket.socket]) -> tuple[list[int], str]:
-    """The ranks' process ids, and why there are not more of them, if so."""
-    pids: list[int] = []
-    try:
-        for spec in specs:
-            pids.append(_fork(spec, inherited))
-    except OSError as error:
-        return pids, str(error)
-    return pids, ""
 
 
 def _fork(spec: Spec, inherited: list[socket.socket]) -> int:

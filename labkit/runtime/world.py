@@ -29,8 +29,7 @@ from labkit.runtime.failures import Failures
 from labkit.runtime.interrupts import Interrupts, look
 from labkit.runtime.launch import warm_up_early
 from labkit.runtime.output import RankOutput, in_notebook, interactive
-from labkit.runtime.pick import check_size, pick
-from labkit.runtime.pick_transport import pick_transport
+from labkit.runtime.pick import check_size, pick, pick_transport
 from labkit.runtime.ranks import TICK_S, Ranks
 from labkit.runtime.transports.chooser import table_note
 from labkit.trace.recording import Recording
@@ -88,8 +87,8 @@ class World:
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device, link is not None)
         self.backend, self.device = self._pick.backend, self._pick.device
-        self._transport = pick_transport(size, self._pick, transport, backend, link)
-        self.transport = self._transport.name
+        picked = pick_transport(size, self._pick, transport, backend, link)
+        self.transport, self._no_shm = picked
         self._start_with = start
         self._alive: Ranks | None = None
         self._closed = False
@@ -99,7 +98,7 @@ class World:
             try:
                 self._ranks()
                 look()
-            except BaseException:  # an interrupt: nobody will ever have this world
+            except BaseException:  # an interrupt: the caller never gets this world
                 self._stop(kill=True)
                 raise
         if interactive():
@@ -110,7 +109,7 @@ class World:
         """What the ranks run on, and why."""
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
         through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
-        why_not = self._transport.why_not and f"; no shared memory: {self._transport.why_not}"
+        why_not = self._no_shm and f"; no shared memory: {self._no_shm}"
         size = ranks_in_words(self.size)
         return f"{size}, {self.backend} {where}{through}: {self._pick.why}{why_not}"
 
@@ -186,7 +185,7 @@ class World:
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
-            self._table = table_note()  # the ranks keep the environment that they are born with
+            self._table = table_note()  # the ranks keep the environment of their start
             with Interrupts():
                 self._alive = Ranks(self)
         if self._alive.owner != os.getpid():

@@ -33,7 +33,7 @@ def program(name: str) -> tuple[Callable[[Any], Any], int]:
 
 
 DISAGREE = "the ranks disagree about collective 1 of group default:"
-STUCK = "Who stood where:"
+STUCK = "Where each rank was:"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 not, and why is in the error."""
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,24 +9,10 @@ import torch
 from labkit import Comm, RankError, World
 from worlds import world_fixture
 
-pytest.importorskip("IPython", reason="the magics need IPython")
-from IPython.core.error import UsageError
-from IPython.core.interactiveshell import InteractiveShell
-
 KEPT = "All ranks keep their variables"
 
 
 world = world_fixture(3, timeout_s=60)
-
-
-@pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
-    shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "labkit")
-    shell.run_cell_magic("ranks", "3", "pass")
-    yield shell
-    shell.run_line_magic("ranks", "close")
-    InteractiveShell.clear_instance()
 
 
 def sum_of_ones(world: World) -> list[float]:
@@ -88,14 +72,16 @@ def test_ranks_that_ended_their_process_group_are_replaced(world: World, who: st
     assert world.run(lambda: len(Comm().all_gather_object(0))) == [world.size] * world.size
 
 
-@pytest.mark.parametrize("source", ["return 3", "await comm", "break", "x = 1\nyield x", "x ="])
+@pytest.mark.parametrize(
+    "source", ["return 3", "await comm", "break", "x = 1\nyield x", "x =", "!ls"]
+)
 def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source: str) -> None:
     remember(world)
     with pytest.raises(SyntaxError) as info:
         world.run_cell("comm.barrier()\n" + source, "<cell of the mistake>")
     assert info.value.lineno and info.value.lineno > 1
-    if "await" in source:
-        assert "asyncio.run" in info.value.__notes__[0]
+    for text, note in (("await", "asyncio.run"), ("!ls", "do not work there")):
+        assert text not in source or note in info.value.__notes__[0]
     assert remembers(world)
 
 
@@ -169,58 +155,6 @@ def test_without_the_board_ranks_are_stopped_after_an_exception() -> None:
         with pytest.raises(RankError, match="What these kept is gone"):
             world.run_cell("undefined_name", "<cell>")
         assert sum_of_ones(world) == [2, 2]
-
-
-# ---- what a cell shows
-
-
-def show(shell: InteractiveShell, cell: str, line: str = "") -> Any:
-    return shell.run_cell_magic("ranks", line, cell)
-
-
-def test_a_value_that_does_not_travel_is_shown(shell: InteractiveShell) -> None:
-    show(shell, "from labkit import DDP\nmodel = DDP(torch.nn.Linear(2, 3))\nkept = rank")
-    assert "Linear(in_features=2" in repr(show(shell, "model"))
-    assert "generator" in repr(show(shell, "(x for x in ())"))
-    assert "tensor([2., 2.])" in repr(show(shell, "torch.full((2,), rank + 0.0)")).splitlines()[2]
-    assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]
-    assert show(shell, "None") is None
-
-
-def test_a_value_is_shown_as_its_own_page_where_it_has_one(shell: InteractiveShell) -> None:
-    cell = (
-        "class Page:\n    def __repr__(self): return '<text>'\n"
-        "    def _repr_html_(self): return f'<b>{rank}</b>'\n"
-        "Page() if rank < 2 else '<plain>'"
-    )
-    values = show(shell, cell)
-    html = values._repr_html_()
-    assert "<b>0</b>" in html and "<b>1</b>" in html and "&lt;plain&gt;" in html
-    assert "rank 0: <text>" in repr(values)
-    assert show(shell, "rank")._repr_html_() is None
-
-
-def test_a_repr_that_raises_costs_nothing(shell: InteractiveShell) -> None:
-    show(shell, "kept = rank")
-    cell = "class Bad:\n    def __repr__(self): raise ValueError\nBad()"
-    assert "its repr raised ValueError" in repr(show(shell, cell))
-    assert repr(show(shell, "kept", "2,")) == "rank 2: 2"
-
-
-def test_values_come_here_when_they_are_asked_for(shell: InteractiveShell) -> None:
-    assert show(shell, "torch.ones(2) * rank", "0,2 -o found") is None
-    found = shell.user_ns["found"]
-    assert [x.tolist() for x in found] == [[0.0, 0.0], [2.0, 2.0]]
-    for line in ("3 -o", "3 -o 1x", "3 -o a b"):
-        with pytest.raises(UsageError, match="give the list a name"):
-            show(shell, "rank", line)
-
-
-def test_ranks_of_a_subset_keep_their_variables(shell: InteractiveShell) -> None:
-    show(shell, "kept = rank")
-    with pytest.raises(RankError, match=KEPT):
-        show(shell, "undefined_name", "0,2")
-    assert repr(show(shell, "kept")).splitlines() == ["rank 0: 0", "rank 1: 1", "rank 2: 2"]
 
 
 def test_ranks_that_left_their_group_do_not_train_alone(world: World) -> None:

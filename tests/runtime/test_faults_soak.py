@@ -1,5 +1,5 @@
-"""Two hundred worlds with faults of all kinds, interrupts and kills, one after the other, in one
-process: afterwards there is no process, descriptor, thread or file that was not there before."""
+"""Many worlds with faults of all kinds, interrupts and kills, one after the other, in one process:
+afterwards there is no process, descriptor, thread or file that was not there before."""
 
 import os
 import random
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,10 +16,9 @@ import torch
 import labkit
 from labkit import Comm, RankError, World
 from labkit.runtime.launch import ForkServer
-from provoke import alive, driver, gone, until
-from test_failures import INTERRUPTED
+from provoke import alive, driver, gone, interrupted, until
 
-WORLDS = 200
+WORLDS = int(os.environ.get("LABKIT_SOAK_WORLDS", "70"))
 SEED = int(os.environ.get("LABKIT_SOAK_SEED", "0"))
 
 
@@ -35,41 +33,8 @@ def on_the_last(fault: Callable[[], object]) -> None:
     all_reduce()
 
 
-def raised() -> None:
-    on_the_last(lambda: 1 // 0)
-
-
-def died(number: int) -> None:
-    on_the_last(lambda: os.kill(os.getpid(), number))
-
-
-def exited() -> None:
-    on_the_last(lambda: os._exit(3))
-
-
-def all_died() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def disagreed() -> None:
-    on_the_last(lambda: all_reduce(9))
-
-
-def returned_early() -> None:
-    if Comm().rank:
-        all_reduce()
-
-
-def circle() -> None:
-    Comm().recv(torch.ones(1), (Comm().rank + 1) % Comm().size)
-
-
-def unpicklable() -> object:
-    return threading.Lock()
-
-
-def hung() -> None:
-    on_the_last(lambda: time.sleep(600))
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
 
 
 def big_message_under_way() -> None:
@@ -84,7 +49,7 @@ def flooding() -> None:
             print("flood" * 100)
 
     threading.Thread(target=flood, daemon=True).start()
-    raised()
+    on_the_last(lambda: 1 // 0)
 
 
 def with_children_and_shared_memory() -> None:
@@ -97,7 +62,7 @@ def with_children_and_shared_memory() -> None:
         torch.ones(1000).share_memory_(),
     ]
     labkit.attach().state.kept[1].start()
-    raised()
+    on_the_last(lambda: 1 // 0)
 
 
 def came_and_went() -> None:
@@ -107,25 +72,24 @@ def came_and_went() -> None:
         if half is not None:
             half.all_reduce(torch.ones(2))
     labkit.attach().state.half = half
-    raised()
+    on_the_last(lambda: 1 // 0)
 
 
-KINDS: dict[str, tuple[Callable, tuple, str]] = {
-    "raised": (raised, (), "raised"),
-    "killed": (died, (signal.SIGKILL,), "died"),
-    "crashed": (died, (signal.SIGSEGV,), "died"),
-    "exited": (exited, (), "died"),
-    "all died": (all_died, (), "died"),
-    "disagreed": (disagreed, (), "disagree"),
-    "returned early": (returned_early, (), "stuck"),
-    "circle": (circle, (), "stuck"),
-    "unpicklable": (unpicklable, (), "unpicklable"),
-    "unpicklable argument": (print, (threading.Lock(),), "unpicklable"),
-    "hung": (hung, (), "stuck"),
-    "big message under way": (big_message_under_way, (), "died"),
-    "flooding": (flooding, (), "raised"),
-    "subgroups": (came_and_went, (), "raised"),
-    "with children": (with_children_and_shared_memory, (), "raised"),
+KINDS: dict[str, tuple[Callable[..., object], str]] = {
+    "raised": (lambda: on_the_last(lambda: 1 // 0), "raised"),
+    "killed": (lambda: on_the_last(lambda: die(signal.SIGKILL)), "died"),
+    "crashed": (lambda: on_the_last(lambda: die(signal.SIGSEGV)), "died"),
+    "exited": (lambda: on_the_last(lambda: os._exit(3)), "died"),
+    "all died": (lambda: die(signal.SIGKILL), "died"),
+    "disagreed": (lambda: on_the_last(lambda: all_reduce(9)), "disagree"),
+    "returned early": (lambda: all_reduce() if Comm().rank else None, "stuck"),
+    "circle": (lambda: Comm().recv(torch.ones(1), (Comm().rank + 1) % Comm().size), "stuck"),
+    "unpicklable": (threading.Lock, "unpicklable"),
+    "hung": (lambda: on_the_last(lambda: time.sleep(600)), "stuck"),
+    "big message under way": (big_message_under_way, "died"),
+    "flooding": (flooding, "raised"),
+    "subgroups": (came_and_went, "raised"),
+    "with children": (with_children_and_shared_memory, "raised"),
 }
 
 
@@ -145,13 +109,6 @@ def server() -> psutil.Process:
     return psutil.Process(ForkServer._only._process.pid)
 
 
-names: dict[str, Any] = {
-    "threading": threading, "os": os, "signal": signal, "time": time, "torch": torch, "Comm": Comm,
-}  # fmt: skip
-exec(INTERRUPTED, names)
-interrupted: Callable[..., BaseException | None] = names["interrupted"]
-
-
 class Soak:
     """Each method but `works` does something bad to one or two worlds, and sees to it that the next
     thing works."""
@@ -159,18 +116,20 @@ class Soak:
     def __init__(self, seed: int):
         self.chance = random.Random(seed)
         self.begotten: set[int] = set()
+        self.faults: list[str] = []  # each kind once, before the first comes again
 
     def works(self, world: World) -> None:
         self.begotten |= descendants()
         assert world.run(lambda: Comm().rank) == list(range(world.size))
 
     def fault(self) -> str:
-        name = self.chance.choice(sorted(KINDS))
-        fn, args, kind = KINDS[name]
+        self.faults = self.faults or self.chance.sample(sorted(KINDS), len(KINDS))
+        name = self.faults.pop()
+        fn, kind = KINDS[name]
         # Only a hang needs a short timeout; on a loaded machine a death may take a second.
         with World(self.chance.choice((2, 3)), timeout_s=1 if kind == "stuck" else 20) as world:
             with pytest.raises(RankError) as info:
-                world.run(fn, *args)
+                world.run(fn)
             assert info.value.kind == kind, name
             if self.chance.random() < 0.5:
                 self.works(world)
@@ -226,7 +185,7 @@ class Soak:
         with driver(script, folder) as running:
             (pid,) = running.hear_pids()
             time.sleep(lives_s)
-            family = [one.pid for one in psutil.Process(pid).children(recursive=True)]
+            family = [process.pid for process in psutil.Process(pid).children(recursive=True)]
             running.process.kill()
             assert gone(family, within_s=60)
             assert until(lambda: not running.leftovers())
@@ -237,8 +196,8 @@ class Soak:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_200_worlds_leave_no_process_descriptor_thread_or_file(
+@pytest.mark.timeout(600)
+def test_worlds_with_faults_leave_no_process_descriptor_thread_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     World(1).close()  # the server is there from now on
@@ -255,9 +214,9 @@ def test_200_worlds_leave_no_process_descriptor_thread_or_file(
     for k in range(WORLDS):
         drawn = soak.chance.random()
         try:
-            if k % 50 == 25:
+            if k % 30 == 25:
                 done = soak.killed_driver(tmp_path / f"driver{k}")
-            elif k % 40 == 20:
+            elif k % 30 == 10:
                 done = soak.killed_server_and_interrupted_first_start()
             elif drawn < 0.2:
                 done = soak.interrupted_start()

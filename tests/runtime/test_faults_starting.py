@@ -17,10 +17,9 @@ import pytest
 from labkit import Comm, RankInterrupt, World
 from labkit.runtime.launch import ForkServer
 from provoke import driver, gone, until
-from test_failures import INTERRUPTED
-from test_magics import Kernel, text_of, told
+from test_magics import Kernel, output_of, text_of
 
-ROUNDS = 6
+ROUNDS = 4
 NEW_SERVER = (
     "from labkit import Comm, World\n"
     "from labkit.runtime.launch import ForkServer\n"
@@ -69,7 +68,7 @@ def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_n
         for pause_s in moments_s:
             time.sleep(pause_s)
             kernel.manager.interrupt_kernel()
-        error = text_of([told(message) for message in kernel.messages(request)], "error")
+        error = text_of([output_of(message) for message in kernel.messages(request)], "error")
         where = f"round {k}, early={early}, interrupts after {moments_s} s, then: {error}"
         assert not error or "KeyboardInterrupt" in error, where
         interrupted += bool(error)
@@ -93,7 +92,7 @@ def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
 def test_a_kernel_killed_while_the_server_warms_up_leaves_nothing(
     after_s: float, tmp_path: Path
 ) -> None:
@@ -169,29 +168,6 @@ def test_one_interrupt_stops_a_message_that_a_rank_does_not_finish() -> None:
             world.run(answer_half)
         timer.join()
         assert world.run(lambda: Comm().rank) == [0, 1]
-
-
-@pytest.mark.slow
-def test_one_interrupt_is_enough_while_ranks_restart_after_a_failure(tmp_path: Path) -> None:
-    script = (
-        INTERRUPTED
-        + """
-import psutil
-with World(2) as world:
-    try:
-        world.run(lambda: os._exit(1))
-    except RankError:
-        pass
-    (server,) = psutil.Process().children()
-    server.suspend()
-    raised = interrupted(lambda: world.run(ones), 0.5)
-    server.resume()
-    say(type(raised).__name__, world.run(ones))
-"""
-    )
-    with driver(script, tmp_path) as running:
-        assert running.hear().endswith("KeyboardInterrupt [2.0, 2.0]")
-        assert running.rest() == "" and not running.leftovers()
 
 
 def test_a_long_temporary_folder_opens_no_port_and_leaves_nothing(

@@ -39,11 +39,19 @@ def values(shell: InteractiveShell, line: str, cell: str) -> Any:
     return shell.user_ns["found"]
 
 
-def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(shell: InteractiveShell) -> None:
+def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = values(shell, "4", "x = rank * 10\nx + size")
     assert found == [4, 14, 24, 34]
     assert repr(found) == repr(ranks(shell, "4", "x + size"))
     assert repr(found).splitlines() == ["rank 0: 4", "rank 1: 14", "rank 2: 24", "rank 3: 34"]
+    assert values(shell, "4", "None if rank else 5") == [5, None, None, None]
+    cell = "x = torch.ones(1)\ncomm.all_reduce(x)\ndist.barrier()\nx.item(), str(device)"
+    assert values(shell, "4", cell) == [(4.0, "cpu")] * 4
+    capsys.readouterr()
+    assert ranks(shell, "4", "print('hello')") is None
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {k}] hello" for k in range(4)]
 
 
 def test_the_world_and_its_names_last_from_cell_to_cell(shell: InteractiveShell) -> None:
@@ -59,23 +67,6 @@ def test_a_list_of_ranks_runs_there_only(shell: InteractiveShell) -> None:
     assert values(shell, "2,", "rank") == [2]
     assert values(shell, " 3 , 1 ", "rank") == [3, 1]
     assert repr(ranks(shell, "1,", "rank")) == "rank 1: 1"
-
-
-def test_the_names_of_the_lab_are_there(shell: InteractiveShell) -> None:
-    cell = "x = torch.ones(1)\ncomm.all_reduce(x)\ndist.barrier()\nx.item(), str(device)"
-    assert values(shell, "4", cell) == [(4.0, "cpu")] * 4
-
-
-def test_a_cell_without_a_value_shows_nothing(shell: InteractiveShell) -> None:
-    assert ranks(shell, "4", "a = 1") is None
-    assert values(shell, "4", "None if rank else 5") == [5, None, None, None]
-
-
-def test_what_the_cell_prints_is_marked(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks(shell, "4", "print('hello')")
-    assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {k}] hello" for k in range(4)]
 
 
 def test_an_error_shows_the_line_of_the_cell(shell: InteractiveShell) -> None:
@@ -97,6 +88,8 @@ def test_ranks_shows_and_resets_the_world(
     shell.run_line_magic("ranks", "reset")
     assert "new ranks" in capsys.readouterr().out
     assert values(shell, "4", "'kept' in globals()") == [False] * 4
+    with pytest.raises(UsageError, match="use %ranks, %ranks reset or %ranks close"):
+        shell.run_line_magic("ranks", "explode")
 
 
 def test_another_size_makes_another_world_and_says_so(
@@ -111,36 +104,27 @@ def test_another_size_makes_another_world_and_says_so(
     assert values(shell, "4", "size") == [4] * 4
 
 
-@pytest.mark.parametrize("line", ["four", "1 2", "0,x", "1.5", ",", "--help", "0,,1"])
-def test_a_malformed_line_gets_the_usage(shell: InteractiveShell, line: str) -> None:
-    pids = values(shell, "", "import os; os.getpid()")
-    with pytest.raises(UsageError, match="give a number of ranks .%%ranks 4. or a list"):
-        ranks(shell, line, "rank")
-    assert values(shell, "", "os.getpid()") == pids
+USAGE = "give a number of ranks .%%ranks 4. or a list"
 
 
 @pytest.mark.parametrize(
-    "line, reason", [("0", "at least 1"), ("-1", "at least"), ("9999", "too many")]
+    ("line", "error", "says"),
+    [
+        *[(line, UsageError, USAGE) for line in ("four", "1 2", "0,x", "1.5", ",", "-h", "0,,1")],
+        *[(line, UsageError, "give the list a name") for line in ("3 -o", "3 -o 1x", "3 -o a b")],
+        ("0,7", UsageError, "there is no rank 7; choose among 0 to 3"),
+        ("0", ValueError, "at least 1"),
+        ("-1", ValueError, "at least"),
+        ("9999", ValueError, "too many"),
+    ],
 )
-def test_a_size_that_is_refused_does_not_cost_the_world_there_is(
-    shell: InteractiveShell, line: str, reason: str
+def test_a_wrong_line_says_what_is_right_and_does_not_cost_the_world_there_is(
+    shell: InteractiveShell, line: str, error: type[Exception], says: str
 ) -> None:
     pids = values(shell, "", "import os; os.getpid()")
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(error, match=says):
         ranks(shell, line, "rank")
     assert values(shell, "", "os.getpid()") == pids
-
-
-def test_a_rank_that_is_not_there_is_refused(shell: InteractiveShell) -> None:
-    with pytest.raises(UsageError, match="there is no rank 7; choose among 0 to 3"):
-        ranks(shell, "0,7", "rank")
-
-
-def test_an_unknown_command_gets_the_list_of_commands(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match="use %ranks, %ranks reset or %ranks close"):
-        shell.run_line_magic("ranks", "explode")
 
 
 def test_closing_ends_the_ranks_and_the_next_cell_makes_new_ones(
@@ -156,6 +140,31 @@ def test_closing_ends_the_ranks_and_the_next_cell_makes_new_ones(
     with pytest.raises(ValueError, match="at least 1"):
         ranks(shell, "0", "rank")
     assert values(shell, "0,1", "size") == [4, 4], "a list alone makes the usual world"
+
+
+def test_a_value_is_shown_as_it_shows_itself_and_stays_on_its_rank(
+    shell: InteractiveShell,
+) -> None:
+    ranks(shell, "3", "from labkit import DDP\nmodel = DDP(torch.nn.Linear(2, 3))\nkept = rank")
+    assert "Linear(in_features=2" in repr(ranks(shell, "", "model")), "which cannot travel"
+    assert "generator" in repr(ranks(shell, "", "(x for x in ())"))
+    shown = repr(ranks(shell, "", "torch.full((2,), rank + 0.0)"))
+    assert "tensor([2., 2.])" in shown.splitlines()[2]
+    bad = "class Bad:\n    def __repr__(self): raise ValueError\nBad()"
+    assert "its repr raised ValueError" in repr(ranks(shell, "", bad))
+    page = (
+        "class Page:\n    def __repr__(self): return '<text>'\n"
+        "    def _repr_html_(self): return f'<b>{rank}</b>'\n"
+        "Page() if rank < 2 else '<plain>'"
+    )
+    pages = ranks(shell, "", page)
+    html = pages._repr_html_()
+    assert "<b>0</b>" in html and "<b>1</b>" in html and "&lt;plain&gt;" in html
+    assert "rank 0: <text>" in repr(pages) and ranks(shell, "", "rank")._repr_html_() is None
+    with pytest.raises(RankError, match="All ranks keep their variables"):
+        ranks(shell, "0,2", "undefined_name")
+    found = values(shell, "", "kept * torch.ones(2)")
+    assert [x.tolist() for x in found] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 # ---- a real kernel
@@ -208,7 +217,7 @@ class Kernel:
 
     def run(self, code: str) -> list[tuple[str, str]]:
         """Kind and text of all that a cell puts out."""
-        return [told(message) for message in self.messages(self.begin(code))]
+        return [output_of(message) for message in self.messages(self.begin(code))]
 
     def stop(self) -> None:
         self.client.stop_channels()
@@ -217,7 +226,8 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
-def told(message: dict[str, Any]) -> tuple[str, str]:
+def output_of(message: dict[str, Any]) -> tuple[str, str]:
+    """Kind and text of what a cell puts out."""
     content = message["content"]
     if message["msg_type"] == "stream":
         return content["name"], content["text"]
@@ -262,7 +272,7 @@ def test_output_and_bars_appear_in_the_cell_while_it_runs(kernel: Kernel) -> Non
     )
     seen = []
     for message in kernel.messages(request):
-        kind, text = told(message)
+        kind, text = output_of(message)
         if kind in ("display_data", "update_display_data"):
             seen.append(text)
             if all(f"[rank {rank}]  50%" in text for rank in (0, 1)):
@@ -320,7 +330,7 @@ def test_the_interrupt_button_stops_a_hanging_cell_and_the_next_one_works(kernel
     )
     assert until(flag.exists)
     kernel.manager.interrupt_kernel()
-    outputs = [told(message) for message in kernel.messages(request)]
+    outputs = [output_of(message) for message in kernel.messages(request)]
     assert "interrupted; the 2 ranks were stopped" in text_of(outputs, "error")
     assert gone(pids)
     after = text_of(kernel.run("%%ranks 2\nrank"), "execute_result")
@@ -345,31 +355,33 @@ def test_a_flood_in_a_notebook_does_not_drown_it(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "kill the group", "restart", "shutdown"])
-def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [("kill the group",), ("restart", "shutdown")], ids=" ".join)
+def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(
+    ways: tuple[str, ...], tmp_path: Path
+) -> None:
     pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
     pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
     kernel = Kernel(tmp_path)
     try:
-        kernel.run("%load_ext labkit")
-        # The server was warmed up early: even the first ranks have what an optimizer imports.
-        loaded = kernel.run("%%ranks 2\nimport sys\n'torch._dynamo' in sys.modules")
-        assert "rank 1: True" in text_of(loaded, "execute_result")
-        process = psutil.Process(kernel.manager.provisioner.pid)
-        family = [child.pid for child in process.children(recursive=True)]
-        assert len(family) == 3 and all(map(alive, family))
-        assert any(name.startswith("labkit-") for name in os.listdir(tmp_path))
-        kernel.begin("%%ranks 2\nimport time\ntime.sleep(600)")
-        until(lambda: False, 0.5)
-        if how == "kill":
-            process.kill()
-        elif how == "kill the group":
-            os.killpg(process.pid, signal.SIGKILL)
-        elif how == "restart":
-            kernel.manager.restart_kernel(now=True)
-        else:
-            kernel.manager.shutdown_kernel()
-        assert gone(family)
-        assert until(lambda: not [name for name in os.listdir(tmp_path) if "labkit-" in name])
+        for way in ways:
+            kernel.run("%load_ext labkit")
+            # The server was warmed up early: even the first ranks have what an optimizer imports.
+            loaded = kernel.run("%%ranks 2\nimport sys\n'torch._dynamo' in sys.modules")
+            assert "rank 1: True" in text_of(loaded, "execute_result")
+            process = psutil.Process(kernel.manager.provisioner.pid)
+            family = [child.pid for child in process.children(recursive=True)]
+            assert len(family) == 3 and all(map(alive, family))
+            assert any(name.startswith("labkit-") for name in os.listdir(tmp_path))
+            kernel.begin("%%ranks 2\nimport time\ntime.sleep(600)")
+            until(lambda: False, 0.5)
+            if way == "kill the group":
+                os.killpg(process.pid, signal.SIGKILL)
+            elif way == "restart":
+                kernel.manager.restart_kernel(now=True)
+                kernel.client.wait_for_ready(timeout=60)
+            else:
+                kernel.manager.shutdown_kernel()
+            assert gone(family)
+            assert until(lambda: not [name for name in os.listdir(tmp_path) if "labkit-" in name])
     finally:
         kernel.stop()

@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from labkit.comm import here
 from labkit.runtime import folders
 from labkit.runtime.transports.shm import collectives, futex, ring, slots
 from labkit.runtime.transports.shm.mail import Inbox, Outbox
-from provoke import driver, gone, until
+from provoke import gone
 from worlds import on_each_rank, world_fixture
 
 MEMORY = Path("/dev/shm")
@@ -33,8 +35,7 @@ LENGTHS = (0, 1, 3, 1000, 8192, 8193, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3
 
 # As the suite's, also where LABKIT_TRANSPORT has the rest of it run over gloo.
 world2 = world_fixture(2, transport="shm")
-
-
+world3 = world_fixture(3, transport="shm")
 world4 = world_fixture(4, transport="shm")
 
 
@@ -83,23 +84,13 @@ def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
 
 
 @pytest.mark.slow
-def test_the_contract_in_tiny_pieces() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_contract_in_tiny_pieces(size: int) -> None:
     def tiny() -> None:
         with_tiny_pieces()
-        check(Comm())
+        (comm_contract.check_thoroughly if size == 4 else check)(Comm())
 
-    for size in (2, 3):
-        with World(size, transport="shm") as world:
-            world.run(tiny)
-
-
-@pytest.mark.slow
-def test_the_contract_thoroughly_in_tiny_pieces() -> None:
-    def tiny() -> None:
-        with_tiny_pieces()
-        comm_contract.check_thoroughly(Comm())
-
-    with World(4, transport="shm") as world:
+    with World(size, transport="shm") as world:
         world.run(tiny)
 
 
@@ -360,69 +351,84 @@ def test_without_futexes_waiting_ranks_poll() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["barrier", "async", "recv", "send", "long send", "irecv"])
-def test_a_rank_that_is_late_is_a_comm_error(call: str) -> None:
-    def alone() -> None:
-        comm = Comm()
-        if comm.rank == 1:
-            time.sleep(600)
-        x = torch.ones(3 if call != "long send" else 3_000_000)
-        if call == "barrier":
-            comm.barrier()
-        elif call == "async":
-            handle = comm.all_reduce(x, async_op=True)
-            assert handle is not None
-            handle.wait()
-        elif call == "irecv":
-            comm.irecv(x, 1).wait()
-        elif call == "recv":
-            comm.recv(x, 1)
-        else:
-            comm.send(x, 1)
+def test_a_rank_that_is_late_is_a_comm_error() -> None:
+    calls: dict[str, Callable[[Comm, torch.Tensor], Any]] = {
+        "barrier": lambda comm, x: comm.barrier(),
+        "async": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),  # type: ignore[union-attr]
+        "recv": lambda comm, x: comm.recv(x, 1),
+        "irecv": lambda comm, x: comm.irecv(x, 1).wait(),
+        "send": lambda comm, x: comm.send(x, 1),
+        "long send": lambda comm, x: comm.send(torch.ones(3_000_000), 1),
+    }
+
+    def errors_of_rank_0() -> dict[str, str]:
+        groups = {call: Comm().subgroup([0, 1]) for call in calls}  # an error breaks a group
+        errors: dict[str, str] = {}
+
+        def wait(call: str) -> None:
+            try:
+                calls[call](groups[call], torch.ones(3))  # type: ignore[arg-type]
+            except CommError as error:
+                errors[call] = str(error)
+
+        threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
+        for thread in threads if Comm().rank == 0 else ():
+            thread.start()
+        for thread in threads if Comm().rank == 0 else ():
+            thread.join()
+        return errors
 
     with World(2, transport="shm", timeout_s=0.5, check=False) as world:
-        with pytest.raises(RankError, match="(?s)failed: Timed out waiting 1.5 s for") as told:
-            world.run(alone)
-        assert told.value.kind == "stuck"
+        errors, _ = world.run(errors_of_rank_0)
+    assert errors.keys() == calls.keys()
+    assert all("failed: Timed out waiting 1.5 s for" in error for error in errors.values()), errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("call", ["short", "long", "async", "recv", "send"])
 def test_a_rank_that_comes_too_late_gets_an_error_and_no_result(
-    call: str, transport: str, tmp_path: Path
+    transport: str, tmp_path: Path
 ) -> None:
-    """So does who goes on after its error. (As over gloo.)"""
+    """So does one that goes on after its error. (As over gloo.)"""
+    calls = ("short", "long", "async", "recv", "send")
 
-    def go_on() -> list[str]:
-        comm, heard = Comm(), []
-        while comm.rank == 1 and not (tmp_path / "given up").exists():
+    def use(comm: Comm, call: str, x: torch.Tensor) -> None:
+        if call in ("recv", "send"):
+            receives = (call == "recv") == (comm.rank == 0)
+            (comm.recv if receives else comm.send)(x, 1 - comm.rank)
+        elif handle := comm.all_reduce(x, async_op=call == "async"):
+            handle.wait()
+
+    def go_on(comm: Comm, call: str) -> list[str]:
+        errors = []
+        while comm.rank == 1 and not (tmp_path / call).exists():
             time.sleep(0.01)
         for k in range(3):
             x = torch.full((1 << 8 if call == "short" else 1 << 18,), 10.0**k)
             try:
-                if call in ("recv", "send"):
-                    (comm.recv if (call == "recv") == (comm.rank == 0) else comm.send)(
-                        x, 1 - comm.rank
-                    )
-                elif handle := comm.all_reduce(x, async_op=call == "async"):
-                    handle.wait()
-                heard.append(str(x[0]))
+                use(comm, call, x)
+                errors.append(str(x[0]))
             except CommError as error:
-                heard.append(str(error))
+                errors.append(str(error))
             except RuntimeError as error:  # gloo's own, of a message it does not begin
-                heard.append(f"failed: {error}")
+                errors.append(f"failed: {error}")
                 assert transport == "gloo"
-            (tmp_path / "given up").touch()
-        return heard
+            (tmp_path / call).touch()
+        return errors
+
+    def in_a_group_each() -> list[list[str]]:
+        groups = [(Comm().subgroup([0, 1]), call) for call in calls]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return list(pool.map(lambda given: go_on(*given), groups))  # type: ignore[arg-type]
 
     with World(2, transport=transport, timeout_s=0.5, check=False) as world:
-        early, late = world.run(go_on)
-    assert all("failed: " in heard for heard in (*early, *late)), (early, late)
-    if transport == "shm":
-        assert "Timed out" in early[0] and "gave up" in late[0]
-        for heard in (*early[1:], *late[1:]):
-            assert "of no more use after an earlier error" in heard and "restart()" in heard
+        ranks = world.run(in_a_group_each)
+    for early, late in zip(*ranks, strict=True):
+        assert all("failed: " in error for error in (*early, *late)), (early, late)
+        if transport == "shm":
+            assert "Timed out" in early[0] and "gave up" in late[0]
+            for error in (*early[1:], *late[1:]):
+                assert "of no more use after an earlier error" in error and "restart()" in error
 
 
 def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> None:
@@ -473,44 +479,30 @@ def test_what_all_have_mapped_has_no_name_any_more() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_killed_in_the_middle_takes_the_others_along(asynchronous: bool) -> None:
-    def until_killed() -> None:
+@pytest.mark.parametrize("ends", ["killed", "failing"])
+def test_a_rank_that_ends_in_the_middle_stops_the_others_at_once(
+    ends: str, asynchronous: bool
+) -> None:
+    def until_the_end() -> None:
         comm = Comm()
         for k in range(10_000):
             if comm.rank == 1 and k == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-            handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
-            if handle is not None:
-                handle.wait()
-
-    before = in_shared_memory()
-    with World(3, transport="shm") as world:
-        pids = world.run(os.getpid)
-        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-            world.run(until_killed)
-        assert gone(pids)
-        assert in_shared_memory() <= before
-        world.run(use_everything)
-    assert in_shared_memory() <= before
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_fails_midway_stops_the_others_at_once(asynchronous: bool) -> None:
-    def until_wrong() -> None:
-        comm = Comm()
-        for k in range(10_000):
-            if comm.rank == 1 and k == 20:
+                if ends == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise ArithmeticError("on purpose")
             handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
             if handle is not None:
                 handle.wait()
 
+    says = "was killed by SIGKILL" if ends == "killed" else "raised ArithmeticError: on purpose"
     before = in_shared_memory()
     with World(3, transport="shm", timeout_s=100) as world:
-        with pytest.raises(RankError, match="rank 1 raised ArithmeticError: on purpose"):
-            world.run(until_wrong)
-        assert in_shared_memory() <= before
+        pids = world.run(os.getpid)
+        with pytest.raises(RankError, match=f"rank 1 {says}"):
+            world.run(until_the_end)
+        assert gone(pids) and in_shared_memory() <= before
         world.run(use_everything)
+    assert in_shared_memory() <= before
 
 
 @pytest.mark.parametrize("way", ["blocking", "async", "recv"])
@@ -542,48 +534,22 @@ def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["blocking", "async", "recv", "send"])
-def test_the_report_says_which_rank_waits_for_which(way: str) -> None:
+def test_the_report_says_which_rank_waits_for_which(world3: World, way: str) -> None:
     def wait() -> None:
         comm, x = Comm(), torch.ones(300_000)
         if comm.rank == 1:
             return
-        if way == "recv":
-            comm.recv(x, 1)
-        elif way == "send":
-            comm.send(x, 1)
-        else:
-            handle = comm.all_reduce(x, async_op=way == "async")
-            assert handle is not None
+        if way in ("recv", "send"):
+            (comm.recv if way == "recv" else comm.send)(x, 1)
+        elif handle := comm.all_reduce(x, async_op=way == "async"):
             handle.wait()
 
     call = {"recv": r"recv\(from 1\)", "send": r"send\(to 1\)"}.get(way, r"all_reduce\(sum\)")
-    with World(3, transport="shm", timeout_s=1) as world, pytest.raises(RankError) as told:
-        world.run(wait)
-    said = str(told.value)
+    with pytest.raises(RankError) as info:
+        world3.run(wait)
+    said = str(info.value)
     assert re.search(call, said) and "float32 [300000]" in said and "test_shm.py:" in said
     assert re.search(r"rank(s 0 and 2| 0| 2) ", said) and "rank 1" in said, said
-
-
-@pytest.mark.slow
-def test_a_driver_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
-    script = """
-    def forever():
-        comm = Comm()
-        while True:
-            comm.all_reduce(torch.ones(300_000))
-    world = World(2, transport="shm")
-    say(*world.run(os.getpid))
-    say(*world.run(lambda: str(labkit.comm.here.shared))[:1])
-    threading.Thread(target=world.run, args=(forever,), daemon=True).start()
-    time.sleep(0.5)
-    say("now")
-    time.sleep(600)
-    """
-    with driver(script, tmp_path) as running:
-        pids, folder = running.hear_pids(), Path(running.hear())
-        assert running.hear() == "now" and folder.is_dir()
-        running.process.kill()
-        assert gone(pids) and until(lambda: not folder.exists() and not running.leftovers())
 
 
 def test_without_a_folder_in_memory_the_worlds_own_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from comm_contract import PLAIN
+from harness import Mutation, noticed, on_ranks, replaces, unnoticed
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.runtime.transports.shm import symmetric
 from labkit.runtime.transports.shm.slots import REDUCED, Slots
@@ -185,70 +186,56 @@ def test_the_buckets_of_ddp_are_there(world2: World) -> None:  # noqa: F811
 # --- faults that must be found -------------------------------------------------------------------
 
 
-def writes_only_its_own(self: symmetric.Symmetric, x: torch.Tensor, rank: int, begin: int) -> int:
-    return write(self, x, rank, begin) if rank == self._rank else 0
+@replaces(symmetric.Symmetric, "write")
+def writes_only_its_own(
+    real: Any, self: symmetric.Symmetric, x: torch.Tensor, rank: int, begin: int
+) -> Any:
+    return real(self, x, rank, begin) if rank == self._rank else 0
 
 
-def returns_before_the_others_have_written(self: Slots, ranks: Any, stage: int) -> None:
+@replaces(Slots, "wait")
+def returns_before_the_others_have_written(real: Any, self: Slots, ranks: Any, stage: int) -> None:
     if stage != REDUCED:
-        wait(self, ranks, stage)
+        real(self, ranks, stage)
 
 
-def takes_everything_for_equal(self: Slots) -> bool:
+@replaces(Slots, "all_lie_likewise")
+def takes_everything_for_equal(real: Any, self: Slots) -> bool:
     return True
 
 
-def reads_its_own(
-    self: symmetric.Symmetric, rank: int, begin: int, numel: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return part(self, self._rank, begin, numel, dtype)
+@replaces(symmetric.Symmetric, "part")
+def reads_its_own(real: Any, self: symmetric.Symmetric, rank: int, *where: Any) -> Any:
+    return real(self, self._rank, *where)
 
 
-write, part, wait = symmetric.Symmetric.write, symmetric.Symmetric.part, Slots.wait
+@replaces(symmetric.Symmetric, "write")
+def late(real: Any, self: symmetric.Symmetric, *args: Any) -> Any:
+    if self._rank == 1:
+        time.sleep(0.05)
+    return real(self, *args)
 
 
 def late_writer() -> None:
-    """Rank 1's slice comes late."""
-    comm = Comm()
-    x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
-    if comm.rank == 1:
-        real = symmetric.Symmetric.write
-
-        def slow(*args: Any) -> int:
-            time.sleep(0.05)
-            return real(*args)
-
-        symmetric.Symmetric.write = slow  # type: ignore[method-assign]
-    try:
+    with late():
+        comm = Comm()
+        x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
         comm.all_reduce(x)
         assert x.eq(2).all()
-    finally:
-        if comm.rank == 1:
-            symmetric.Symmetric.write = real  # type: ignore[method-assign]
 
 
-FAULTS: dict[Callable[..., Any], tuple[Any, str, Callable[[], Any]]] = {
-    writes_only_its_own: (symmetric.Symmetric, "write", lambda: both("sum")),
-    returns_before_the_others_have_written: (Slots, "wait", late_writer),
-    takes_everything_for_equal: (Slots, "all_lie_likewise", different_parts),
-    reads_its_own: (symmetric.Symmetric, "part", lambda: both("sum")),
-}
+def sums() -> None:
+    both("sum")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_found(world2: World, fault: Callable[..., Any]) -> None:  # noqa: F811
-    owner, name, proof = FAULTS[fault]
-
-    def with_fault() -> None:
-        right = getattr(owner, name)
-        setattr(owner, name, fault)
-        try:
-            proof()
-        finally:
-            setattr(owner, name, right)
-
-    world2.run(proof)
-    with pytest.raises(RankError):
-        world2.run(with_fault)
-    world2.restart()
+FAULTS = [
+    Mutation(writes_only_its_own, sums),
+    Mutation(returns_before_the_others_have_written, late_writer),
+    Mutation(takes_everything_for_equal, different_parts),
+    Mutation(reads_its_own, sums),
+]
+shm = {"size": 2, "transport": "shm"}
+test_a_fault_is_found = pytest.mark.slow(noticed(FAULTS, on_ranks, RankError, **shm))
+test_without_a_fault_all_is_green = pytest.mark.slow(
+    unnoticed(FAULTS, on_ranks, nullcontext, **shm)
+)

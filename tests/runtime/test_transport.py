@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +10,7 @@ import pytest
 from comm_contract import events_of
 from labkit import Comm, Link, World, record
 from labkit.runtime import folders
-from labkit.runtime.pick import Pick
-from labkit.runtime.pick_transport import TransportChoice, pick_transport
-from provoke import ROOT
+from labkit.runtime.pick import Pick, pick_transport
 
 MEMORY = Path("/dev/shm")
 
@@ -29,11 +25,10 @@ def transports() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "options, said, transport",
+    "options, variable, transport",
     [
         ({}, "", "shm"),
         ({"device": "cpu"}, "", "shm"),
-        ({"start": "spawn"}, "", "shm"),
         ({"backend": "gloo"}, "", "gloo"),
         ({"link": Link(gbps=1000)}, "", "gloo"),
         ({"transport": "gloo"}, "shm", "gloo"),
@@ -44,14 +39,23 @@ def transports() -> set[str]:
     ],
     ids=str,
 )
-def test_the_transport_is_picked_and_named(
-    options: dict, said: str, transport: str, monkeypatch: pytest.MonkeyPatch
+def test_the_argument_decides_then_the_environment_then_the_backend(
+    options: dict, variable: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LABKIT_TRANSPORT", said)
-    with World(2, **options) as world:
-        assert world.run(transports) == [{transport}] * 2
-        assert world.transport == transport
-        assert ("through shared memory (shm)" in repr(world)) == (transport == "shm")
+    monkeypatch.setenv("LABKIT_TRANSPORT", variable)
+    monkeypatch.setattr(World, "_ranks", lambda world: None)  # none is started
+    world = World(2, **options)
+    assert world.transport == transport
+    assert ("through shared memory (shm)" in repr(world)) == (transport == "shm")
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "gloo"}, {"link": Link(gbps=1000)}], ids=str)
+def test_the_picked_transport_carries_everything_and_is_recorded(options: dict) -> None:
+    with World(2, **options) as world, record() as trace:
+        assert world.run(transports) == [{world.transport}] * 2
+    assert trace.about["transport"] == world.transport == ("gloo" if options else "shm")
+    comms = [event for rank in trace.ranks.values() for event in rank.comms]
+    assert {event.transport for event in comms} == {world.transport}
 
 
 def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +73,10 @@ def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPat
 def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")
     nccl = Pick("nccl", "cuda", "as asked")
-    assert pick_transport(2, nccl, None, None, None) == TransportChoice("nccl")
+    assert pick_transport(2, nccl, None, None, None) == ("nccl", "")
     monkeypatch.setenv("LABKIT_TRANSPORT", "")
     shared_gpu = Pick("gloo", "cuda", "2 ranks share 1 GPU")
-    assert pick_transport(2, shared_gpu, None, None, None) == TransportChoice("gloo")
+    assert pick_transport(2, shared_gpu, None, None, None) == ("gloo", "")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,9 @@ def test_shared_memory_is_picked_where_there_is_room(
     monkeypatch.delenv("LABKIT_TRANSPORT", raising=False)
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr(os, "access", lambda *_: True)
-    picked = pick_transport(ranks, Pick("gloo", "cpu", "no GPU"), None, None, None)
-    assert picked.name == transport
-    assert bool(picked.why_not) == (transport == "gloo")
+    picked, why_not = pick_transport(ranks, Pick("gloo", "cpu", "no GPU"), None, None, None)
+    assert picked == transport
+    assert bool(why_not) == (transport == "gloo")
 
 
 def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,22 +104,3 @@ def test_a_world_without_shared_memory_says_why(monkeypatch: pytest.MonkeyPatch)
     with World(2) as world:
         assert world.transport == "gloo"
         assert world.picked.endswith("; no shared memory: there is no /nowhere")
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_recorded_run_names_its_transport(transport: str) -> None:
-    with World(2, transport=transport) as world, record() as trace:
-        world.run(lambda: Comm().barrier())
-    assert trace.about["transport"] == transport
-    assert {event.transport for one in trace.ranks.values() for event in one.comms} == {transport}
-
-
-@pytest.mark.slow
-def test_ranks_that_no_world_has_started_use_gloo() -> None:
-    script = (
-        "import labkit, torch\nwith labkit.listen() as events:\n"
-        "    labkit.attach().comm.all_reduce(torch.ones(3))\nprint(events[0].transport)"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
-    assert done.stdout == "gloo\n", done.stderr

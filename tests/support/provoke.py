@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from places import ROOT
+from places import ROOT, SUPPORT
 
 
 def until(condition: Callable[[], Any], within_s: float = 20.0) -> Any:
@@ -71,6 +73,28 @@ def ranks_of_servers() -> set[int]:
     return {rank.pid for server in servers() for rank in server.children()}
 
 
+def interrupted(action: Callable[[], object], *delays_s: float) -> BaseException | None:
+    """Run `action` under interrupts after these times; returns the first KeyboardInterrupt."""
+    raised = None
+    kill = partial(os.kill, os.getpid(), signal.SIGINT)
+    timers = [threading.Timer(delay_s, kill) for delay_s in delays_s]
+    try:
+        for timer in timers:
+            timer.start()
+        action()
+    except KeyboardInterrupt as error:
+        raised = error
+    until_s = time.monotonic() + max(delays_s)  # one that `start` was interrupted in comes, too
+    while True:
+        try:
+            while time.monotonic() < until_s or any(timer.is_alive() for timer in timers):
+                time.sleep(0.005)
+            time.sleep(0.02)
+            return raised
+        except KeyboardInterrupt:
+            pass
+
+
 class Driver:
     """A script in a process of its own; `say` in it prints what `hear` returns here."""
 
@@ -78,8 +102,13 @@ class Driver:
 import os, sys, time, signal, threading
 from labkit import Comm, RankError, RankInterrupt, World
 import labkit, torch
+from provoke import interrupted
 def say(*things):
     print("SAID", *things, flush=True)
+def ones():
+    x = torch.ones(1)
+    Comm().all_reduce(x)
+    return x.item()
 """
 
     def __init__(self, script: str, folder: Path, **options: Any):
@@ -87,7 +116,7 @@ def say(*things):
         self.folder.mkdir()
         self.file = folder / "driver_script.py"
         self.file.write_text(self.PRELUDE + textwrap.dedent(script))
-        own = {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT)}
+        own = {"TMPDIR": str(self.folder), "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
         own["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")  # else torch makes it in TMPDIR
         self.env = os.environ | own
         self.process = subprocess.Popen(

@@ -118,14 +118,11 @@ class Chooser:
         nearest = max((size for size in sizes if size <= self._size), default=sizes[0])
         rows = [Row(**row) for row in by_size[str(nearest)]]
         return [
-            Row(row.from_bytes, row.otherwise) if self._not_for_size(collective, row) else row
+            Row(row.from_bytes, row.otherwise)
+            if self._problem(collective, row.algorithm, own_can=True)
+            else row
             for row in sorted(rows, key=lambda row: -row.from_bytes)
         ]
-
-    def _not_for_size(self, collective: str, row: Row) -> bool:
-        if row.algorithm == GLOO:
-            return not self._own
-        return bool(self._problem(collective, row.algorithm, own_can=True))
 
     def _problem(self, collective: str, name: str, own_can: bool) -> str:
         """Why the algorithm cannot serve; nothing if it can."""
@@ -160,7 +157,7 @@ def check_name(collective: str, name: str) -> None:
 
 def overrides(text: str) -> dict[str, str]:
     """ "all_reduce:tree,broadcast:chain" -> a name for each collective."""
-    found = {}
+    algorithms = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         collective, colon, name = (part.strip() for part in pair.partition(":"))
         if not colon or collective not in ALGORITHMS:
@@ -169,8 +166,8 @@ def overrides(text: str) -> dict[str, str]:
                 f"{', '.join(ALGORITHMS)}"
             )
         check_name(collective, name)
-        found[collective] = name
-    return found
+        algorithms[collective] = name
+    return algorithms
 
 
 def present_table() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives behind the door, and those that move nothing."""
+"""torch.distributed's own collectives, and those that move nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, living
 class Native(Transport):
     """torch.distributed's own collectives, for backends that are good at them: NCCL.
 
-    What the backend really sends it does not tell; the door then takes the formula's bytes.
+    The backend does not say what it sends; events then have the formula's bytes.
     """
 
     def __init__(self, group: Any):

@@ -1,4 +1,4 @@
-"""The transports behind the door: who really carries the bytes.
+"""The transports behind a communicator, which carry the bytes.
 
     SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
     Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more

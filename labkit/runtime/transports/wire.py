@@ -122,8 +122,8 @@ class Departing:
 
 
 class Posted:
-    """A message that gloo carries, for those who ask about it or forget it: gloo's own work does
-    not know that it is done before it is waited for, and a message whose work nobody keeps is
+    """A message that gloo carries, for callers that poll it or forget it: gloo's own work does
+    not know that it is done before it is waited for, and a message whose work is dropped is
     lost. Here a thread waits instead, from the first question or when it is forgotten."""
 
     def __init__(self, work: Work):
@@ -151,8 +151,8 @@ class Posted:
 
 class Lane:
     """A worker thread that runs what it is given, in order: this is what makes an operation
-    asynchronous. (A daemon: a hung operation must not keep a process alive.) It ends when nobody
-    has the lane any more."""
+    asynchronous. (A daemon: a hung operation must not keep a process alive.) It ends when the
+    lane is dropped."""
 
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
@@ -189,7 +189,7 @@ class LaneWork:
         self.began_s = time.monotonic()
         try:
             self._value = self._function()
-        except BaseException as error:  # belongs to whoever waits
+        except BaseException as error:  # raised in `wait`
             self._error = error
         self.ended_s = time.monotonic()
         self._function = None  # lets go of the tensors
@@ -212,12 +212,12 @@ class LaneWork:
 
 
 def living(group: "ref[Any]") -> Any:
-    """The process group, kept by torch and by whoever uses it: what the door keeps of it must
-    not keep its sockets and threads alive once it is destroyed."""
-    found = group()
-    if found is None:
+    """The process group, kept by torch and by its users: a transport must not keep its sockets
+    and threads alive once it is destroyed."""
+    process_group = group()
+    if process_group is None:
         raise RuntimeError("its process group was destroyed; make a new Comm")
-    return found
+    return process_group
 
 
 def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:

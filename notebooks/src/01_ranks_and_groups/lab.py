@@ -663,7 +663,7 @@ report("01")
 #   that is missing, "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
 # - `TORCH_FR_BUFFER_SIZE=2000` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) keeps the last operations of
 #   each rank on NCCL, the *flight recorder*; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` has them written down.
-# - `py-spy dump --pid ...` shows the line at which a rank stands, as `Who stood where` did.
+# - `py-spy dump --pid ...` shows the line at which a rank is, as `Where each rank was` did.
 
 # %% [markdown]
 # **You can now** start ranks in three ways, say what happens until they are a group, cut them into a

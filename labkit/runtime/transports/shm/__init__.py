@@ -1,6 +1,6 @@
 """Shared memory: how the ranks of a `World` on one machine move their CPU tensors.
 
-Ranks are processes; over gloo, what one tells another goes through the kernel's sockets, in at
+Ranks are processes; over gloo, what one sends another goes through the kernel's sockets, in at
 least two copies and some system calls. But memory can be mapped into several processes at once:
 
          rank 0                    the shared region                   rank 1
@@ -15,7 +15,7 @@ Three rules make it safe without any lock between the ranks:
     one writer      every word, slot and half ring is written by one rank only (and slice r of
                     symmetric memory, between two words, by rank r)
     data, then word a rank first writes the data, then a word that says it is there
-    leave, then word nobody writes over data before all readers have said that they are done
+    leave, then word data is not overwritten before all readers have said that they are done
 
     futex.py        a word, and waiting for it: look for a while, then let the kernel wake us
     region.py       the file that all map, and that has no name as soon as all have
@@ -27,7 +27,7 @@ Three rules make it safe without any lock between the ranks:
     transport.py    the transport that has all of it
 
 What it costs: an all-reduce of S bytes copies (2n-1)/n S on each of n ranks, where the ring over
-gloo sends 2(n-1)/n S through the kernel. What the others copy stands at each in collectives.py;
+gloo sends 2(n-1)/n S through the kernel. What the others copy: collectives.py;
 the bytes copied are the `wire_bytes` of its events. Of a tensor in symmetric memory, as a bucket of
 gradients is, (n-1)/n S.
 """

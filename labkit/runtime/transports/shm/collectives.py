@@ -18,9 +18,17 @@ import torch
 
 from labkit.comm.collectives.steps import Chunks
 from labkit.dispatch import no_modes
-from labkit.runtime.transports.shm.pieces import agreed_pieces, part_bytes, pieces, slices
-from labkit.runtime.transports.shm.slots import DONE, FILLED, REDUCED, Slots
-from labkit.runtime.transports.shm.symmetric import Symmetric, grains, place_of
+from labkit.runtime.transports.shm.slots import (
+    DONE,
+    FILLED,
+    REDUCED,
+    Slots,
+    agreed_pieces,
+    part_bytes,
+    pieces,
+    slices,
+)
+from labkit.runtime.transports.shm.symmetric import Symmetric, grains
 from labkit.runtime.transports.transport import share_memory
 
 # Reduces two tensors into a third, which may be either of them.
@@ -78,7 +86,7 @@ def all_reduce_symmetric(
     """
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin()
-    slots.tell_place(place_of(shared, begin))
+    slots.set_place(shared.place(begin))
     slots.announce(FILLED)
     slots.wait(slots.others, FILLED)
     if not slots.all_lie_likewise():
@@ -120,14 +128,12 @@ def reduce_scatter(slots: Slots, out: torch.Tensor, chunks: Chunks, op: str) -> 
     target = torch.empty_like(out) if share_memory(out, *chunks) else out
     copied_bytes = 0
     room_bytes = part_bytes(slots)
-    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), room_bytes, out):
-        slots.begin()
+    for begin, end in pieces(slots, max(chunk.nbytes for chunk in chunks), room_bytes, out):
         for rank in slots.others:
             copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
         _reduce(slots, target[begin:end], own[begin:end], slots.rank * room_bytes, op)
-        slots.announce(DONE)
     if target is not out:
         out.copy_(target)
     return copied_bytes
@@ -140,36 +146,32 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
         x = x.clone() if share_memory(x, *chunks) else x
         own.copy_(x)
     copied_bytes = 0
-    for begin, end in pieces(max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
-        slots.begin()
+    for begin, end in pieces(slots, max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
         copied_bytes += slots.fill(x[begin:end])
         slots.announce(FILLED)
         for rank in slots.others:
             slots.wait((rank,), FILLED)
             copied_bytes += slots.take(chunks[rank][begin:end], rank)
-        slots.announce(DONE)
     return copied_bytes
 
 
 def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
     """`x` becomes that of the root. Copies: S in on the root, S out on the others."""
     copied_bytes = 0
-    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
-        slots.begin()
+    for begin, end in pieces(slots, x.nbytes, slots.slot_bytes, x):
         if slots.rank == root:
             copied_bytes += slots.fill(x[begin:end])
             slots.announce(FILLED)
         else:
             slots.wait((root,), FILLED)
             copied_bytes += slots.take(x[begin:end], root)
-        slots.announce(DONE)
     return copied_bytes
 
 
 def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
     """chunks[i] on the root becomes rank i's `x`. Copies: S/n in, on the root the others' out.
 
-    A rank knows its own size only, so each tells it with the first piece.
+    A rank knows its own size only, so each announces it with the first piece.
     """
     if chunks is not None:
         chunks[root].copy_(x)
@@ -234,18 +236,16 @@ def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
     leaving = x.clone() if share_memory(x, out) else x
     before = (slots.rank - 1) % slots.size
     copied_bytes = 0
-    for begin, end in pieces(x.nbytes, slots.slot_bytes, x):
-        slots.begin()
+    for begin, end in pieces(slots, x.nbytes, slots.slot_bytes, x):
         copied_bytes += slots.fill(leaving[begin:end])
         slots.announce(FILLED)
         slots.wait((before,), FILLED)
         copied_bytes += slots.take(out[begin:end], before)
-        slots.announce(DONE)
     return copied_bytes
 
 
 def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str) -> None:
-    """`out` becomes the reduction of all ranks: of `own` on this one, and of what stands at
+    """`out` becomes the reduction of all ranks: of `own` on this one, and of what lies at
     `begin` in the slots of the others. It may be none of them but the first two."""
     parts = [
         own if rank == slots.rank else slots.view(rank, begin, out.numel(), out.dtype)

@@ -3,7 +3,7 @@
 Each word is written by one process only, in one aligned store of the processor, so it needs no
 lock: it is an announcement. A reader looks for a while (the answer often comes within
 microseconds), and then sleeps until the writer wakes it. On Linux the kernel does that (futex:
-"sleep while this word is 7", "wake who sleeps on this word"); elsewhere a reader takes naps that
+"sleep while this word is 7", "wake the sleepers on this word"); elsewhere a reader takes naps that
 grow. Either way a waiting rank leaves its core, and Python's lock, to the others.
 
     writer                                    reader
@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ HERE, GONE = 1, 2  # what a process says of itself: "I have it mapped", "I gave 
 LOOKS, TURNS = 40, 12  # looks before the core is offered to others, and how often that is done
 X86 = platform.machine() in ("x86_64", "AMD64")
 SLEEP_S = 0.1  # then a sleeper looks again, whatever happens
-NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes nobody
+NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes no one
 
 
 class Words:
@@ -51,12 +52,12 @@ class Words:
     def __getitem__(self, i: int) -> int:
         return self._words[i]
 
-    def tell(self, i: int, value: int) -> None:
+    def write(self, i: int, value: int) -> None:
         """Write word `i`, which others read after this process's next announcement."""
         self._words[i] = value
 
     def announce(self, i: int, value: int) -> None:
-        """Write word `i`, after all that this process has written, and wake those who wait."""
+        """Write word `i`, after all that this process has written, and wake the waiting readers."""
         words = self._words
         in_order()
         words[i] = value
@@ -71,7 +72,7 @@ class Words:
 
     def wait(self, i: int, value: int, until_s: float, on: Sequence[int]) -> bool:
         """Wait until word `i` is at least `value`; False when the time `until_s` comes first, or
-        when one of the processes `on` gives up. (Nobody is woken for that: a sleeper looks again
+        when one of the processes `on` gives up. (No one is woken for that: a sleeper looks again
         soon enough.)"""
         words = self._words
         for _ in range(TURNS):
@@ -116,7 +117,7 @@ def fence() -> None:
 
 
 def in_order() -> None:
-    """A fence between two stores or two loads: x86 processors keep the order of these anyway."""
+    """A fence between two stores or two loads: x86 processors keep their order anyway."""
     if not X86:
         fence()
 
@@ -156,12 +157,5 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
         time.sleep(nap_s)
 
 
-def step_aside() -> None:
-    """Offer the core, and Python's lock, to whoever is ready."""
-    if _yield is not None:
-        _yield()
-    else:
-        time.sleep(0)
-
-
-_yield = ctypes.CDLL(None).sched_yield if os.name == "posix" else None
+# Offers the core, and Python's lock, to other threads that are ready.
+step_aside = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

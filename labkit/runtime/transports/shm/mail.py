@@ -16,16 +16,7 @@ import torch
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.shm import ring
 from labkit.runtime.transports.shm.futex import in_order
-from labkit.runtime.transports.shm.ring import (
-    HEAD,
-    READ,
-    RECEIVER,
-    SENDER,
-    WRITTEN,
-    Ring,
-    padded,
-    taken_word,
-)
+from labkit.runtime.transports.shm.ring import READ, WRITTEN, Ring, padded, taken_word
 from labkit.runtime.transports.shm.slots import copy
 from labkit.runtime.transports.wire import LaneWork
 
@@ -34,7 +25,7 @@ class Outbox(Ring):
     """The sender's end."""
 
     def __init__(self, path: Path, timeout_s: float):
-        super().__init__(path, SENDER, timeout_s)
+        super().__init__(path, ring.SENDER, timeout_s)
         self._messages = self._written = self._queued = 0
 
     def send(self, x: torch.Tensor, tag: int) -> "Sent":
@@ -42,7 +33,7 @@ class Outbox(Ring):
             self._messages += 1
             number = self._messages
             if not self._queued and self._fits(x.nbytes, number):
-                self._write_whole(x, tag)
+                self._write(x, tag, number)
                 return Sent(self, number, x.nbytes)
             self._queued += 1
             writing = self._later(partial(self._write_queued, x, tag, number))
@@ -51,36 +42,29 @@ class Outbox(Ring):
     def _fits(self, nbytes: int, number: int) -> bool:
         room_bytes = ring.RING_BYTES - (self._written - self.words[READ])
         free = self.words[taken_word(number)] >= number - ring.MOST_UNTAKEN
-        return free and room_bytes >= HEAD.size + nbytes
+        return free and room_bytes >= ring.HEAD.size + nbytes
 
-    def _write_whole(self, x: torch.Tensor, tag: int) -> None:
-        """Append the message, for which there is room."""
-        HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
-        self._written += HEAD.size
-        for address, begin, nbytes in self._spans(self._written, x.nbytes):
-            copy(address, x.data_ptr() + begin, nbytes)
-        self._written += padded(x.nbytes)
-        self.words.announce(WRITTEN, self._written)
-
-    def _write_queued(self, x: torch.Tensor, tag: int, number: int) -> None:
-        """Append the message, as there comes to be room for it."""
+    def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
+        """Append the message, as far and as soon as there is room for it."""
         self.wait(taken_word(number), number - ring.MOST_UNTAKEN, inf)
-        self.wait(READ, self._written + HEAD.size - ring.RING_BYTES, inf)
-        HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
-        self._written += HEAD.size
+        self.wait(READ, self._written + ring.HEAD.size - ring.RING_BYTES, inf)
+        ring.HEAD.pack_into(self._region.memory, self._head(self._written), tag, x.nbytes)
+        self._written += ring.HEAD.size
         source, left_bytes = x.data_ptr(), x.nbytes
-        while left_bytes:
-            self.wait(
-                READ, self._written + min(left_bytes, ring.GRAIN_BYTES) - ring.RING_BYTES, inf
-            )
+        while True:
+            wanted_bytes = min(left_bytes, ring.GRAIN_BYTES)
+            self.wait(READ, self._written + wanted_bytes - ring.RING_BYTES, inf)
             some_bytes = min(left_bytes, ring.RING_BYTES - (self._written - self.words[READ]))
             for address, begin, nbytes in self._spans(self._written, some_bytes):
                 copy(address, source + begin, nbytes)
             source, left_bytes = source + some_bytes, left_bytes - some_bytes
             self._written += some_bytes if left_bytes else padded(some_bytes)
             self.words.announce(WRITTEN, self._written)
-        if not x.nbytes:
-            self.words.announce(WRITTEN, self._written)
+            if not left_bytes:
+                return
+
+    def _write_queued(self, x: torch.Tensor, tag: int, number: int) -> None:
+        self._write(x, tag, number)
         with self._lock:
             self._queued -= 1
 
@@ -108,7 +92,7 @@ class Inbox(Ring):
     """The receiver's end."""
 
     def __init__(self, path: Path, timeout_s: float):
-        super().__init__(path, RECEIVER, timeout_s)
+        super().__init__(path, ring.RECEIVER, timeout_s)
         self._messages = self._read = 0
         self._arriving: Arriving | None = None
         self._wanted: defaultdict[int, deque[Received]] = defaultdict(deque)  # by tag
@@ -147,13 +131,13 @@ class Inbox(Ring):
             return None if received.done else self._read
 
     def _take_out(self) -> None:
-        if self.words.gave_up(RECEIVER):  # nobody's tensor is written after its error
+        if self.words.gave_up(ring.RECEIVER):  # no tensor is written after an error
             return
         while (written := self.words[WRITTEN]) > self._read:
             in_order()
             if self._arriving is None:
-                tag, nbytes = HEAD.unpack_from(self._region.memory, self._head(self._read))
-                self._read += HEAD.size
+                tag, nbytes = ring.HEAD.unpack_from(self._region.memory, self._head(self._read))
+                self._read += ring.HEAD.size
                 self._arriving = self._expect(tag, nbytes)
             message = self._arriving
             some_bytes = min(written - self._read, message.left_bytes)
@@ -170,7 +154,7 @@ class Inbox(Ring):
             self.words.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins, on its way to who wants it, or into memory of its own."""
+        """The message that begins, on its way to its receive, or into memory of its own."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -198,7 +182,7 @@ class Inbox(Ring):
 
 
 class Arriving:
-    """A message that comes out of the ring into `x`, for `receive` if somebody wants it yet."""
+    """A message that comes out of the ring into `x`, for `receive` if there is one yet."""
 
     def __init__(
         self, number: int, nbytes: int, x: torch.Tensor, receive: "Received | None" = None

@@ -1,8 +1,8 @@
 """A file that some processes have mapped into their memory, and that soon has no name.
 
-Nobody makes it for the others: each opens it, or creates it where it is not there yet, gives it
-its size (new bytes are zero) and writes "I have it". Who sees that all have it removes the name;
-the memory lives as long as a process has it mapped, so that however the ranks end, nothing stays.
+Each opens it, or creates it where it is not there yet, gives it its size (new bytes are zero) and
+writes "I have it". The first to see that all have it removes the name; the memory lives as long as
+a process has it mapped, so that however the ranks end, nothing stays.
 """
 
 import mmap

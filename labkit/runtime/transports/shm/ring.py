@@ -61,7 +61,7 @@ class Ring:
         return self._lane.submit(function)
 
     def _head(self, position: int) -> int:
-        """Where the head at `position` is in the memory. (It never stands across the end.)"""
+        """Where the head at `position` is in the memory. (It never wraps around the end.)"""
         return self._region.data + position % RING_BYTES
 
     def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ same three stages and announces each in its word as 3 p + stage:
 
     FILLED    what others are to read of me is in my slot
     REDUCED   so is my slice of the result
-    DONE      I need nobody's slot any more
+    DONE      I need no other slot any more
 
 Two slots let a rank fill the next piece while another still reads this one: a slot is written
 again when all ranks are DONE with the piece that was in it, which is almost always so.
@@ -16,7 +16,7 @@ again when all ranks are DONE with the piece that was in it, which is almost alw
 
 import ctypes
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
 MOST_BYTES = 32 << 20  # of all slots of a group: many ranks have smaller ones
-LENGTH_BYTES = 64  # before a slot: how long what its rank has is, for those who cannot know
+LENGTH_BYTES = 64  # before a slot: the length of its rank's tensor
 NOWHERE = 0  # the place of what lies in no memory that all ranks reach
 MOST_VIEWS = 512  # that are kept for the next time
 
@@ -55,7 +55,7 @@ class Slots:
         """Go on to the next piece, once its slot is free."""
         self._piece += 1
         self._wait(self.others, DONE, self._piece - BUFFERS)
-        self.tell_place(NOWHERE)
+        self.set_place(NOWHERE)
 
     def announce(self, stage: int) -> None:
         self._words.announce(self.rank, 3 * self._piece + stage)
@@ -82,30 +82,30 @@ class Slots:
             self._views[key] = self._region.tensor(start, numel, dtype)
         return self._views[key]
 
-    def tell_length(self, nbytes: int) -> None:
+    def set_length(self, nbytes: int) -> None:
         """Say, with this piece, how long this rank's tensor is."""
         self._length(self.rank).fill_(nbytes)
 
     def longest(self) -> int:
-        """The longest that any rank has told with this piece."""
+        """The longest that any rank has announced with this piece."""
         return max(int(self._length(rank)) for rank in range(self.size))
 
-    def told_by_all(self, number: int) -> list[int]:
-        """What each rank tells: a piece of its own."""
+    def exchange(self, number: int) -> list[int]:
+        """The `number` of each rank: a piece of its own."""
         self.begin()
-        self.tell_length(number)
+        self.set_length(number)
         self.announce(FILLED)
         self.wait(self.others, FILLED)
-        told = [int(self._length(rank)) for rank in range(self.size)]
+        numbers = [int(self._length(rank)) for rank in range(self.size)]
         self.announce(DONE)
-        return told
+        return numbers
 
-    def tell_place(self, place: int) -> None:
+    def set_place(self, place: int) -> None:
         """Say, with this piece, where in memory that all reach this rank's tensor lies."""
-        self._words.tell(self._place(self.rank), place)
+        self._words.write(self._place(self.rank), place)
 
     def all_lie_likewise(self) -> bool:
-        """Whether all ranks have told the same place, once all are FILLED."""
+        """Whether all ranks have announced the same place, once all are FILLED."""
         return len({self._words[self._place(rank)] for rank in range(self.size)}) == 1
 
     def _place(self, rank: int) -> int:
@@ -142,3 +142,46 @@ def copy(target: int, source: int, nbytes: int) -> int:
     if nbytes:
         ctypes.memmove(target, source, nbytes)
     return nbytes
+
+
+def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
+    """`piece` cut into n slices, one for each rank, that begin with a line of the cache; each with
+    its first byte."""
+    line = ALIGNED // piece.element_size()
+    step = -(-piece.numel() // (n * line)) * line
+    begins = [min(i * step, piece.numel()) for i in range(n)]
+    return [(piece[begin : begin + step], begin * piece.element_size()) for begin in begins]
+
+
+def pieces(
+    slots: Slots, longest_bytes: int, room_bytes: int, x: torch.Tensor
+) -> Iterator[tuple[int, int]]:
+    """Go through the pieces of the longest tensor: (begin, end) in elements of `x`'s dtype; a
+    shorter one's last are empty."""
+    step = room_bytes // x.element_size()
+    for begin in range(0, longest_bytes // x.element_size(), step):
+        slots.begin()
+        yield begin, begin + step
+        slots.announce(DONE)
+
+
+def agreed_pieces(
+    slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
+) -> Iterator[tuple[int, int]]:
+    """As `pieces`, where no rank knows the longest tensor: with the first piece each announces how
+    long its own is."""
+    step, begin, numel = room_bytes // x.element_size(), 0, 1
+    while begin < numel:
+        slots.begin()
+        slots.set_length(own_bytes)
+        yield begin, begin + step
+        if begin == 0:
+            slots.wait(slots.others, FILLED)
+            numel = slots.longest() // x.element_size()
+        slots.announce(DONE)
+        begin += step
+
+
+def part_bytes(slots: Slots) -> int:
+    """The room in a slot for each rank."""
+    return slots.slot_bytes // slots.size // ALIGNED * ALIGNED

@@ -42,6 +42,10 @@ class Symmetric:
             raise RuntimeError("too little of the shared memory is free")
         self._region = Region(path, rank, size, 0, size * self._stride)
 
+    def place(self, begin: int) -> int:
+        """A number that is equal on all ranks when they mean the same bytes, and never 0."""
+        return (self.number << PLACE_BITS) | begin
+
     def part(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of the part of `rank`, from its byte `begin` on."""
         return self._region.tensor(rank * self._stride + begin, numel, dtype)
@@ -66,8 +70,8 @@ class SymmetricTensors:
         shared, nbytes = None, numel * dtype.itemsize
         with suppress(RuntimeError):
             shared = Symmetric(self._made, path, slots.rank, slots.size, nbytes)
-        told = slots.told_by_all(nbytes if shared is not None else -1)
-        if told != [nbytes] * slots.size:
+        sizes = slots.exchange(nbytes if shared is not None else -1)
+        if sizes != [nbytes] * slots.size:
             path.unlink(missing_ok=True)
             return None
         assert shared is not None
@@ -84,11 +88,6 @@ class SymmetricTensors:
         start = x.untyped_storage().data_ptr()
         found = self._by_address.get(start)
         return None if found is None else (found, x.data_ptr() - start)
-
-
-def place_of(shared: Symmetric, begin: int) -> int:
-    """A number that is the same on all ranks when they mean the same bytes, and never 0."""
-    return (shared.number << PLACE_BITS) | begin
 
 
 def grains(x: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int]]:

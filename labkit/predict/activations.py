@@ -109,11 +109,6 @@ def _check_layer(
     check_counts(tensor_parallel=tensor_parallel)
     check_divides("width", width, "heads", heads)
     check_divides("heads", heads, "tensor_parallel", tensor_parallel)
-    check_recompute(recompute)
-
-
-def check_recompute(recompute: str) -> None:
-    """Raises ValueError for another word than those of RECOMPUTED."""
     if recompute not in RECOMPUTED:
         raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
 

@@ -136,12 +136,11 @@ class _Place:
 
     def _bytes_per_s(self, algorithm: str) -> float:
         """The rate of the slowest rank."""
-        cluster, inside, between = self.cluster, self.cluster.inside, self.cluster.between
-        of_device = inside.reached * cluster.share_bytes_per_s(inside)
-        if self.nodes == 1:
+        inside, between = self.cluster.inside, self.cluster.between
+        of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
+        if self.nodes == 1 or between is None:
             return of_device
-        assert between is not None
-        own = between.reached * cluster.share_bytes_per_s(between)
+        own = between.reached * self.cluster.share_bytes_per_s(between)
         if algorithm in DIRECT:  # inside to the most others, between from where the fewest are
             part_inside = (self.most - 1) / (self.n - 1)
             part_between = (self.n - self.fewest) / (self.n - 1)

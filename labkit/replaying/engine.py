@@ -116,16 +116,17 @@ class _Run:
         while ready:
             for operation in self.advance(ready.popleft()):
                 ready.extend(self.begin(operation))
-        ended = all(one.timed is not None for one in self.operations.values())
-        if not ended or not all(rank.at_end for rank in self.ranks.values()):
+        times = {key: one.timed for key, one in self.operations.items() if one.timed is not None}
+        at_end = all(rank.at_end for rank in self.ranks.values())
+        if not at_end or len(times) < len(self.operations):
             raise _DeadlockFinder(self.ranks, self.operations).deadlock()
         return {
             number: [
-                self.operations[part.key].timed if isinstance(part, Issue) else timed
+                times[part.key] if isinstance(part, Issue) else timed
                 for part, timed in zip(rank.program, rank.timed, strict=True)
             ]
             for number, rank in self.ranks.items()
-        }  # type: ignore[return-value]
+        }
 
     def advance(self, number: int) -> list[_Operation]:
         """Run until a wait that has no end yet; returns the operations that can begin now."""
@@ -163,7 +164,8 @@ class _Run:
         """Raises ValueError where this rank's part contradicts those of the others."""
         one = self.operations.get(issue.key)
         if one is None:
-            if strangers := [rank for rank in issue.ranks if rank not in self.ranks]:
+            strangers = [rank for rank in issue.ranks if rank not in self.ranks]
+            if strangers:
                 raise ValueError(f"rank {number}: {issue}; rank {strangers[0]} is in no program")
             if len(set(issue.ranks)) < len(issue.ranks):
                 raise ValueError(f"rank {number}: {issue} names a rank twice")

@@ -167,7 +167,7 @@ class _Stage(nn.Module):
         else:
             positions = first.context // (first.tp if first.sequence else 1)
             x = _Source.apply(self.anchor, first.rows, positions, first.width)
-        for block in layers["blocks"]:  # type: ignore[union-attr]
+        for block in layers["blocks"].children():
             x = block(x)
         if "head" not in layers:
             return _Sink.apply(x)

@@ -14,7 +14,6 @@ tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
 
 from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import parameters
@@ -23,7 +22,6 @@ ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
 MOST_POSITIONS = 16_384  # of a micro-batch
 
-T = TypeVar("T")
 Several = int | Iterable[int] | None  # None: all that divide
 Wanted = Mapping[str, tuple[int, ...] | None]
 
@@ -150,7 +148,9 @@ def layouts(
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:
         raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
-    choices = RECOMPUTE if recompute is None else several(recompute)
+    if isinstance(recompute, str):
+        recompute = (recompute,)
+    choices = RECOMPUTE if recompute is None else tuple(dict.fromkeys(recompute))
     for choice in choices:
         if choice not in RECOMPUTE:
             raise ValueError(f"recompute={choice!r}: a plan knows {' and '.join(RECOMPUTE)}")
@@ -204,12 +204,11 @@ def powers_of_two(number: int) -> list[int]:
     return [one for one in divisors(number) if not one & (one - 1)]
 
 
-def several(given: T | Iterable[T] | None) -> tuple[T, ...]:
-    """One value or more, each once; empty for None."""
+def several(given: Several) -> tuple[int, ...]:
+    """One number or more, each once; empty for None."""
     if given is None:
         return ()
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    return (given,) if is_one else tuple(dict.fromkeys(given))  # type: ignore[return-value, arg-type]
+    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
 
 
 def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:

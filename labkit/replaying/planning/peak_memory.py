@@ -60,7 +60,9 @@ def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -
     states[GRADIENTS] = GRADIENT_BYTES * elements
     states[OPTIMIZER] = MASTER_BYTES * elements // layout.shards + STEP_COUNT_BYTES * tensors
     kept, working = zip(*(_microbatch(chunk) for chunk in chunks), strict=True)
-    moments = [_updating(chunks)]  # nothing is in flight then
+    layers = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
+    updates = (recorded_update(gradients).peak for gradients in layers)
+    moments = [np.array(max(updates, key=sum))]  # of the optimizer: nothing is in flight then
     for chunk, counts in in_flight:
         moments.append(working[chunk] + sum(n * k for n, k in zip(counts, kept, strict=True)))
     return states + max(moments, key=np.sum)
@@ -76,12 +78,6 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
         most = max(most, *peaks, key=np.sum)
         kept = before + layer.kept
     return kept, most
-
-
-def _updating(chunks: Sequence[VirtualStage]) -> Held:
-    """In the optimizer's step."""
-    every = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
-    return np.array(max((recorded_update(one).peak for one in every), key=sum))
 
 
 @lru_cache(maxsize=1024)

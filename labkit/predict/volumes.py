@@ -117,6 +117,6 @@ def pipeline_parallel_bytes(
 
 
 def stage_boundary_bytes(sequence: int, rows: int, width: int, element_bytes: int = 2) -> int:
-    """Of x, [rows, sequence, width], between two layers: one message of a pipeline."""
+    """Bytes of x, [rows, sequence, width], between two layers: one message of a pipeline."""
     check_counts(sequence=sequence, rows=rows, width=width, element_bytes=element_bytes)
     return rows * sequence * width * element_bytes

@@ -75,7 +75,7 @@ class Costs:
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Of one operation. Raises ValueError for a dtype without a matmul rate."""
+        """Seconds of one operation. Raises ValueError for a dtype without a matmul rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -84,7 +84,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """Of one collective or message. Raises ValueError for a rank that has no device."""
+        """The time of a collective or message. Raises ValueError for a rank that has no device."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]

@@ -271,7 +271,7 @@ class _DeadlockFinder:
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """Of many steps, the first and the last."""
+    """Many steps are shortened to the first and the last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

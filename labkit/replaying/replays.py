@@ -70,7 +70,7 @@ def replay(
 
 
 class _Key(NamedTuple):
-    """Of an operation, as a deadlock's message shows it."""
+    """The key of an operation, as a deadlock's message shows it."""
 
     words: str
     group: str

@@ -26,14 +26,14 @@ from labkit.replaying.planning.stages import (
 
 
 def message_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of one message between stages, from one rank: b s w elements, or 1/tp of them."""
+    """Bytes that one rank sends to the next stage: b s w elements, or 1/tp of them."""
     parts = layout.tp if layout.sequence or layout.scatter_gather else 1
     return layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES // parts
 
 
 def tied_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of a tied embedding's gradient, what a rank of the first stage sums with one of the last:
-    V w / t elements, or with ZeRO this rank's share."""
+    """Bytes of a tied embedding's gradient that a rank of the first stage sums with one of the
+    last: V w / t elements, or with ZeRO this rank's share."""
     return -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
 
 

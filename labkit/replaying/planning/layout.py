@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Of the optimizer's state: dp with ZeRO, else 1."""
+        """Shards of the optimizer's state: dp with ZeRO, else 1."""
         return self.dp if self.zero else 1
 
     @property
@@ -83,7 +83,7 @@ class Layout:
         return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
 
     def microbatches(self, global_batch: int) -> int:
-        """Of each replica, in a step on so many rows."""
+        """Micro-batches of each replica, in a step on so many rows."""
         return global_batch // (self.dp * self.microbatch)
 
     @property
@@ -200,7 +200,7 @@ def divisors(number: int) -> list[int]:
 
 
 def powers_of_two(number: int) -> list[int]:
-    """Those that divide it, from 1 up."""
+    """Powers of two that divide it, from 1 up."""
     return [one for one in divisors(number) if not one & (one - 1)]
 
 

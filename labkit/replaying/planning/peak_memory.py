@@ -52,7 +52,7 @@ def peak_memory(
 
 
 def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -> Held:
-    """Of one stage."""
+    """The peak of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
     tensors = sum(len(layer.gradients) * n for chunk in chunks for layer, n in chunk.recorded())
     states = np.zeros(len(CATEGORIES), dtype=int)
@@ -82,7 +82,7 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
-    """Of each stage."""
+    """The micro-batches in flight on each stage."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     found = []

@@ -74,7 +74,7 @@ class VirtualStage:
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """All, in the model's order. Raises ValueError for more virtual stages than blocks."""
+    """In the model's order. Raises ValueError for more virtual stages than blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(
@@ -93,7 +93,7 @@ def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[Vi
 
 
 def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
-    """Of the embedding table on one rank, padded to a multiple of tp rows."""
+    """Elements of the embedding table on one rank, padded to a multiple of tp rows."""
     return -(-sizes.vocab // layout.tp) * sizes.width
 
 

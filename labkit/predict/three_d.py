@@ -5,10 +5,9 @@
     tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
                 embedding    2              2
                 head         2              3         and its logits gathered, V/w of S
-                sequence parallelism, too: the gradients of norms and biases, 6 w g a block and
-                micro-batch, 2 w g of the last norm, and the table of positions: all-reduced
-    pipeline    over each boundary S forward and S back; S/t where the sequence is cut, or with
-                scatter/gather, which has the rest, (t-1)/t S, gathered over tensor
+                sequence parallelism all-reduces the gradients of norms, biases and positions, too
+    pipeline    over each boundary S forward and S back; S/t with sequence parallelism, or with
+                scatter/gather, which gathers (t-1)/t S over tensor
     data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G

@@ -16,8 +16,8 @@ For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, the
 the byte (`labkit.memory.saved.saved_by` counts it on ranks) but for the statistics of the two
 norms, which it leaves out as the paper does: 8·s·b (on a GPU 16·s·b), below 0.1 % from width 256
 on. It assumes that an element of dropout's mask has 1 byte (torch's nn.Dropout on a CPU keeps 2 in
-bfloat16: 11 % more at 5as/w = 20), that scores are 2 bytes (torch's own plain attention: 4), that all
-are stored, also those that a causal mask hides, and that this mask is not kept.
+bfloat16: 11 % more at 5as/w = 20), that scores are 2 bytes (torch's own plain attention: 4), that
+all are stored, also those that a causal mask hides, and that this mask is not kept.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
 and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:

@@ -1,9 +1,6 @@
 """The closed formulas: bytes, memory, operations, bubble and time, each in one place, each cited.
 
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
-    predict.step_flops(**sizes, rows=8)                               # FLOPs of one step
-    predict.data_parallel_bytes(parameters, ranks=8)                  # what one rank sends
-    predict.one_f_one_b(stages=8, microbatches=32, forward_s=1, backward_s=2).of_total
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
     states.py        parameters, gradients and optimizer state of a rank: ZeRO

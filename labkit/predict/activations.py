@@ -15,13 +15,9 @@ mask 1; labkit.GPT's block keeps what the paper's does:
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, the formula is right to
 the byte (`labkit.memory.saved.saved_by` counts it on ranks) but for the statistics of the two
 norms, which it leaves out as the paper does: 8·s·b (on a GPU 16·s·b), below 0.1 % from width 256
-on. It assumes
-
-    the mask of dropout has 1 byte     torch's nn.Dropout on a CPU keeps one in the dtype of its
-                                       input, 2 bytes in bfloat16: 11 % more at 5as/w = 20
-    scores are 2 bytes                 torch's own plain attention computes in float32: 4 bytes
-    all scores count                   the half that a causal mask hides is stored like the other
-    the causal mask is not kept        added to the scores, where `masked_fill` would keep it
+on. It assumes that an element of dropout's mask has 1 byte (torch's nn.Dropout on a CPU keeps 2 in
+bfloat16: 11 % more at 5as/w = 20), that scores are 2 bytes (torch's own plain attention: 4), that
+all are stored, also those that a causal mask hides, and that this mask is not kept.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
 and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
@@ -109,11 +105,6 @@ def _check_layer(
     check_counts(tensor_parallel=tensor_parallel)
     check_divides("width", width, "heads", heads)
     check_divides("heads", heads, "tensor_parallel", tensor_parallel)
-    check_recompute(recompute)
-
-
-def check_recompute(recompute: str) -> None:
-    """Raises ValueError for another word than those of RECOMPUTED."""
     if recompute not in RECOMPUTED:
         raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
 

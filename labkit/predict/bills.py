@@ -6,24 +6,13 @@ module, scores apart from the rest. No torch here: a kept tensor has a module, a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from labkit.predict.activations import LAYER_INPUT, TERMS, activation_terms
 from labkit.predict.tables import Table, rounded, written
 
 STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
 OTHERS = "other"
-
-
-class KeptTensor(Protocol):
-    """A `labkit.memory.saved.SavedTensor`."""
-
-    @property
-    def module(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class Bill:
 
 
 def activation_bill(
-    kept: Iterable[KeptTensor],
+    kept: Iterable[Any],
     sequence: int,
     rows: int,
     width: int,
@@ -110,7 +99,7 @@ def activation_bill(
     return Bill(lines, recompute)
 
 
-def _term_of(one: KeptTensor, sequence: int) -> str:
+def _term_of(one: Any, sequence: int) -> str:
     """The term that counts it: of its module; at the core of attention, scores are apart."""
     if "norm" in one.module and one.shape[-1] == 1:
         return STATISTICS

@@ -10,8 +10,8 @@ k + ahead into the buffer of block k - 1 as soon as that has computed:
     load k begins     when load k-1 is over, and block k-ahead-1 has computed
     block k begins    when load k is over, and block k-1 has computed
 
-A second block ahead helps only where blocks differ. Left out: what a call takes, and that a kernel
-and a copy slow each other in the same memory.
+A second block ahead helps only where blocks differ. Left out: that a kernel and a copy slow each
+other in the same memory.
 
 Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2 (overlap-centric design);
 Sheng et al., FlexGen, arXiv 2303.06865, section 4 (a cost model of the same form).
@@ -62,9 +62,7 @@ def in_place_s(load_s: Sequence[float], compute_s: Sequence[float], reads: int =
 
 def _check(load_s: Sequence[float], compute_s: Sequence[float]) -> None:
     if len(load_s) != len(compute_s) or not load_s:
-        raise ValueError(
-            f"load_s has {len(load_s)} blocks, compute_s {len(compute_s)}: give both for each "
-            "block, of one or more"
-        )
+        counts = f"load_s has {len(load_s)} blocks, compute_s {len(compute_s)}"
+        raise ValueError(f"{counts}: give both for each block, of one or more")
     for load, compute in zip(load_s, compute_s):
         check_not_negative(load_s=load, compute_s=compute)

@@ -14,9 +14,8 @@
 
 In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
 waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I, which is (p-1) I with p held, and (p-1)(I-F)
-with 2p - 1. The functions give the larger; it is the published formula wherever W <= F, and never
-below 0. All bubbles are of the stage that takes longest from its own first action to its last.
+forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with
+2p - 1. The functions give the larger. All bubbles are of the stage that takes longest.
 
 The bubble is given as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
 as a part of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with

@@ -36,10 +36,9 @@ def ddp_step_s(
 
     Args:
         communication_s: of all gradients together, latency of every bucket included.
-        buckets: of equal bytes, which backward fills in equal times.
+        buckets: of equal bytes, which backward fills in equal times. Those of a real model differ
+            (the embedding's is large, and comes last): a replay takes them as they are.
 
-    Exact for such buckets. Those of a real model differ (the embedding's is large, and comes last):
-    a replay takes them as they are.
     Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; a flow shop of two machines
     and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)

@@ -103,15 +103,13 @@ def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
     if name not in numbers or not others:
         return ""
     reference = numbers[name]
-    if all(_equal(other, reference) for other in others.values()):
+    if all(
+        other == reference  # a count must be the same; a sum of floats may have rounded otherwise
+        or (not isinstance(other, int) and isclose(other, reference, rel_tol=1e-9))
+        for other in others.values()
+    ):
         return "✓ equal"
     if not reference:
         return ""  # nothing is a multiple of 0
     far = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
     return f"{', '.join(far)} the {first}".replace("_", " ")
-
-
-def _equal(other: Number, reference: Number) -> bool:
-    """A count must be the same; a sum of many floats may have rounded another way."""
-    counted = isinstance(other, int)
-    return other == reference or (not counted and isclose(other, reference, rel_tol=1e-9))

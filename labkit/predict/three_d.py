@@ -5,10 +5,9 @@
     tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
                 embedding    2              2
                 head         2              3         and its logits gathered, V/w of S
-                sequence parallelism, too: the gradients of norms and biases, 6 w g a block and
-                micro-batch, 2 w g of the last norm, and the table of positions: all-reduced
-    pipeline    over each boundary S forward and S back; S/t where the sequence is cut, or with
-                scatter/gather, which has the rest, (t-1)/t S, gathered over tensor
+                sequence parallelism all-reduces the gradients of norms, biases and positions, too
+    pipeline    over each boundary S forward and S back; S/t with sequence parallelism, or with
+                scatter/gather, which gathers (t-1)/t S over tensor
     data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G
@@ -24,22 +23,11 @@ al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3) travel 
 micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
 """
 
-from dataclasses import dataclass
-
 from labkit.events import chunk_sizes
 from labkit.predict.sizes import check_counts
 from labkit.predict.volumes import stage_boundary_bytes
 
 AXES = ("tensor", "pipeline", "data", "embedding")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The blocks of each chunk of one pipeline rank, and whether it has the model's ends."""
-
-    chunks: tuple[int, ...]
-    is_first: bool
-    is_last: bool
 
 
 def bytes_by_axis(
@@ -98,24 +86,33 @@ def bytes_by_axis(
         )
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     padded = -(-vocab // tp) * tp
-    is_cut = sequence_parallel and tp > 1
-    scatters = scatter_gather and not is_cut
+    table = padded // tp * width  # elements, on one rank
+    is_sharded = sequence_parallel and tp > 1  # x, by positions
+    scatters = scatter_gather and not is_sharded
+    blocks = chunk_sizes(depth, pp * chunks)
+    # Halves of an all-reduce of x in a block: gathers and scatters count once, all-reduces twice.
+    again = (4 if dropout else 2 + is_sharded) if recompute else 0
+    halves = (10 if is_sharded else 8) + again
     found = []
-    for stage in _stages(depth, pp, chunks):
-        table = padded // tp * width  # elements, on one rank
-        is_tied = tied and pp > 1 and (stage.is_first or stage.is_last)
-        boundaries = 0 if pp == 1 else 2 * len(stage.chunks) - stage.is_first - stage.is_last
+    for stage in range(pp):
+        own_blocks, first, last = sum(blocks[stage::pp]), stage == 0, stage == pp - 1
+        is_tied = tied and pp > 1 and (first or last)
+        boundaries = 0 if pp == 1 else 2 * chunks - first - last
 
-        units = _tensor_units(stage, is_cut, recompute, dropout)
+        units = own_blocks * halves + 2 * first + (3 if is_sharded else 2) * last
         tensor = (units + (boundaries if scatters else 0)) * x_bytes
-        if stage.is_last and gather_logits:
+        if last and gather_logits:
             tensor += rows * sequence * padded * element_bytes
-        if is_cut:
-            numbers = 6 * width * sum(stage.chunks)
-            numbers += stage.is_first * context * width + stage.is_last * 2 * width
-            tensor += 2 * microbatches * numbers * element_bytes
+        if is_sharded:
+            elements = 6 * width * own_blocks + first * context * width + last * 2 * width
+            tensor += 2 * microbatches * elements * element_bytes
 
-        own = _units_of_weights(stage, width, keys, context, table, tp, tied)
+        # The matrices and their columns' biases are sharded, norms, biases of `out` and `down` not.
+        matrices = 10 * width**2 + 2 * width * keys
+        own = [table, context * width] if first else []
+        own += [(matrices + 5 * width + 2 * keys) // tp + 6 * width] * own_blocks
+        if last:
+            own += [2 * width] if tied and first else [2 * width, table]
         together = [sum(own) - is_tied * table, is_tied * table]
         weights = own if zero == 3 else together if zero else [sum(own)]
         times = {0: 2, 1: 2, 2: microbatches + 1, 3: 3 * microbatches}[zero]
@@ -123,37 +120,11 @@ def bytes_by_axis(
         shared = _padded(table, dp) / dp if zero else table
         found.append({
             "tensor": (tp - 1) / tp * tensor,
-            "pipeline": boundaries * x_bytes / (tp if is_cut or scatters else 1),
+            "pipeline": boundaries * x_bytes / (tp if is_sharded or scatters else 1),
             "data": times * (dp - 1) / dp * elements * element_bytes,
             "embedding": float(is_tied * shared * element_bytes),
         })  # fmt: skip
     return found
-
-
-def _stages(depth: int, pp: int, chunks: int) -> list[Stage]:
-    blocks = chunk_sizes(depth, pp * chunks)
-    return [Stage(tuple(blocks[rank::pp]), rank == 0, rank == pp - 1) for rank in range(pp)]
-
-
-def _tensor_units(stage: Stage, is_cut: bool, recompute: bool, dropout: bool) -> int:
-    """Halves of an all-reduce of x: gathers and scatters count once, all-reduces twice."""
-    again = (4 if dropout else 2) + (1 if not dropout else 0) * is_cut if recompute else 0
-    block = (10 if is_cut else 8) + again
-    return sum(stage.chunks) * block + 2 * stage.is_first + (3 if is_cut else 2) * stage.is_last
-
-
-def _units_of_weights(
-    stage: Stage, width: int, keys: int, context: int, table: int, tp: int, tied: bool
-) -> list[int]:
-    """Elements that one rank has of each part: the matrices and their columns' biases cut, norms
-    and the biases of `out` and `down` whole."""
-    matrices = 10 * width**2 + 2 * width * keys
-    block = (matrices + 5 * width + 2 * keys) // tp + 6 * width
-    parts = [table, context * width] if stage.is_first else []
-    parts += [block] * sum(stage.chunks)
-    if stage.is_last:
-        parts += [2 * width] if tied and stage.is_first else [2 * width, table]
-    return parts
 
 
 def _padded(elements: int, parts: int) -> int:

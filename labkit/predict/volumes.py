@@ -9,9 +9,6 @@ Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the
 s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
 
-So tensor parallelism sends the most often and the most, where b s is large against w; gradients
-do not grow with the batch; and a pipeline's cut is the cheapest.
-
 Sources: data, Li et al., arXiv 2006.15704, section 3; tensor, Shoeybi et al. (Megatron-LM), arXiv
 1909.08053, section 3, figure 4; tensor and pipeline, Narayanan et al., arXiv 2104.04473,
 section 3.2.
@@ -117,6 +114,6 @@ def pipeline_parallel_bytes(
 
 
 def stage_boundary_bytes(sequence: int, rows: int, width: int, element_bytes: int = 2) -> int:
-    """Of x, [rows, sequence, width], between two layers: one message of a pipeline."""
+    """Bytes of x, [rows, sequence, width], between two layers: one message of a pipeline."""
     check_counts(sequence=sequence, rows=rows, width=width, element_bytes=element_bytes)
     return rows * sequence * width * element_bytes

@@ -75,7 +75,7 @@ class Costs:
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Of one operation. Raises ValueError for a dtype without a matmul rate."""
+        """Seconds of one operation. Raises ValueError for a dtype without a matmul rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -84,7 +84,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """Of one collective or message. Raises ValueError for a rank that has no device."""
+        """The time of a collective or message. Raises ValueError for a rank that has no device."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]
@@ -136,12 +136,11 @@ class _Place:
 
     def _bytes_per_s(self, algorithm: str) -> float:
         """The rate of the slowest rank."""
-        cluster, inside, between = self.cluster, self.cluster.inside, self.cluster.between
-        of_device = inside.reached * cluster.share_bytes_per_s(inside)
-        if self.nodes == 1:
+        inside, between = self.cluster.inside, self.cluster.between
+        of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
+        if self.nodes == 1 or between is None:
             return of_device
-        assert between is not None
-        own = between.reached * cluster.share_bytes_per_s(between)
+        own = between.reached * self.cluster.share_bytes_per_s(between)
         if algorithm in DIRECT:  # inside to the most others, between from where the fewest are
             part_inside = (self.most - 1) / (self.n - 1)
             part_between = (self.n - self.fewest) / (self.n - 1)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from labkit.runtime.attach import on_paper
+from labkit.runtime.output import in_notebook
 from labkit.trace import Trace
 from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
@@ -131,19 +131,19 @@ def _nothing_from_before() -> Iterator[None]:
 def _without_data(label: str, as_on: str) -> Iterator[None]:
     """Tensors created in this block have no data."""
     mode, chooses = _FakeWithProgress(label), "_default_to_fused_or_foreach"
+
+    def foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
+        return False, True
+
     with ExitStack() as changes:
         changes.enter_context(patch.object(nn.Module, "_apply", _converted))
         if as_on == "cuda":  # not fused, but all parameters in one operation
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooses in vars(module):
-                    changes.enter_context(patch.object(module, chooses, _foreach))
+                    changes.enter_context(patch.object(module, chooses, foreach))
         changes.callback(mode.stop_showing)
         with mode:
             yield
-
-
-def _foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
-    return False, True
 
 
 class _FakeWithProgress(FakeTensorMode):
@@ -151,14 +151,8 @@ class _FakeWithProgress(FakeTensorMode):
 
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
-        self.shown = Progress(
-            SpinnerColumn(), TextColumn("{task.description}: {task.completed:,} operations"),
-            TimeElapsedColumn(), transient=True, auto_refresh=False,
-        )  # fmt: skip
-        self._label, self._task = label, self.shown.add_task(label, total=None)
-        self._in_notebook = self.shown.console.is_jupyter
-        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if self._in_notebook else LONG_S)
-        self._operations = 0
+        self._label, self._operations, self._shown = label, 0, ""
+        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:  # most calls, and no operation
@@ -166,19 +160,14 @@ class _FakeWithProgress(FakeTensorMode):
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
-            self._show()
+            if in_notebook() or sys.stdout.isatty():
+                self._shown = f"\r{self._label}: {self._operations:,} operations"
+                print(self._shown, end="", flush=True)
         return self.dispatch(func, types, args, kwargs)
 
     def stop_showing(self) -> None:
-        if self.shown.live.is_started:  # (else it would print an empty line into a file)
-            self.shown.stop()
-
-    def _show(self) -> None:
-        if self._in_notebook:  # rich would make a widget, over which nbconvert may stumble
-            print(f"\r{self._label}: {self._operations:,} operations", end="", flush=True)
-        else:
-            self.shown.start()
-            self.shown.update(self._task, completed=self._operations, refresh=True)
+        if self._shown and not in_notebook():
+            print(f"\r{' ' * len(self._shown)}\r", end="", flush=True)
 
 
 def _converted(

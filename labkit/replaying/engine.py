@@ -116,16 +116,17 @@ class _Run:
         while ready:
             for operation in self.advance(ready.popleft()):
                 ready.extend(self.begin(operation))
-        ended = all(one.timed is not None for one in self.operations.values())
-        if not ended or not all(rank.at_end for rank in self.ranks.values()):
+        times = {key: one.timed for key, one in self.operations.items() if one.timed is not None}
+        at_end = all(rank.at_end for rank in self.ranks.values())
+        if not at_end or len(times) < len(self.operations):
             raise _DeadlockFinder(self.ranks, self.operations).deadlock()
         return {
             number: [
-                self.operations[part.key].timed if isinstance(part, Issue) else timed
+                times[part.key] if isinstance(part, Issue) else timed
                 for part, timed in zip(rank.program, rank.timed, strict=True)
             ]
             for number, rank in self.ranks.items()
-        }  # type: ignore[return-value]
+        }
 
     def advance(self, number: int) -> list[_Operation]:
         """Run until a wait that has no end yet; returns the operations that can begin now."""
@@ -163,7 +164,8 @@ class _Run:
         """Raises ValueError where this rank's part contradicts those of the others."""
         one = self.operations.get(issue.key)
         if one is None:
-            if strangers := [rank for rank in issue.ranks if rank not in self.ranks]:
+            strangers = [rank for rank in issue.ranks if rank not in self.ranks]
+            if strangers:
                 raise ValueError(f"rank {number}: {issue}; rank {strangers[0]} is in no program")
             if len(set(issue.ranks)) < len(issue.ranks):
                 raise ValueError(f"rank {number}: {issue} names a rank twice")
@@ -217,36 +219,27 @@ class _DeadlockFinder:
 
     def deadlock(self) -> Deadlock:
         """One with a cycle, if there is any."""
-        waits = [
-            (number, "waits for", self._awaited(number))
-            for number, rank in self.ranks.items()
-            if not rank.at_end
-        ]
-        waits += [
-            (next(iter(one.issued_s)), "has issued", key)
-            for key, one in self.operations.items()
-            if one.timed is None
-        ]
+        waiting = [number for number, rank in self.ranks.items() if not rank.at_end]
+        starts = [(number, "waits for", self.awaited(number)) for number in waiting]
+        for key, one in self.operations.items():
+            if one.timed is None:
+                starts.append((next(iter(one.issued_s)), "has issued", key))
         found, known = [], set[Hashable]()
-        for number, does, key in waits:
+        for number, does, key in starts:
             if key not in known:
                 found.append(self.follow(number, f"rank {number} {does} {key!r}", key, known))
         return next((one for one in found if one.cycle), found[0])
 
-    def _awaited(self, number: int) -> Hashable:
-        part = self.ranks[number].program[self.ranks[number].place]
-        assert isinstance(part, Wait)
-        return part.key
+    def awaited(self, number: int) -> Hashable:
+        return self.ranks[number].program[self.ranks[number].place].key  # type: ignore[union-attr]
 
     def follow(self, number: int, subject: str, key: Hashable, known: set[Hashable]) -> Deadlock:
         """From the rank that waits for operation `key`, or has issued it."""
         steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
         while key not in steps:
             known.add(key)
-            one = self.operations.get(key)
-            if one is None:
-                culprit = self.issuer.get(key)
-            else:
+            one, culprit = self.operations.get(key), self.issuer.get(key)
+            if one is not None:
                 culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
             if one is not None and culprit is None:  # all have issued it: it is queued
                 queues = {rank: one.members[rank].queues[one.issue.port] for rank in one.members}
@@ -260,7 +253,7 @@ class _DeadlockFinder:
                 return Deadlock(_in_words(steps), ())
             else:
                 steps[key] = number, f"{subject}, which rank {culprit} has yet to issue"
-                number, key = culprit, self._awaited(culprit)
+                number, key = culprit, self.awaited(culprit)
                 subject = f"rank {number} waits for {key!r}"
         keys = list(steps)
         cycle = {one: steps[one] for one in keys[keys.index(key) :]}
@@ -269,7 +262,7 @@ class _DeadlockFinder:
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """Of many steps, the first and the last."""
+    """Many steps are shortened to the first and the last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

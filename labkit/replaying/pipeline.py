@@ -16,10 +16,10 @@ from labkit.schedules import Action, Message, Schedule, check, chunks_of, receiv
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""Of an action: `seconds(stage, action)`, or by its phase, the same on all stages: {"forward": 1.0,
-"backward": 2.0}. An action on one of v chunks takes 1/v of a stage: the caller divides."""
+"""Seconds of an action: `seconds(stage, action)`, or by its phase: {"forward": 1.0, ...}.
+An action on one of v chunks takes 1/v of a stage: the caller divides."""
 MessageSeconds = float | Callable[[Message], float]
-"""Of a message until it arrives: the same for all, or by the message."""
+"""Seconds until a message arrives: the same for all, or by the message."""
 
 
 def pipeline_programs(

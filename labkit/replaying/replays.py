@@ -69,28 +69,14 @@ def replay(
     return _Replay(chosen, costs, computing).trace()
 
 
-class _Collective(NamedTuple):
-    """A key, as a deadlock's message shows it."""
+class _Key(NamedTuple):
+    """The key of an operation, as a deadlock's message shows it."""
 
+    words: str
     group: str
-    seq: int
 
     def __repr__(self) -> str:
-        return f"collective {self.seq} of group {self.group}"
-
-
-class _Message(NamedTuple):
-    """A key, of the messages in one direction with one tag."""
-
-    group: str
-    source: int
-    target: int
-    tag: int
-    seq: int
-
-    def __repr__(self) -> str:
-        tag = f" with tag {self.tag}" if self.tag else ""
-        return f"message {self.seq} from rank {self.source} to {self.target}{tag}"
+        return self.words
 
 
 class _Replay:
@@ -142,14 +128,15 @@ class _Replay:
         program.add()
         return program
 
-    def _key(self, one: RankTrace, event: CommEvent) -> "_Collective | _Message":
+    def _key(self, one: RankTrace, event: CommEvent) -> _Key:
         """The same for a collective on all its ranks, and for a message at both its ends."""
         if event.op not in ("send", "recv"):
-            return _Collective(event.group, event.seq)
+            return _Key(f"collective {event.seq} of group {event.group}", event.group)
         assert event.peer is not None
         ends = one.rank, self._first_of(event, event.ranks[event.peer])
         source, target = ends if event.op == "send" else ends[::-1]
-        return _Message(event.group, source, target, event.tag, event.seq)
+        tag = f" with tag {event.tag}" if event.tag else ""
+        return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
         """All operations. Where ranks send unequally, the largest part decides."""
@@ -163,10 +150,8 @@ class _Replay:
                         f"rank {one.rank} has {event.op} {event.seq} of group {event.group}, in "
                         "which it is not: its own group is not known; record that rank, too"
                     )
-                if event.op == "send":
-                    ranks: tuple[int, ...] = (one.rank,)
-                else:
-                    ranks = tuple(sorted({self._first_of(event, rank) for rank in event.ranks}))
+                members = (one.rank,) if event.op == "send" else event.ranks
+                ranks = tuple(sorted({self._first_of(event, rank) for rank in members}))
                 key, cost = self._key(one, event), self._slowest(one, event)
                 issue = Issue(key, ranks, cost.seconds, cost.latency_s, cost.port)
                 if key not in found or found[key].seconds < issue.seconds:
@@ -188,7 +173,7 @@ class _Replay:
             for rank in one.alike:
                 there = as_seen_by(event, rank, one.size)
                 ends = there.ranks
-                if event.op == "send" and there.peer is not None:
+                if there.op == "send" and there.peer is not None:
                     ends = there.ranks[there.rank], there.ranks[there.peer]
                 nodes = Counter(self.costs.cluster.node_of(end) for end in ends)
                 kinds.setdefault(tuple(sorted(nodes.values())), rank)
@@ -258,13 +243,13 @@ def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> l
     counted = sorted({one.step for rank in trace.ranks.values() for one in rank.operations})
     able = counted if computing == "counted" else trace.steps(detail=False)
     if asked is None:
-        if not able and computing == "counted":
+        if not able and computing == "measured":
+            raise ValueError("no step of this trace was timed; give computing='counted'")
+        if not able:
             raise ValueError(
                 "no step of this trace has its operations counted (a replay has not, either); "
                 "record with dry_run or record(detail_step=1), or replay it with computing measured"
             )
-        if not able:
-            raise ValueError("no step of this trace was timed; give computing='counted'")
         return able
     wanted = sorted(set(asked))
     if others := [step for step in wanted if step not in able]:

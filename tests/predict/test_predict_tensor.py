@@ -63,17 +63,6 @@ def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
     assert all(cut[name] == one[name] / 4 for name in one if name not in whole)
 
 
-@pytest.mark.parametrize("t", [2, 4, 8])
-def test_rows_of_the_pipeline_are_of_such_a_layer(t: int) -> None:
-    """The last two rows multiply what a layer keeps, however it is cut."""
-    layer = predict.activation_bytes(2048, 4, 6144, 64, t, sequence_parallel=True)
-    assert "multiply by L" in expression("pipeline first stage, 1F1B")
-    assert predict.first_stage_activation_bytes(layer, depth=48, stages=8) == 48 * layer
-    factor = value(expression("interleaved").removeprefix("times ").split(";")[0], p=8, v=3)
-    found = predict.first_stage_activation_bytes(layer, depth=48, stages=8, chunks=3)
-    assert found == pytest.approx(48 * layer * factor)
-
-
 # ---- what ranks keep
 
 S, B, W, A = 64, 2, 64, 4

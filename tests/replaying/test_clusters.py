@@ -104,60 +104,50 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert mine.between is not None and mine.between.sources["latency_s"] == "ping"
 
 
-@pytest.mark.parametrize(
-    ("was", "then", "message"),
-    [
-        ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; there are h200"),
-        ("nodes = 2", "nodes = 2.5", "nodes = 2.5; a whole number"),
-        ("nodes = 2", "", "nodes = None"),
-        ("nodes = 2", "nodes = true", "nodes = True"),
-        ("devices = 2", "devices = 0", r"levels\[0\]: devices = 0"),
-        ('[12e9, "measured"]', "12e9", "a number and its source are needed"),
-        ('[12e9, "measured"]', '[12e9, ""]', "a number and its source are needed"),
-        ('[12e9, "measured"]', '[nan, "measured"]', "a number and its source are needed"),
-        ('[12e9, "measured"]', '[0, "measured"]', "more than 0 is needed"),
-        ('[1e-4, "ping"]', '[-1, "ping"]', r"levels\[1\]: latency_s = -1"),
-        ("title", "titel", "'titel' is not known; there are device, levels, nodes, title"),
-        ("[clusters.mine]", "[cluster.mine]", "'cluster' is not known; there are clusters, dev"),
-        ("nodes = 2", "nodes =", "is no TOML"),
-        ('"v100"', '["v100"]', "no device"),
-        ('[12e9, "measured"]', '[true, "measured"]', "a number and its source are needed"),
-        ('[12e9, "measured"]', f'[{10**400}, "measured"]', "a number and its source are needed"),
-        ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
-        ("ports = 1", "", r"levels\[1\]: ports = None"),
-        ('latency_s = [1e-4, "ping"]', "", r"levels\[1\]: latency_s = None; a number and its"),
-        (
-            '[12e9, "measured"]',
-            '[12, "measured"]',
-            "bytes_per_s = 12, which.*bytes a second, not",
-        ),
-        (
-            '[12e9, "measured"]',
-            '[12e18, "measured"]',
-            "bytes_per_s = 1.2e.19, which no cluster",
-        ),
-        ('[1e-4, "ping"]', '[100, "ping"]', "latency_s = 100, .*seconds, not microseconds"),
-        (
-            '[1e-4, "ping"]',
-            '[1e-4, "ping"]\nreached = [75, "a guess"]',
-            r"levels\[1\]: reached = 75; it is a part: 1 at most",
-        ),
-        (
-            '[1e-4, "ping"]',
-            '[1e-4, "ping"]\nreached = [0, "a guess"]',
-            r"levels\[1\]: reached = 0; more than 0 is needed",
-        ),
-        ("[80e9", "[80", "memory_bytes = 80, which no cluster has: .*bytes, not GB"),
-        ("[2e12", "[2000", "memory_bytes_per_s = 2000, .*bytes a second, not GB/s"),
-        ("[312e12", "[312", "peak_flops: bfloat16 = 312, .*operations a second, not TFLOP/s"),
-        ("[5e-6", "[5", "launch_s = 5, .*seconds, not microseconds"),
-        ("[5e-6", "[-5e-6", "launch_s = -5e-06; more than 0 is needed"),
-        ('launch_s = [5e-6, "a guess"]', "", "launch_s = None; a number and its source are needed"),
-        ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
-        ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
-        ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
-    ],
-)
+RATE, DELAY = '[12e9, "measured"]', '[1e-4, "ping"]'
+NO_SOURCE = "a number and its source are needed"
+WRONG = [
+    ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; there are h200"),
+    ("nodes = 2", "nodes = 2.5", "nodes = 2.5; a whole number"),
+    ("nodes = 2", "", "nodes = None"),
+    ("nodes = 2", "nodes = true", "nodes = True"),
+    ("devices = 2", "devices = 0", r"levels\[0\]: devices = 0"),
+    (RATE, "12e9", NO_SOURCE),
+    (RATE, '[12e9, ""]', NO_SOURCE),
+    (RATE, '[nan, "measured"]', NO_SOURCE),
+    (RATE, '[true, "measured"]', NO_SOURCE),
+    (RATE, f'[{10**400}, "measured"]', NO_SOURCE),
+    (RATE, '[0, "measured"]', "more than 0 is needed"),
+    (RATE, '[12, "measured"]', "bytes_per_s = 12, which.*bytes a second, not"),
+    (RATE, '[12e18, "measured"]', "bytes_per_s = 1.2e.19, which no cluster"),
+    (DELAY, '[-1, "ping"]', r"levels\[1\]: latency_s = -1"),
+    (DELAY, '[100, "ping"]', "latency_s = 100, .*seconds, not microseconds"),
+    (
+        DELAY,
+        f'{DELAY}\nreached = [75, "a guess"]',
+        r"levels\[1\]: reached = 75; it is a part: 1 at",
+    ),
+    (DELAY, f'{DELAY}\nreached = [0, "a guess"]', r"levels\[1\]: reached = 0; more than 0 is ne"),
+    (f"latency_s = {DELAY}", "", rf"levels\[1\]: latency_s = None; {NO_SOURCE}"),
+    ("title", "titel", "'titel' is not known; there are device, levels, nodes, title"),
+    ("[clusters.mine]", "[cluster.mine]", "'cluster' is not known; there are clusters, dev"),
+    ("nodes = 2", "nodes =", "is no TOML"),
+    ('"v100"', '["v100"]', "no device"),
+    ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
+    ("ports = 1", "", r"levels\[1\]: ports = None"),
+    ("[80e9", "[80", "memory_bytes = 80, which no cluster has: .*bytes, not GB"),
+    ("[2e12", "[2000", "memory_bytes_per_s = 2000, .*bytes a second, not GB/s"),
+    ("[312e12", "[312", "peak_flops: bfloat16 = 312, .*operations a second, not TFLOP/s"),
+    ("[5e-6", "[5", "launch_s = 5, .*seconds, not microseconds"),
+    ("[5e-6", "[-5e-6", "launch_s = -5e-06; more than 0 is needed"),
+    ('launch_s = [5e-6, "a guess"]', "", f"launch_s = None; {NO_SOURCE}"),
+    ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
+    ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
+    ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
+]
+
+
+@pytest.mark.parametrize(("was", "then", "message"), WRONG)
 def test_what_is_wrong_in_a_file_is_named(
     tmp_path: Path, was: str, then: str, message: str
 ) -> None:

@@ -46,10 +46,6 @@ def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: i
     assert len(found) == len(set(found)) and all(one.ranks == ranks for one in found)
 
 
-def test_tensor_parallelism_beyond_a_node_is_among_them() -> None:
-    assert {one.tp for one in layouts(GPT3, 1024, 1536)} == {1, 2, 4, 8, 16, 32}
-
-
 def test_named_values_are_those_alone() -> None:
     every = layouts(GPT3, 1024, 1536)
     some = layouts(

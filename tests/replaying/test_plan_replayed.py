@@ -12,13 +12,11 @@ import pytest
 
 from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
-from labkit.replaying.planning.layers import recorded
-from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
+from labkit.replaying.planning.layout import Layout, described, layouts
 from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS
 from labkit.replaying.planning.ranking import Report, least_bytes, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
-from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL
 
 SELENE = cluster("selene")
@@ -91,19 +89,6 @@ def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Rep
     )
 
 
-def test_what_a_stage_costs_is_recorded_once_for_all_layouts_and_clusters(planned: Plan) -> None:
-    """A block, an embedding and a head for each tp: all else is put together from them."""
-    before = recorded.cache_info().misses
-    pod = replace(cluster("dgx-h100"), nodes=64)
-    again = plan(
-        GPT, pod, ROWS, gpus=GPUS, tp=(8, 16), microbatch=2, zero=(0, 1), sequence=False,
-        recompute="full",
-    )  # fmt: skip
-    assert recorded.cache_info().misses == before
-    assert len(again.reports) > len(planned.reports) > 10
-    assert all(one.step_s < 2 * planned.best.step_s for one in again.reports[:1])
-
-
 @pytest.mark.slow
 def test_the_formulas_never_promise_more_than_a_step_holds() -> None:
     """Else a layout that fits would be dropped. Of every choice, and near the truth."""
@@ -127,13 +112,3 @@ def test_the_largest_that_fits_fits_and_one_block_more_does_not() -> None:
         asked |= {"microbatch": 1, "chunks": 1}
         assert not fits(replace(SMALL, depth=deeper), SELENE, 8, **asked).fits
     assert sum(found.report.memory_bytes.values()) <= 4e9
-
-
-def test_a_plan_knows_the_host_that_launches() -> None:
-    """Of narrow layers the host is slower than the device, and a plan on a cluster that tells so
-    has the step that is reported there."""
-    narrow, layout, where = Sizes(256, 4, 4, 128, 512), Layout(dp=2), cluster("selene-fitted")
-    found = reporter(where, 8)(narrow, layout)
-    assert found == step_report(narrow, layout, 8, where)
-    alone = replace(where, device=replace(where.device, host_s=0.0))
-    assert found.step_s > step_report(narrow, layout, 8, alone).step_s

@@ -53,12 +53,6 @@ def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None
     assert round(found, 4) == rate
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
-def test_without_messages_the_bubble_is_the_formula(p: int, m: int) -> None:
-    """(p-1)/(m+p-1) of the total: arXiv 2104.04473, section 2.2.1."""
-    assert bubble_of_1f1b(p, m, 1.0, 2.0, 0.0) == pytest.approx((p - 1) / (m + p - 1))
-
-
 # --- what each thing does -------------------------------------------------------------------------
 
 

@@ -47,18 +47,9 @@ def recorded(buckets: int = 2, ranks: int = 8, op: str = "all_reduce") -> Trace:
             )
         nbytes = 10**8 // buckets
         event = CommEvent(
-            op,
-            "default",
-            group,
-            0,
-            number,
-            "float32",
-            (nbytes // 4,),
-            nbytes,
-            nbytes,
-            False,
+            op, "default", group, 0, number, "float32", (nbytes // 4,), nbytes, nbytes, False,
             step=1,
-        )
+        )  # fmt: skip
         event.issued_s = event.began_s = when_s + 2
         event.ended_s = event.wait_ended_s = 98.0
         event.wait_began_s = 91.0

@@ -26,14 +26,14 @@ from labkit.replaying.planning.stages import (
 
 
 def message_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of one message between stages, from one rank: b s w elements, or 1/tp of them."""
+    """Bytes that one rank sends to the next stage: b s w elements, or 1/tp of them."""
     parts = layout.tp if layout.sequence or layout.scatter_gather else 1
     return layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES // parts
 
 
 def tied_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Of a tied embedding's gradient, what a rank of the first stage sums with one of the last:
-    V w / t elements, or with ZeRO this rank's share."""
+    """Bytes of a tied embedding's gradient that a rank of the first stage sums with one of the
+    last: V w / t elements, or with ZeRO this rank's share."""
     return -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
 
 
@@ -73,14 +73,13 @@ def sent_bytes(
     if layout.gathers_messages:
         gathered = bus_factor("all_gather", layout.tp) * message * layout.tp
         tensor += microbatches * max(ways) * gathered
-    averaged = max(_averaged(one, sizes, layout, stage) for stage, one in enumerate(stages))
-    data = averaged * ELEMENT_BYTES * bus_factor("all_reduce", layout.dp)  # ZeRO: in two halves
+    averaged = []  # elements of each stage; ZeRO has a bucket for tied ones alone
+    for stage, chunks in enumerate(stages):
+        at_end = sizes.tied and pp > 1 and stage in (0, pp - 1)
+        tied = vocabulary_elements(sizes, layout) if at_end else 0
+        untied = sum(chunk.parameters for chunk in chunks) - tied
+        averaged.append(sum(-(-n // layout.shards) * layout.shards for n in (untied, tied)))
+    data = (
+        max(averaged) * ELEMENT_BYTES * bus_factor("all_reduce", layout.dp)
+    )  # ZeRO: in two halves
     return {"tensor": float(tensor), "pipeline": float(max(pipeline)), "data": float(data)}
-
-
-def _averaged(chunks: Sequence[VirtualStage], sizes: Sizes, layout: Layout, stage: int) -> int:
-    """Elements of a stage that its replicas average; ZeRO has a bucket for tied ones alone."""
-    elements, shards = sum(chunk.parameters for chunk in chunks), layout.shards
-    at_end = sizes.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
-    tied = vocabulary_elements(sizes, layout) if at_end else 0
-    return sum(-(-count // shards) * shards for count in (elements - tied, tied))

@@ -167,7 +167,7 @@ class _Stage(nn.Module):
         else:
             positions = first.context // (first.tp if first.sequence else 1)
             x = _Source.apply(self.anchor, first.rows, positions, first.width)
-        for block in layers["blocks"]:  # type: ignore[union-attr]
+        for block in layers["blocks"].children():
             x = block(x)
         if "head" not in layers:
             return _Sink.apply(x)
@@ -240,7 +240,7 @@ def _layer_of(one: RankTrace) -> Layer:
     before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
 
     def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
-        """And what it holds at its end."""
+        """A pass, and the bytes held at its end."""
         held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
         during = [LayerEvent(*x[2:]) for x in events if began_s <= x[0] <= ended_s]
         return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]

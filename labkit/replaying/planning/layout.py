@@ -14,7 +14,6 @@ tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
 
 from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import parameters
@@ -23,7 +22,6 @@ ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
 MOST_POSITIONS = 16_384  # of a micro-batch
 
-T = TypeVar("T")
 Several = int | Iterable[int] | None  # None: all that divide
 Wanted = Mapping[str, tuple[int, ...] | None]
 
@@ -76,7 +74,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Of the optimizer's state: dp with ZeRO, else 1."""
+        """Shards of the optimizer's state: dp with ZeRO, else 1."""
         return self.dp if self.zero else 1
 
     @property
@@ -85,7 +83,7 @@ class Layout:
         return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
 
     def microbatches(self, global_batch: int) -> int:
-        """Of each replica, in a step on so many rows."""
+        """Micro-batches of each replica, in a step on so many rows."""
         return global_batch // (self.dp * self.microbatch)
 
     @property
@@ -150,7 +148,9 @@ def layouts(
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:
         raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
-    choices = RECOMPUTE if recompute is None else several(recompute)
+    if isinstance(recompute, str):
+        recompute = (recompute,)
+    choices = RECOMPUTE if recompute is None else tuple(dict.fromkeys(recompute))
     for choice in choices:
         if choice not in RECOMPUTE:
             raise ValueError(f"recompute={choice!r}: a plan knows {' and '.join(RECOMPUTE)}")
@@ -200,16 +200,15 @@ def divisors(number: int) -> list[int]:
 
 
 def powers_of_two(number: int) -> list[int]:
-    """Those that divide it, from 1 up."""
+    """Powers of two that divide it, from 1 up."""
     return [one for one in divisors(number) if not one & (one - 1)]
 
 
-def several(given: T | Iterable[T] | None) -> tuple[T, ...]:
-    """One value or more, each once; empty for None."""
+def several(given: Several) -> tuple[int, ...]:
+    """One number or more, each once; empty for None."""
     if given is None:
         return ()
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    return (given,) if is_one else tuple(dict.fromkeys(given))  # type: ignore[return-value, arg-type]
+    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
 
 
 def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:

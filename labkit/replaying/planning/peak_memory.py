@@ -52,7 +52,7 @@ def peak_memory(
 
 
 def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -> Held:
-    """Of one stage."""
+    """The peak of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
     tensors = sum(len(layer.gradients) * n for chunk in chunks for layer, n in chunk.recorded())
     states = np.zeros(len(CATEGORIES), dtype=int)
@@ -60,7 +60,9 @@ def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -
     states[GRADIENTS] = GRADIENT_BYTES * elements
     states[OPTIMIZER] = MASTER_BYTES * elements // layout.shards + STEP_COUNT_BYTES * tensors
     kept, working = zip(*(_microbatch(chunk) for chunk in chunks), strict=True)
-    moments = [_updating(chunks)]  # nothing is in flight then
+    layers = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
+    updates = (recorded_update(gradients).peak for gradients in layers)
+    moments = [np.array(max(updates, key=sum))]  # of the optimizer: nothing is in flight then
     for chunk, counts in in_flight:
         moments.append(working[chunk] + sum(n * k for n, k in zip(counts, kept, strict=True)))
     return states + max(moments, key=np.sum)
@@ -78,15 +80,9 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
     return kept, most
 
 
-def _updating(chunks: Sequence[VirtualStage]) -> Held:
-    """In the optimizer's step."""
-    every = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
-    return np.array(max((recorded_update(one).peak for one in every), key=sum))
-
-
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
-    """Of each stage."""
+    """The micro-batches in flight on each stage."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     found = []

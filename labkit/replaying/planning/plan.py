@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Ranked."""
+        """The fastest first."""
         return tuple(report.layout for report in self.reports)
 
     def report(self, layout: Layout) -> StepReport:

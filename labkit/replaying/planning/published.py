@@ -1,4 +1,4 @@
-"""GPTs that have been trained at scale, and how: numbers of papers, none of them ours.
+"""GPTs that have been trained at scale, and how: figures from papers.
 
 Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters on 32 to 3,072
 A100 of Selene, each trained with all activations computed again. Vocabulary 51,200, sequences of

@@ -21,7 +21,7 @@ hide a slow forward behind a long backward, and measured steps do not show that 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class VirtualStage:
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """All, in the model's order. Raises ValueError for more virtual stages than blocks."""
+    """In the model's order. Raises ValueError for more virtual stages than blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(
@@ -93,7 +93,7 @@ def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[Vi
 
 
 def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
-    """Of the embedding table on one rank, padded to a multiple of tp rows."""
+    """Elements of the embedding table on one rank, padded to a multiple of tp rows."""
     return -(-sizes.vocab // layout.tp) * sizes.width
 
 
@@ -175,17 +175,17 @@ def _chunk_seconds(chunk: VirtualStage, groups: Groups, costs: Costs) -> StageSe
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        layer = costs.remembered(
-            (shape, groups), lambda shape=shape: _layer_seconds(recorded(shape), groups, costs)
-        )
+        find = partial(_layer_seconds, shape, groups, costs)
+        layer = costs.remembered((shape, groups), find)
         gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
         compute_s, exposed_s = compute_s + layer.compute_s, exposed_s + layer.exposed_s
     return StageSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
 
 
-def _layer_seconds(layer: Layer, groups: Groups, costs: Costs) -> StageSeconds:
+def _layer_seconds(shape: Shape, groups: Groups, costs: Costs) -> StageSeconds:
     """On that of the `groups` which is slowest."""
+    layer = recorded(shape)
     forward_s, waited_s, _ = _pass_seconds(layer.forward, costs, groups)
     backward_s, exposed_s, gradients = _pass_seconds(layer.backward, costs, groups)
     return StageSeconds(

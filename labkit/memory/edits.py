@@ -1,5 +1,6 @@
-"""Which parts of a model are computed again, decided from outside its file.
+"""What is computed again: a function, or parts of a model, decided from outside its file.
 
+    recompute(fn, x)                              a function, from its inputs
     Recompute(model)                              each block, from its input         2sbh a layer
     Recompute(model, what="selective")            the core of attention, from q k v   34sbh
     Recompute(model, what=keep_products)          each block, but for the matrix products
@@ -11,13 +12,46 @@ modules is another. So it goes with any strategy, before or after it wraps the m
 Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from labkit.memory.policies import Policy
+from labkit.memory.policies import Kept, Policy
 from labkit.memory.recompute import Check, Recomputed
+
+Result = TypeVar("Result")
+
+
+def recompute(
+    fn: Callable[..., Result],
+    *args: Any,
+    policy: Policy | None = None,
+    preserve_rng: bool = True,
+    check: Check = "shapes",
+    **kwargs: Any,
+) -> Result:
+    """`fn(*args, **kwargs)`, of which only the inputs are kept for backward.
+
+    Args:
+        fn: a function or module. It must do the same when it is called again, and not change its
+            inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
+        policy: of which operations the results are kept, too: `policy(op) -> bool`.
+        preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
+            something is drawn. Known are torch's own generators; with a `generator=` of your own
+            draw outside, and hand in what was drawn.
+        check: of what the second run saves, number, shape, dtype and device are compared with the
+            first's; with "values" the numbers as well, which takes time; with "none" nothing.
+
+    Gradients are those without, bit for bit where the same kernels run. Works with any outputs,
+    inside another recompute, for several backwards, and where no input has a gradient.
+
+    Raises ValueError where `fn` changes an input, and, during backward, where it did something else
+    when it was called again; RuntimeError where a parameter that backward needs was changed since
+    forward. (That of a bias is not seen: backward does not ask for it.)
+    """
+    return Recomputed(fn, _kept_by(policy), preserve_rng, check)(*args, **kwargs)
 
 
 class Recompute:
@@ -57,9 +91,9 @@ class Recompute:
                     "first Recompute, or give other blocks"
                 )
         self.modules, self._forwards = chosen, [m.__dict__.get("forward") for m in chosen]
-        policy = what if callable(what) else None
+        kept = _kept_by(what if callable(what) else None)
         for module in chosen:
-            module.forward = Recomputed(module.forward, policy, preserve_rng, check)
+            module.forward = Recomputed(module.forward, kept, preserve_rng, check)
 
     def remove(self) -> None:
         """The model computes nothing twice any more."""
@@ -74,6 +108,10 @@ class Recompute:
 
     def __exit__(self, *_: Any) -> None:
         self.remove()
+
+
+def _kept_by(policy: Policy | None) -> Callable[[], Kept] | None:
+    return None if policy is None else partial(Kept, policy)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import agreement, clipping
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.tied import Tied
+from labkit.parallel.pipeline.synchronising import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer

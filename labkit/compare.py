@@ -13,8 +13,8 @@ import torch
 from rich.table import Table
 
 from labkit.foreign import check_output
+from labkit.holdings import Footprint
 from labkit.models import GPT
-from labkit.parallel.common.footprint import Footprint
 from labkit.recipes import RECIPES, Recipe, recipe
 from labkit.runtime.pick import check_size
 from labkit.runtime.world import World

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from labkit.comm import Comm, Mesh
 from labkit.comm.mesh import coordinates
 from labkit.data import Batch, loss
+from labkit.holdings import Footprint, adam_bytes, parameter_bytes
 from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
-from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
 from labkit.parallel.context.context_parallel import context_parallel
 from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.pipeline.pipeline import Pipeline

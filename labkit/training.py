@@ -14,9 +14,9 @@ import torch
 
 from labkit.comm import listen
 from labkit.data import Text
+from labkit.holdings import Footprint
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
-from labkit.parallel.common.footprint import Footprint
 from labkit.parallel.common.held import held
 from labkit.parallel.common.whole import full_state_dict
 from labkit.parallel.pipeline.p2p import TAGS

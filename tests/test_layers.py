@@ -27,7 +27,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime.process_context",
         "runtime.transports",
     },
-    3: {"parallel", "precision", "memory", "models", "data"},
+    3: {"holdings", "parallel", "precision", "memory", "models", "data"},
     4: {"trace.recording", "runtime", "checkpoints"},
     5: {
         "replaying",
@@ -58,7 +58,8 @@ SIBLINGS: dict[str, set[str]] = {
     "trace": {"events", "foreign"},
     "clusters": {"foreign"},
     **{unit: MESSAGING - {unit} for unit in MESSAGING},
-    "parallel": {"precision", "memory"},
+    "parallel": {"precision", "memory", "holdings"},
+    "precision": {"holdings"},
     "runtime": {"trace.recording"},
     "checkpoints": {"runtime"},  # its progress bar, and `attach` for a model without a strategy
     **{face: LAYERS[5] - {face, "cli"} for face in LAYERS[5]},

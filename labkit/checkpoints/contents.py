@@ -6,7 +6,7 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank has `Owned`
-pieces of parameters (precision/pieces.py); several may have the same one, then one writes it. A
+pieces of parameters (labkit/holdings.py); several may have the same one, then one writes it. A
 parameter that is cut over tensor-parallel ranks has its plain name and its whole shape.
 """
 
@@ -19,11 +19,11 @@ from torch import nn
 
 from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
+from labkit.holdings import OwnedPiece
 from labkit.parallel.common.agreement import check_same_on_all_ranks
-from labkit.parallel.common.in_stages import InStages
+from labkit.parallel.common.sharder import InStages
 from labkit.parallel.common.shards import comms_of, shard_of
 from labkit.parallel.common.whole import plain_module
-from labkit.precision.pieces import OwnedPiece
 from labkit.runtime.attach import attach
 
 Path = tuple[str | int, ...]

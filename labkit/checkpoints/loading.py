@@ -28,7 +28,7 @@ from labkit.checkpoints.match import (
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import together
 from labkit.comm import Comm
-from labkit.precision.pieces import OwnedPiece
+from labkit.holdings import OwnedPiece
 
 State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and what of it is still to be read
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from labkit.parallel.common.in_stages import InStages
+from labkit.holdings import OwnedPiece
+from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
 from labkit.parallel.common.whole import plain_module
-from labkit.precision.pieces import OwnedPiece, OwnsPieces, fulfils
 
 
 class Owners:

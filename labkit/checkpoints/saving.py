@@ -44,7 +44,7 @@ from labkit.checkpoints.contents import (
 from labkit.checkpoints.together import together
 from labkit.checkpoints.unpickling import check_weights_only
 from labkit.comm import Comm
-from labkit.precision.pieces import OwnedPiece
+from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
 
 BOX_BYTES = 64 * 2**20

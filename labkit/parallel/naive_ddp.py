@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from labkit.parallel.common.footprint import replicated
-from labkit.parallel.common.grad_buffer import UNUSED, check_dense, mark_used, nobody_used
-from labkit.parallel.common.replicas import (
-    Replica,
+from labkit.holdings import replicated
+from labkit.parallel.common.agreement import broadcast_tensors
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import (
     at_end_of_backward,
-    copy_from_rank_0,
+    flagged_gradient,
+    nobody_used,
     register_grad_ready_hook,
 )
 
@@ -45,7 +46,7 @@ class NaiveDDP(Replica):
         if self.training and torch.is_grad_enabled() and self._synchronise:
             self._scheduled = False
             self._unchanged.check()
-            copy_from_rank_0(self.module.buffers(), self.comm)
+            broadcast_tensors(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
 
     def _schedule(self, parameter: torch.Tensor) -> None:
@@ -57,15 +58,9 @@ class NaiveDDP(Replica):
     def _average(self) -> None:
         self._scheduled = False
         for parameter in self._parameters_to_average:
-            used = parameter.grad is not None
-            gradient = parameter.grad if used else torch.full_like(parameter, UNUSED)
-            assert gradient is not None
-            check_dense([gradient])
-            gradient.div_(self.comm.size)
-            if used and gradient.numel():
-                mark_used(gradient.as_strided((1,), (1,)))
+            gradient = flagged_gradient(parameter, self.comm.size)
             self.comm.all_reduce(gradient)
-            if used or not nobody_used(gradient.reshape(-1)):
+            if parameter.grad is not None or not nobody_used(gradient.reshape(-1)):
                 parameter.grad = gradient
 
     predict = staticmethod(replicated)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
+from labkit.holdings import Footprint, adam_bytes, parameter_bytes
 
 
 class Single(nn.Module):

@@ -17,7 +17,7 @@ from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import peak_memory, union
 
 if TYPE_CHECKING:
-    from labkit.parallel.common.footprint import Footprint
+    from labkit.holdings import Footprint
 
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "user": ""}
 MOST_RANKS = 8  # drawn when none are named

@@ -16,13 +16,13 @@ sum: Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
 """
 
 from collections.abc import Iterable
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.precision.shadow_optimizer import LOW
-from labkit.precision.weak_hooks import NotCopyable, register_grad_ready_hook
+from labkit.precision.shadow_optimizer import LOW, NotCopyable
 
 
 class Fp32Gradients(NotCopyable):
@@ -62,7 +62,13 @@ class Fp32Gradients(NotCopyable):
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
         self._came: set[nn.Parameter] = set()  # since the last hand_over()
-        self._hooks = [register_grad_ready_hook(p, self._add) for p in self.parameters]
+        add = WeakMethod(self._add)  # the parameters do not keep this object alive
+
+        def on_grad_ready(p: nn.Parameter) -> None:
+            if (alive := add()) is not None:
+                alive(p)
+
+        self._hooks = [p.register_post_accumulate_grad_hook(on_grad_ready) for p in self.parameters]
 
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.precision.pieces import OwnedPiece
+from labkit.holdings import OwnedPiece
 from labkit.precision.shadow_optimizer import (
     LOW,
     ShadowOptimizer,

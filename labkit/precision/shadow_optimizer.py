@@ -152,6 +152,15 @@ class ShadowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
+class NotCopyable:
+    """Has hooks on given parameters: a copy would have none, and silently do nothing."""
+
+    copy_advice: str  # what to do
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; {self.copy_advice}")
+
+
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a group of an optimizer has beside its parameters."""
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}

@@ -19,7 +19,7 @@ from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_r
 from labkit.bench import machine
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
-from labkit.parallel.common.footprint import Footprint, parameter_bytes
+from labkit.holdings import Footprint, parameter_bytes
 from labkit.trace import Trace
 from labkit.training import Task, train
 from laws import broken_laws

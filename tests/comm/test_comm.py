@@ -262,16 +262,16 @@ def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
 
 
 def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
-    from labkit.parallel.common.replicas import copy_from_rank_0
+    from labkit.parallel.common.agreement import broadcast_tensors
 
     def call() -> tuple[str, int]:
         with listen() as events:
             line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
-            copy_from_rank_0([torch.ones(3)], Comm())
+            broadcast_tensors([torch.ones(3)], Comm())
         return events[0].source, line
 
     for source, line in world2.run(call):
-        assert source.startswith("replicas.py:")
+        assert source.startswith("agreement.py:")
         assert source.endswith(f"copy_from, from {FILE}:{line + 1} in call")
 
 

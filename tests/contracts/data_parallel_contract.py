@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, GPT, Batch, Comm, Single, Text, World, listen, loss
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from labkit.parallel.common.held import held
 
 CONTRACT_SIZES = (1, 2, 3, 4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from data_parallel_contract import AGREE, LENGTH, MODELS, ROWS, STEPS
 from labkit import Comm, Single, Text, World, ZeRO3, listen, loss
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from labkit.parallel.common.held import held
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

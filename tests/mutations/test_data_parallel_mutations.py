@@ -9,7 +9,7 @@ from torch import nn
 from data_parallel_contract import check_equal_to_single
 from harness import Mutation, given, noticed
 from labkit import DDP, Comm, NaiveDDP
-from labkit.parallel.ddp.buckets import Bucket
+from labkit.parallel.ddp.ddp import Bucket
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +63,6 @@ class NeverSends(DDP):
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         bucket.handle = None
-
-    def _receive(self, bucket: Bucket) -> None:
-        pass
 
 
 class SendsTwice(NaiveDDP):

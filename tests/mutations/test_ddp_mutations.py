@@ -10,10 +10,9 @@ from torch import nn
 import ddp_checks
 from harness import Mutation, given_on_ranks, instead, noticed, on_ranks
 from labkit import DDP, Comm
-from labkit.parallel.ddp import buckets
-from labkit.parallel.ddp.buckets import Bucket
 from labkit.parallel.ddp.comm_hooks import UnderWay, bf16_compress_hook
-from labkit.parallel.ddp.joining import JoinCoordinator
+from labkit.parallel.ddp.ddp import Bucket
+from labkit.parallel.ddp.extras import JoinCoordinator, agreed_order
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +32,10 @@ class EachRankHasItsOwnOrder(DDP):
     """The ranks agree on an order and do not use it."""
 
     def _rebuild(self, came: list[nn.Parameter]) -> None:
-        real = buckets.agreed_order
         mine = list(came)
 
         def own(*args: Any) -> Any:
-            real(*args)
+            agreed_order(*args)
             rest = [p for p in self._parameters_to_average if p not in set(mine)]
             return mine + rest
 
@@ -45,7 +43,7 @@ class EachRankHasItsOwnOrder(DDP):
         try:
             super()._rebuild(came)
         finally:
-            DDP._rebuild.__globals__["agreed_order"] = real
+            DDP._rebuild.__globals__["agreed_order"] = agreed_order
 
 
 class LeavesGradientsInOldBuckets(DDP):
@@ -167,7 +165,7 @@ class JoinsWithStaleGradients(DDP):
     """A joined rank goes on sending its last gradient."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._join is None or self._join.is_active:
+        if self._join.is_active:
             super().zero_grad(set_to_none)
 
 

@@ -11,6 +11,7 @@ import three_d_cases as cases
 from harness import Change, Mutation, instead, noticed, replaces
 from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import agreement, clipping
+from labkit.parallel.common.shards import Shard
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.synchronising import Tied
@@ -76,7 +77,7 @@ def averages_over_the_wrong_ranks() -> Iterator[None]:
     """Over tp, too, where the shards are others; that it is refused is switched off."""
     both = cases.mesh_of(2, 2, 2)["dp", "tp"]
     with (
-        patch.object(agreement, "check_replicas", lambda *_: None),
+        patch.object(Shard, "check", lambda *_: None),
         patch.object(agreement, "_described", lambda name, x: name),
         patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
     ):
@@ -98,7 +99,7 @@ def scales_not_the_first_micro_batch(real: Any, self: Any, output: Any, k: int) 
 def cuts_ties_where_they_fall() -> Iterator[None]:
     """A tied embedding in a bucket with others: its owners have other elements of it."""
     with (
-        patch.object(zero, "tied_with", lambda p: ()),
+        patch.object(zero, "is_tied", lambda p: False),
         patch.object(ZeroOptimizer, "gradient_of_copy", lambda self, p: self._bucket_of[p]),
     ):
         yield

@@ -11,7 +11,7 @@ from torch import nn
 import test_zero3 as proofs
 from harness import Mutation, around, given, instead, noticed, replaces
 from labkit import World, ZeRO3
-from labkit.parallel.zero3 import flat, passes, units
+from labkit.parallel.zero3 import passes, units
 from labkit.parallel.zero3.flat import Flat, ResizableBuffer
 from zero3_contract import check_zero3
 
@@ -62,11 +62,11 @@ def keeps_stale_parameters() -> Iterator[None]:
 
 never_prefetches = instead("never_prefetches", passes.Order, "after", lambda self, unit, number: [])
 frees_only_with_the_last_gradient = instead(
-    "frees_only_with_the_last_gradient", flat.Unit, "note_input_gradient", lambda *_: None
+    "frees_only_with_the_last_gradient", units.Unit, "note_input_gradient", lambda *_: None
 )
 
 
-@replaces(flat.Unit, "__init__")
+@replaces(units.Unit, "__init__")
 def frees_with_the_last_gradient(real: Any, self: Any, *args: Any) -> None:
     """Though a frozen weight of the unit is still needed."""
     real(self, *args)

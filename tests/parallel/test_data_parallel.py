@@ -23,7 +23,7 @@ from data_parallel_contract import (
 )
 from labkit import DDP, Comm, Link, NaiveDDP, Single, World, attach, listen
 from labkit.events import CommEvent
-from labkit.parallel.common.grad_reducer import cut
+from labkit.parallel.common.flat import cut
 from labkit.parallel.common.held import held
 from worlds import on_each_rank, world_fixture
 

@@ -24,7 +24,7 @@ from matplotlib.transforms import Bbox
 
 from labkit import plot
 from labkit.events import CommEvent
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from labkit.plot import style
 from labkit.plot.figure import Picture, png
 from labkit.plot.lettering import Lettering

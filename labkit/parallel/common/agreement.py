@@ -1,12 +1,11 @@
-"""What must hold before and while a strategy trains a module: the ranks have the same parameters in
-the same order, no other strategy has them, and they stay what they were. Where it does not, the
-error names the parameter, on every rank.
+"""What the ranks of a strategy agree on: they have the same parameters in the same order, equal to
+rank 0's; no other strategy has them; they stay what they were when the module was wrapped.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 from weakref import ref
 
@@ -14,26 +13,29 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.shards import check_replicas, check_whole_sequences, shard_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
+def marks_of(x: torch.Tensor) -> list[Any]:
+    """Each a `Mark` (shards.py): other ranks have other parts of `x`, or of its gradient."""
+    return [vars(x)[name] for name in ("_labkit_shard", "_labkit_sequence") if name in vars(x)]
+
+
 def check_same_on_all_ranks(named: Named, comm: Comm, averaged: bool = True) -> None:
-    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ; or
-    where a parameter is cut over these ranks, or they have different parts of one. `averaged`: its
-    gradients will be averaged over them; then also where further ranks have a part of those."""
-    check_replicas(named, comm)
-    if averaged:
-        check_whole_sequences(named, comm)
+    """Raises ValueError on every rank, naming the parameter, when names, shapes, dtypes, order or
+    frozen ones differ, or where a mark forbids `comm`; `averaged`: to average gradients over it."""
+    for name, x in named:
+        for mark in marks_of(x):
+            mark.check(name, comm, averaged)
     mine = [_described(name, x) for name, x in named]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
     every = comm.all_gather_object(mine)
-    first, other = every[0], next(one for one in every if one != every[0])
-    rank = every.index(other)
-    for position, (here, there) in enumerate(zip(_padded(first, other), _padded(other, first))):
+    rank = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
+    both = zip_longest(every[0], every[rank], fillvalue="missing")
+    for position, (here, there) in enumerate(both):
         if here != there:
             raise ValueError(
                 f"the ranks have different models: parameter {position} is {here} on rank 0 and "
@@ -43,16 +45,35 @@ def check_same_on_all_ranks(named: Named, comm: Comm, averaged: bool = True) -> 
 
 def _described(name: str, x: torch.Tensor) -> str:
     frozen = "" if x.requires_grad else ", frozen"
-    part = "" if (shard := shard_of(x)) is None else f", {shard}"
+    part = "".join(f", {text}" for mark in marks_of(x) if (text := str(mark)))
     return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
 
 
-def _padded(names: list[str], other: list[str]) -> list[str]:
-    return names + ["missing"] * (len(other) - len(names))
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters to be kept equal. Raises ValueError when there are none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
+            "synchronise; use the module as it is"
+        )
+    return parameters
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Comm, src: int = 0) -> None:
+    """Make all ranks' tensors equal to rank `src`'s: a broadcast for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x.detach())
+    for group in kinds.values():
+        flat = torch.cat([x.reshape(-1) for x in group])
+        comm.broadcast(flat, src)
+        for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
+            x.copy_(part.view_as(x))
 
 
 def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
-    """Enter `owner` as the strategy that synchronises these parameters, for as long as it lives.
+    """Enter `owner` as the strategy that synchronises these parameters, while it lives.
     Raises ValueError when one has an owner: two would average, or shard, what the other holds."""
     named = list(named)
     for name, parameter in named:
@@ -68,29 +89,32 @@ def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
 
 def owner_of(parameter: torch.Tensor) -> Any:
     """The strategy that synchronises it, or None."""
-    return getattr(parameter, "_labkit_owner", lambda: None)()
+    return getattr(parameter, "_labkit_owner", _nobody)()
+
+
+def pipeline_with(parameter: torch.Tensor) -> Any:
+    """The pipeline of which a stage here has it, or None."""
+    return getattr(parameter, "_labkit_pipeline", _nobody)()
 
 
 class WeakMark(ref):
-    """A weak reference, as a mark on a parameter; a pickled parameter has nobody there."""
+    """A weak reference, as an attribute of a parameter; a pickled parameter has a dead one."""
 
     def __reduce__(self) -> Any:
         return partial, (_nobody,)
 
 
-def _nobody() -> None:
-    """What an owner is called that is gone."""
+def _nobody() -> None: ...
 
 
 class ParamSnapshot:
-    """The parameters of a module as they were when it was wrapped."""
+    """The parameters that a module had when it was wrapped."""
 
     def __init__(self, module: nn.Module):
-        self._module = ref(module)
-        self._parts = list(module.modules())[1:]  # kept, so that no other gets the id of one
+        self._modules = list(module.modules())  # kept, so that no other gets the id of one
         self._parameters = list(module.parameters())
         self._places: list[dict[str, Any]] = []
-        for part in module.modules():
+        for part in self._modules:
             self._places += [part._parameters, part._modules]
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
@@ -100,9 +124,8 @@ class ParamSnapshot:
         return [*map(id, present)], [p.requires_grad for p in self._parameters]
 
     def _now(self) -> dict[str, tuple[int, bool]]:
-        module = self._module()
-        assert module is not None
-        return {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+        named = self._modules[0].named_parameters()
+        return {name: (id(p), p.requires_grad) for name, p in named}
 
     def check(self) -> None:
         """Raises ValueError, naming the parameter that is new, gone, another, frozen or thawed."""

@@ -17,8 +17,8 @@ What is whole on all ranks must count once, so only the sums of shards travel:
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-The stages of a pipeline are parts, too (common/in_stages.py): the ranks add what each has, of an
-embedding tied over stages the first one alone.
+The stages of a pipeline are parts, too: the ranks add what each has, of an embedding tied over
+stages the first one alone.
 
     travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
                  whole; then over tensor-parallel ranks that of shards; then over the ranks of a
@@ -32,18 +32,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.common.in_stages import piece_counts_here, pipeline_of
-from labkit.parallel.common.sharder import OwnsGradientPieces
-from labkit.parallel.common.shards import comms_of, marked_as, shard_of
-from labkit.precision.pieces import fulfils
+from labkit.parallel.common.agreement import owner_of, pipeline_with
+from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
+from labkit.parallel.common.shards import comms_of, shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
-Trained = nn.Module | torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor]
+Trained = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
+Gradients = list[tuple[Tensor, Tensor]]  # (the parameter, its gradient or a piece of it)
 
 
 def clip_grad_norm(
@@ -67,28 +66,56 @@ def clip_grad_norm(
     optimizer = next((one for one in (trained, *owners) if isinstance(one, ShadowOptimizer)), None)
     factor = optimizer.gradient_factor if optimizer else None
     if owners:
-        found = [owner.gradient_pieces() for owner in owners]
-        pieces, comm = [x for some, _ in found for x in some], found[0][1]
-        once = [x for x in pieces if piece_counts_here(x)]
+        every = [owner.gradient_pieces() for owner in owners]
+        gradients = [(getattr(x, "piece_of", x), x) for pieces, _ in every for x in pieces]
+        comm = every[0][1]
     elif groups or stages or optimizer:
-        have = [(p, marked_as(p, p.grad)) for p in parameters if p.grad is not None]
-        pieces = [g for _, g in have]
-        once = [g for p, g in have if pipeline is None or pipeline.counts_here(p)]
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     else:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
+    once = [(p, x) for p, x in gradients if _counts_here(p, x)]
     if not once:  # a stage of tied or frozen ones: the dtype of the norm is that of the others
-        once = [x.new_empty(0) for x in [*pieces, *parameters][:1]]
+        once = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
     norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
+    share = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    to_scale = [x for _, x in gradients]
     if optimizer and factor is not None:
-        optimizer.gradient_factor = factor * _share_of(max_norm, norm)
-        pieces = [x for x in pieces if x.dtype not in LOW]
-    scale_to(max_norm, norm, pieces)
+        optimizer.gradient_factor = factor * share
+        to_scale = [x for x in to_scale if x.dtype not in LOW]
+    if to_scale:
+        torch._foreach_mul_(to_scale, share)
+        mark_clipped(to_scale)
     return norm
 
 
-def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[OwnsGradientPieces]:
+class ClipsItsPieces:
+    """The method of a sharder, which labkit/parallel/__init__.py gives to each."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns
+        the norm that they had."""
+        return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]
+
+
+def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
+    """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
+    pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
+    pipeline = next(filter(None.__ne__, pipelines), None)
+    return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
+
+
+def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
+    """Not where another rank stands for it: an earlier stage to which it is tied, or another of
+    the ranks on which a sharder keeps it whole."""
+    pipeline = pipeline_with(parameter)
+    return getattr(piece, "counts_here", True) and (
+        pipeline is None or pipeline.counts_here(parameter)
+    )
+
+
+def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
     """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
     pipeline, the ZeRO3 around each of this rank's stages.
 
@@ -109,43 +136,36 @@ def _owners_of_pieces(trained: Any, parameters: list[torch.Tensor]) -> list[Owns
     return owners
 
 
-def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-    """Scale, in place, what has this norm so that it has at most `max_norm`."""
-    if gradients:
-        torch._foreach_mul_(gradients, _share_of(max_norm, norm))
-        mark_clipped(gradients)
-
-
-def _share_of(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-
-
 def norm_of_pieces(
-    pieces: list[torch.Tensor],
+    gradients: Gradients,
     comm: Comm | None,
     norm_type: float = 2.0,
-    factor: float | torch.Tensor | None = None,
+    factor: float | Tensor | None = None,
     groups: Sequence[Comm] = (),
     stages: Comm | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
     there are none.
 
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
-    those over which pieces with a mark (common/shards.py) are shards, `stages` those of a pipeline,
-    each with pieces of its own. A rank without pieces may give an empty one: its dtype and device
-    are those of the result.
+    those over which parameters with a mark (common/shards.py) are shards, `stages` those of a
+    pipeline, each with pieces of its own. A rank without pieces may give an empty one: its dtype
+    and device are those of the result.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
     some = comm or next(iter(groups), stages)
-    like = pieces[0] if pieces else torch.empty(0, device=some.own_device() if some else "cpu")
+    like = (
+        gradients[0][1]
+        if gradients
+        else torch.empty(0, device=some.own_device() if some else "cpu")
+    )
     # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        if norms := _norms([x for x in pieces if _is_cut_over(group, x)], p, factor):
+        if norms := _norms([x for of, x in gradients if _is_cut_over(group, of)], p, factor):
             norm = torch.linalg.vector_norm(torch.stack(norms), p)
             sums[k] = norm if op == "max" else norm**p
     if comm is not None:
@@ -160,9 +180,7 @@ def norm_of_pieces(
     return total.to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _norms(
-    pieces: list[torch.Tensor], p: float, factor: float | torch.Tensor | None
-) -> list[torch.Tensor]:
+def _norms(pieces: list[Tensor], p: float, factor: float | Tensor | None) -> list[Tensor]:
     """In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows."""
     return [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
@@ -172,12 +190,12 @@ def _norms(
     ]
 
 
-def _is_cut_over(group: Comm | None, x: torch.Tensor) -> bool:
-    shard = shard_of(x)
+def _is_cut_over(group: Comm | None, parameter: Tensor) -> bool:
+    shard = shard_of(parameter)
     return (shard and shard.comm.ranks) == (group and group.ranks)
 
 
-def _parameters_of(trained: Any) -> list[torch.Tensor]:
+def _parameters_of(trained: Any) -> list[Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
         wrapped: Any = trained
@@ -185,8 +203,8 @@ def _parameters_of(trained: Any) -> list[torch.Tensor]:
         return list(inside.parameters())
     if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
-    given = [trained] if isinstance(trained, torch.Tensor) else list(trained)
-    if not given or not all(isinstance(p, torch.Tensor) for p in given):
+    given = [trained] if isinstance(trained, Tensor) else list(trained)
+    if not given or not all(isinstance(p, Tensor) for p in given):
         raise ValueError(
             f"clip_grad_norm: no parameters, or other things, in this {type(trained).__name__}; "
             "give parameters (a generator has them only once), the wrapped model or its optimizer"

@@ -1,12 +1,10 @@
 """Can an optimizer be sharded? Only if it treats each element of a tensor by itself.
 
 SGD and Adam do: a piece of a matrix steps as it would inside the whole matrix. Adafactor (row and
-column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. There is no
-list of names: the optimizer is tried, on a small matrix whole and on the same elements in two flat
-pieces, so that a user's own is judged alike.
-
-It must also leave the options of its groups alone: where `step` counts in `group["step"]`, it would
-count each bucket, for ZeRO steps bucket by bucket.
+column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. Any optimizer
+is tried, on a small matrix whole and on the same elements in two flat pieces. It must also leave
+the options of its groups alone: ZeRO steps bucket by bucket, and a count in `group["step"]` would
+count each.
 """
 
 from collections.abc import Callable
@@ -17,15 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.precision.shadow_optimizer import options_of
-
 SHAPE, CUT, STEPS = (4, 6), 10, 3  # cut within a row
+Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 def check_elementwise(
-    optimizer_cls: Callable[..., torch.optim.Optimizer],
-    options: dict[str, Any],
-    device: torch.device,
+    optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
     """Raises ValueError, naming the optimizer, when its pieces do not do what the whole does."""
     # In a thread of its own: what records this one, or runs it without data, is not there.
@@ -40,33 +35,30 @@ def check_elementwise(
 
 
 def _difference(
-    optimizer_cls: Callable[..., torch.optim.Optimizer],
-    options: dict[str, Any],
-    device: torch.device,
+    optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> tuple[str, str]:
     """The optimizer's name, and why not; empty where a matrix and its pieces end equal."""
     name = getattr(optimizer_cls, "__name__", type(optimizer_cls).__name__)
-    count = SHAPE[0] * SHAPE[1]
-    start = torch.arange(count, dtype=torch.float64, device=device).sin()
+    start = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float64, device=device).sin()
     whole = nn.Parameter(start.view(SHAPE).clone())
-    pieces = [nn.Parameter(part.clone()) for part in start.split([CUT, count - CUT])]
+    pieces = [nn.Parameter(part.clone()) for part in start.tensor_split([CUT])]
     try:
         for parameters in ([whole], pieces):
             optimizer = optimizer_cls([{**options, "params": parameters}])
             name = type(optimizer).__name__  # a lambda or partial has none of its own
-            before = deepcopy(options_of(optimizer.param_groups[0]))
+            group = optimizer.param_groups[0]
+            before = deepcopy({key: x for key, x in group.items() if key != "params"})
             for step in range(STEPS):
                 gradient = (start * (step + 2)).cos()
                 for p, part in zip(parameters, gradient.split([p.numel() for p in parameters])):
                     p.grad = part.view(p.shape).clone()
                 optimizer.step()
-            after = options_of(optimizer.param_groups[0])
-            changed = [key for key in after if key not in before or after[key] != before[key]]
-            if changed:
-                return name, (
-                    f"its step changes the option {changed[0]!r} of the group (what it counts "
-                    "belongs into the state of each parameter)"
-                )
+            for key in group:
+                if key != "params" and (key not in before or group[key] != before[key]):
+                    return name, (
+                        f"its step changes the option {key!r} of the group (what it counts belongs "
+                        "into the state of each parameter)"
+                    )
     except Exception as error:  # of any kind: it is somebody's optimizer
         return name, f"it failed when it was tried on pieces of a matrix ({error})"
     if torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in pieces]), rtol=1e-9):

@@ -1,26 +1,36 @@
-"""A flat partition: tensors one after the other in one buffer, cut into n equal shares.
+"""Tensors one after the other in one flat buffer, and the gradients that are collected there.
 
-    tensors   | a a a a a a a a | b b | c c c c c c c c c c c | pad |
+    tensors   | a a a a a a a a | b b | c c c c c c c c c c c | pad |     FlatPartition
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
-Tensors differ in size, shares do not, and so every rank holds and updates as much as the others:
-a tensor may be cut anywhere, also in the middle of a row. That is right for whatever treats each
-element by itself, as SGD and Adam do. What of a tensor lies in one share is a `Piece`.
+Every rank holds and updates as much as the others. A tensor may be cut in the middle of a row: that
+is right for whatever treats each element by itself, as SGD and Adam do.
+
+A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
+sum, and a sum is -0.0 only where all its terms are: then no rank used the parameter, and its
+gradient stays None. The flag travels for free, in the first element of each piece. Gradients are
+divided before they are summed, so that fp16 sums do not overflow; a quotient may underflow to
+-0.0, and + 0.0 makes that 0.0.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's flat fp16 groups.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
+
+MB = 2**20
+UNUSED = -0.0
+P = TypeVar("P", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`numel` elements of tensor `index`, from its element `start` on (it lies flat), which stand
-    in a share from that share's element `at` on."""
+    """`numel` elements of tensor `index` from its element `start` on, in a share from `at` on."""
 
     index: int
     start: int
@@ -29,15 +39,11 @@ class Piece:
 
 
 class FlatPartition:
-    """Tensors of these shapes in `ranks` equal shares; the last ones end with padding.
-
-    numel   elements of all tensors         share    elements of a share
-    starts  where each tensor begins        padded   share * ranks, elements of the buffer
-    """
+    """Tensors of these shapes, together `numel` elements, in `ranks` equal shares of `share`
+    elements; the last ones end with padding: `padded` = share * ranks."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int):
-        self.shapes = list(shapes)
-        self.ranks = ranks
+        self.shapes, self.ranks = list(shapes), ranks
         self.numels = [shape.numel() for shape in self.shapes]
         self.numel = sum(self.numels)
         self.starts = [0, *accumulate(self.numels)][:-1]
@@ -45,7 +51,7 @@ class FlatPartition:
         self.padded = self.share * ranks
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What the share of `rank` has of each tensor, in order; of most tensors, nothing."""
+        """The tensors' parts in the share of `rank`, in order."""
         begin, end = rank * self.share, (rank + 1) * self.share
         for index, (start, numel) in enumerate(zip(self.starts, self.numels)):
             first, last = max(start, begin), min(start + numel, end)
@@ -53,12 +59,138 @@ class FlatPartition:
                 yield Piece(index, first - start, first - begin, last - first)
 
     def share_of(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
-        """The share of `rank`, a view of the buffer [padded] -> [share]."""
+        """A view of the buffer [padded] -> [share]."""
         return buffer[rank * self.share : (rank + 1) * self.share]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Each tensor in its shape, views of the buffer [padded]."""
         return [
             buffer[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes)
         ]
+
+
+def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
+    """The parameters, last first, in lists of one dtype and device and at most `bucket_bytes`; a
+    larger parameter has a list of its own."""
+    full: list[list[P]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
+    for parameter in reversed(parameters):
+        bucket = filling.setdefault((parameter.dtype, parameter.device), [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > bucket_bytes:
+            full.append(bucket.copy())
+            bucket.clear()
+        bucket.append(parameter)
+    return full + [rest for rest in filling.values() if rest]
+
+
+def check_bucket_mb(bucket_mb: float) -> None:
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
+
+
+class GradBuffer:
+    """The gradients of `parameters` in one flat tensor: `note` each as it comes, `put` it in its
+    place, `flag_unused` before they are reduced. `names` are for errors."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        partition: FlatPartition,
+        names: Mapping[Any, str] | None = None,
+    ):
+        self.parameters, self.partition, self._names = list(parameters), partition, names or {}
+        self.flat: torch.Tensor | None = None
+        self.view: dict[torch.Tensor, torch.Tensor] = {}
+        ranks, share = range(partition.ranks), partition.share
+        begins = [rank * share + piece.at for rank in ranks for piece in partition.pieces(rank)]
+        first = self.parameters[0]
+        self._begins = torch.tensor(begins, dtype=torch.long, device=first.device)
+        self._zeros = torch.zeros(len(begins), dtype=first.dtype, device=first.device)
+        self.missing = set(self.parameters)  # their gradients are still to come in this backward
+        self.unused: set[torch.Tensor] = set()  # by this rank, in the last one
+
+    def use(self, flat: torch.Tensor) -> None:
+        """Have the gradients in `flat` [padded]."""
+        views = self.partition.views(flat)
+        self.flat, self.view = flat, dict(zip(self.parameters, views, strict=True))
+
+    def free(self) -> None:
+        self.flat, self.view = None, {}
+
+    def reset(self) -> None:
+        self.missing = set(self.parameters)  # ready for the next backward
+
+    def note(self, p: torch.Tensor) -> None:
+        """The gradient of `p` is there. Raises RuntimeError for a second one in one backward."""
+        if p not in self.missing:
+            raise RuntimeError(
+                f"the gradient of {self._names.get(p, 'a parameter')} came twice in one backward, "
+                "which reentrant checkpointing does: use torch.utils.checkpoint(..., "
+                "use_reentrant=False). Where an error cut the last backward short, call zero_grad()"
+            )
+        self.missing.remove(p)
+
+    def put(self, p: torch.Tensor, divisor: float) -> None:
+        """Move the gradient of `p`, divided, to its place, maybe where it is already."""
+        assert p.grad is not None
+        check_dense(p.grad)
+        torch.div(p.grad.detach(), divisor, out=self.view[p])
+        p.grad = self.view[p]
+
+    def flag_unused(self) -> torch.Tensor:
+        """Returns the flat gradients, -0.0 where this rank did not use a parameter."""
+        assert self.flat is not None
+        self.flat.index_add_(0, self._begins, self._zeros)  # no used one begins with -0.0
+        self.unused = {p for p in self.parameters if p.grad is None}
+        for p in self.unused:
+            self.view[p].fill_(UNUSED)
+        return self.flat
+
+
+def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
+    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
+    if p.grad is None:
+        return torch.full_like(p, UNUSED)
+    check_dense(p.grad)
+    if divisor != 1:
+        p.grad.div_(divisor)
+    if p.grad.numel():
+        p.grad.as_strided((1,), (1,)).add_(0.0)
+    return p.grad
+
+
+def nobody_used(flat: torch.Tensor) -> bool:
+    """Whether the reduced gradient says that no rank used its parameter."""
+    first = flat[:1].real if flat.is_complex() else flat[:1]
+    return bool(((first == 0) & torch.signbit(first)).all())
+
+
+def check_dense(gradient: torch.Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise TypeError(
+            f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
+            "sparse=False"
+        )
+
+
+def register_grad_ready_hook(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
+    """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
+    A strong reference would be a cycle through torch's C++, which Python does not find."""
+    weak = WeakMethod(method)
+
+    def hook(finished: torch.Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(finished)
+
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward that now runs is over, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def running_backward() -> int | None:
+    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.parallel.common.footprint import Footprint
-from labkit.parallel.common.sharder import OwnsGradientPieces
-from labkit.precision.pieces import fulfils
+from labkit.holdings import Footprint
+from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
@@ -29,12 +28,12 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float =
     )
 
 
-def _memory_bytes(things: Iterable[Any]) -> int:
-    """Bytes that these tensors see, each place in memory once."""
+def _memory_bytes(values: Iterable[Any]) -> int:
+    """Bytes that the tensors among these see, each place in memory once."""
     total, end = 0, (0, 0)  # (storage, the first byte after what has been counted)
     for storage, begin, nbytes in sorted(
         (x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.element_size(), x.nbytes)
-        for x in things
+        for x in values
         if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes()
     ):
         counted = max(begin, end[1]) if storage == end[0] else begin

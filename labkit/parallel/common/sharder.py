@@ -13,13 +13,15 @@ Sharder when it has these members.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.precision.pieces import OwnsPieces, fulfils
+from labkit.holdings import OwnedPiece
+
+Kind = TypeVar("Kind")
 
 
 class DataParallel(Protocol):
@@ -28,12 +30,24 @@ class DataParallel(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
+class OwnsPieces(Protocol):
+    """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
+
+    def owned(self, other: Any) -> list[OwnedPiece]:
+        """This rank's pieces, in the order of the module's parameters. Pass the model to an
+        optimizer, the optimizer to a wrapped model."""
+
+    def after_load(self) -> None:
+        """The pieces were written to: bring what depends on them in step."""
+
+
 class OwnsGradientPieces(Protocol):
     """Has a part of the averaged gradients on each rank."""
 
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
+    def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
         """Returns (pieces, comm): this rank's averaged gradients, of any shape, to be scaled in
-        place; over the ranks of `comm`, each element is in exactly one piece."""
+        place; over the ranks of `comm`, each element is in exactly one piece. The attribute
+        `piece_of` of a piece is its parameter."""
 
 
 class TiedGradient(Protocol):
@@ -65,12 +79,54 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
         have the same elements of it. Raises ValueError where they do not."""
 
 
+@runtime_checkable
+class InStages(Protocol):
+    """Has a model in stages, one or more on each rank of `comm`: a Pipeline. Parameters of its
+    stages have it as a weak attribute (agreement.py): without it they are like others."""
+
+    comm: Comm
+    module: nn.Module  # what is here, under the names of the whole model
+    further_names: dict[str, str]  # of what is tied, in any stages: a further name -> the first
+
+    def owners(self, parameter: Tensor) -> tuple[int, ...]:
+        """The ranks of `comm` that have it: several, where it is tied over stages."""
+        ...
+
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first that has it. A tied parameter has the same gradient, the
+        sum, on all its owners: only the first one's counts in a norm."""
+        ...
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """That of all stages."""
+        ...
+
+    def stages_here(self) -> list[tuple[str, nn.Module]]:
+        """The stages of this rank, in DDP or ZeRO3 where they are; each with what its names begin
+        with in the whole model."""
+        ...
+
+
 class LossScaler(Protocol):
     """Multiplies a loss by the same factor on all ranks of `comm`: labkit.GradScaler."""
 
     comm: Comm | None
 
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+
+def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
+    """Whether `x` has all that `protocol` asks for. From Python 3.12 on, `isinstance` does not see
+    what a wrapper passes on from inside, as that of `torch.compile` does."""
+    asked: Any = protocol
+    return all(hasattr(x, name) for name in _members(asked))
+
+
+@cache
+def _members(protocol: Any) -> set[str]:
+    mro = protocol.__mro__
+    every = [(*vars(base), *vars(base).get("__annotations__", ())) for base in mro]
+    return {name for names in every for name in names if not name.startswith("_")}
 
 
 def shards_parameters(strategy: Any) -> bool:

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.common.in_stages import InStages
-from labkit.parallel.common.sharder import Sharder, shards_parameters
+from labkit.parallel.common.sharder import InStages, Sharder, fulfils, shards_parameters
 from labkit.parallel.common.shards import Shard, shard_of
-from labkit.precision.pieces import fulfils
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -2,25 +2,20 @@
 
     hook(flat, comm, async_op) -> something with wait()
 
-`flat` holds a bucket's gradients, one after the other, divided already by the number of ranks.
-After `wait()` it must hold their sum over the ranks. With `async_op` the hook starts this and
-returns at once, while backward goes on; else it may stand still. A hook that sends less:
+`flat` holds a bucket's gradients, divided already by the number of ranks; after `wait()` it must
+hold their sum over the ranks. With `async_op` the hook starts this and returns at once.
 
-    DDP(module, hook=compressed(torch.bfloat16))
+    compressed(torch.bfloat16)   |####|####|####|####|      fp32, 4 bytes each, in the bucket
+                                 |##|##|##|##|              bf16: these travel, and are summed
 
-        gradients, fp32   |####|####|####|####|      4 bytes each, in the bucket
-        cast              |##|##|##|##|              2 bytes each: these travel, and are summed
-        cast back         |####|####|####|####|      into the bucket, when they are waited for
+fp16 ends at 65504: divided *before* the cast, a sum is no larger than the largest gradient. (Below
+6e-8 it is 0: scale the loss, or take bf16, whose range is fp32's.)
 
-which halves the bytes, 2(n-1)/n * 2 P for P numbers, and rounds each to 8 bits (bf16) or 11 (fp16).
-fp16 ends at 65504: because the division comes *before* the cast, a sum over ranks is no larger than
-the largest gradient. (Below 6e-8 it is 0: scale the loss, or take bf16, whose range is fp32's.)
-
-Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression);
-torch has these as `fp16_compress_hook` and `bf16_compress_hook` for `register_comm_hook`.
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,8 +25,6 @@ from labkit.comm import Comm
 
 
 class UnderWay(Protocol):
-    """What a hook returns: a `Handle`, or anything else to wait for."""
-
     def wait(self) -> None: ...
 
 
@@ -39,15 +32,12 @@ Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
 
 
 def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
-    """As they are: what DDP does without a hook."""
     return comm.all_reduce(flat, async_op=async_op)
 
 
 def compressed(dtype: torch.dtype) -> Hook:
     """A hook that casts gradients to `dtype` for the way; those that are as small stay as they are.
-
-    Raises ValueError for a dtype that cannot hold a gradient.
-    """
+    Raises ValueError for a dtype that cannot hold a gradient."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): gradients travel as torch.bfloat16 or float16")
     return partial(_compressed, dtype)  # not a closure: it can be pickled
@@ -59,12 +49,14 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
         return all_reduced(flat, comm, async_op)
     small = numbers.to(dtype)
     small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 means: not used
-    return _Compressed(small, numbers, comm.all_reduce(small, async_op=async_op))
+    return _CastBack(small, numbers, comm.all_reduce(small, async_op=async_op))
 
 
-class _Compressed:
-    def __init__(self, small: torch.Tensor, numbers: torch.Tensor, handle: UnderWay | None):
-        self.small, self.numbers, self.handle = small, numbers, handle
+@dataclass
+class _CastBack:
+    small: torch.Tensor
+    numbers: torch.Tensor
+    handle: UnderWay | None
 
     def wait(self) -> None:
         if self.handle is not None:

@@ -6,16 +6,13 @@
 Backward makes the last layer's gradient first. Parameters are therefore put into buckets in
 reverse order, and a bucket leaves as soon as its last gradient is there:
 
-        rank 0   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
-                                            [ bucket 0 ][ bucket 1 ][ bucket 2 ]
-        rank 1   the same
+        each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
+                                               [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
 Few large messages pay the latency once, and only the last bucket is not hidden by computation.
-After backward the gradients *are* views of the buckets: nothing is copied back, and a rank holds P
-of gradients, not 2P.
+After backward the gradients *are* views of the buckets: nothing is copied back.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-arXiv 2006.15704, sections 3.2 and 4.2.
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
 
 from collections.abc import Iterator
@@ -26,16 +23,57 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.footprint import replicated
-from labkit.parallel.common.grad_reducer import MB, GradReducer, check_bucket_mb
-from labkit.parallel.common.replicas import Replica, copy_from, register_grad_ready_hook
-from labkit.parallel.ddp.buckets import STATIC, Bucket, agreed_order, agreed_used, buckets_of
-from labkit.parallel.ddp.comm_hooks import Hook, all_reduced
-from labkit.parallel.ddp.joining import JoinCoordinator, Phase
+from labkit.holdings import replicated
+from labkit.parallel.common.agreement import broadcast_tensors
+from labkit.parallel.common.data_parallel import GradReducer, Replica
+from labkit.parallel.common.flat import (
+    MB,
+    FlatPartition,
+    GradBuffer,
+    check_bucket_mb,
+    cut,
+    nobody_used,
+    register_grad_ready_hook,
+)
+from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
+from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
+
+
+class Bucket(GradBuffer):
+    """Gradients that travel together."""
+
+    take = GradBuffer.note
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Comm | None):
+        super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1))
+        numel, first = self.partition.numel, parameters[0].detach()
+        self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
+        self.handle: UnderWay | None = None  # of the reduction under way
+
+    def fill(self, divisor: float) -> torch.Tensor:
+        for p in self.parameters:
+            if p.grad is not None:
+                self.put(p, divisor)
+        return self.flag_unused()
+
+    def receive(self) -> None:
+        """Wait for the averages. What this rank did not use has one where another rank did."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        for parameter in self.unused:
+            if not nobody_used(self.view[parameter].view(-1)):
+                parameter.grad = self.view[parameter]
+
+    def take_over(self) -> None:  # from the buckets in which gradients are
+        for parameter, view in self.view.items():
+            if parameter.grad is not None:
+                parameter.grad = view.copy_(parameter.grad)
 
 
 class DDP(GradReducer, Replica):
-    """Replicas of `module`, whose gradients are averaged while `backward()` runs.
+    """Replicas of `module`, whose gradients are averaged while `backward()` runs; they are valid
+    until the next backward.
 
     Args:
         module: any module; replicas start as rank 0's.
@@ -45,12 +83,7 @@ class DDP(GradReducer, Replica):
         static_graph: every step uses the parameters that the first one used, on all ranks. The
             others are not sent at all; ValueError where it turns out otherwise.
         hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
-        find_unused_parameters: changes nothing: unused parameters are found without a search (see
-            `grad_buffer.UNUSED`).
-
-    When `backward()` returns, the gradients are the averages; they stay valid until the next
-    backward. Use `.module` for the wrapped module. After the first backward, buckets are filled
-    anew in the order in which gradients came.
+        find_unused_parameters: changes nothing, as unused ones are found anyway (common/flat.py).
 
     Raises ValueError, on every rank, where the ranks' modules differ or one is wrapped already; in
     forward, where parameters were changed since.
@@ -76,7 +109,7 @@ class DDP(GradReducer, Replica):
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         self._came: list[torch.Tensor] | None = None  # the first backward's gradients, in order
-        self._join: JoinCoordinator | None = None  # inside join()
+        self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)
@@ -86,10 +119,9 @@ class DDP(GradReducer, Replica):
         self._make_buckets(None)
 
     def _make_buckets(self, comm: Comm | None) -> None:
-        self._set_buckets(buckets_of(self._parameters_to_average, self._bucket_bytes, comm))
+        groups = cut(self._parameters_to_average, self._bucket_bytes)
+        self._set_buckets([Bucket(group, comm) for group in groups])
         self._came = [] if len(self._buckets) > 1 or self.static_graph else None
-
-    # --- forward and backward -----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:  # the last one was cut short by an error
@@ -101,37 +133,28 @@ class DDP(GradReducer, Replica):
 
     def _copy_buffers(self) -> None:
         buffers = list(self.module.buffers())
-        if buffers and self._join and self._join.is_active:
+        if buffers and self._join.is_active:
             self._join.announce(Phase.FORWARD)
-        copy_from(self._join.first if self._join else 0, buffers, self.comm)
+        broadcast_tensors(buffers, self.comm, self._join.first)
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter not in self._bucket_of:
             self._refuse(parameter, "got a gradient, and had none in the first backward")
         if self._synchronise:
             super()._on_grad_ready(parameter)
+            if self._came is not None:
+                self._came.append(parameter)
 
     def _begin_backward(self) -> None:
-        if self._join:
-            self._join.announce(Phase.BACKWARD)
+        self._join.announce(Phase.BACKWARD)
         if self._came is not None:
             self._came = []
 
-    def _take(self, parameter: torch.Tensor) -> None:
-        self._bucket_of[parameter].note(parameter)
-        if self._came is not None:
-            self._came.append(parameter)
-
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         """Divide the gradients into the bucket, and all-reduce it."""
-        divisor = self._join.divisor if self._join else self.comm.size
-        bucket.handle = self.hook(bucket.fill(divisor), self.comm, async_op)
-
-    def _receive(self, bucket: Bucket) -> None:
-        bucket.receive()
+        bucket.handle = self.hook(bucket.fill(self._join.divisor), self.comm, async_op)
 
     def _end_backward(self) -> None:
-        """Backward is over. Raises ValueError when a static graph used less than before."""
         if self.static_graph and self._came is None:
             for parameter, bucket in self._bucket_of.items():
                 if parameter in bucket.missing:
@@ -148,31 +171,29 @@ class DDP(GradReducer, Replica):
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
     def _rebuild(self, came: list[Any]) -> None:
-        """Once, after the first backward: fill the buckets in the order in which gradients came."""
+        """Once, after the first backward: buckets in the order in which gradients came."""
         self._came = None
-        src = self._join.first if self._join else 0
-        order = agreed_order(self._parameters_to_average, came, self.comm, src)
+        order = agreed_order(self._parameters_to_average, came, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
-            mine = None if self._join and not self._join.is_active else {*order} - unused
+            mine = {*order} - unused if self._join.is_active else None
             used = agreed_used(self._names, mine, self.comm)
             order = [p for p in order if p in used]
-        buckets = buckets_of(order[::-1], self._bucket_bytes, self.comm)
-        if [set(b.parameters) for b in buckets] != [set(b.parameters) for b in self._buckets]:
+        groups = cut(order[::-1], self._bucket_bytes)
+        if [set(group) for group in groups] != [set(b.parameters) for b in self._buckets]:
+            buckets = [Bucket(group, self.comm) for group in groups]
             for bucket in buckets:
                 bucket.take_over()
             self._set_buckets(buckets)
 
-    # --- ranks whose data ends early ----------------------------------------------------------
-
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Around a loop whose number of steps may differ between the ranks; see `joining`.
+        """Around a loop whose number of steps may differ between the ranks.
 
-        A rank that leaves the block keeps the others company, with no gradient of its own, until
-        all leave it; then all have the weights of a rank that was active last. Gradients are
-        divided by the number of ranks, or with `divide_by_active` of those still active. The state
-        of an optimizer (momentum, Adam) is each rank's own: make a new one to train on.
+        A rank that leaves the block takes part, with no gradient of its own, until all leave it;
+        then all have the weights of a rank that was active last. Gradients are divided by the
+        number of ranks, or with `divide_by_active` of those still active. An optimizer's state
+        (momentum, Adam) is each rank's own: make a new one to train on.
         """
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
@@ -186,8 +207,8 @@ class DDP(GradReducer, Replica):
                     self._finish()
             if len(join.active) < self.comm.size:
                 tensors = [*self.module.parameters(), *self.module.buffers()]
-                copy_from(join.first, tensors, self.comm)
+                broadcast_tensors(tensors, self.comm, join.first)
         finally:
-            self._join = None
+            self._join = JoinCoordinator(self.comm)
 
     predict = staticmethod(replicated)  # the bytes of NaiveDDP, in fewer messages

@@ -33,8 +33,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.grad_buffer import check_dense
-from labkit.parallel.common.replicas import Replica, copy_from_rank_0
+from labkit.parallel.common.agreement import broadcast_tensors
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import check_dense
 from labkit.parallel.parameter_server.synchronous import SERVER
 
 DONE = -1  # in place of the version: this worker pushes no more
@@ -118,7 +119,7 @@ class AsyncParameterServer(Replica):
         else:
             work()
             self._send_header(DONE)
-        copy_from_rank_0(self.module.parameters(), self.comm)
+        broadcast_tensors(self.module.parameters(), self.comm)
         self.updates = self.comm.all_gather_object(self.updates)[SERVER]
         self.version = len(self.updates)
         return self.updates
@@ -141,7 +142,8 @@ class AsyncParameterServer(Replica):
     def _send_header(self, version: int) -> None:
         """What is coming: the version that it was made with, and which gradients there are."""
         gradients = [p.grad for p in self._parameters_to_serve]
-        check_dense(g for g in gradients if g is not None)
+        for gradient in (g for g in gradients if g is not None):
+            check_dense(gradient)
         header = [version, *(g is not None for g in gradients)]
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 

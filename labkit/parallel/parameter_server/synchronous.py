@@ -24,12 +24,13 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from labkit.parallel.common.footprint import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.common.grad_buffer import UNUSED, check_dense, mark_used, nobody_used
-from labkit.parallel.common.replicas import (
-    Replica,
+from labkit.holdings import Footprint, adam_bytes, parameter_bytes
+from labkit.parallel.common.agreement import broadcast_tensors
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import (
     at_end_of_backward,
-    copy_from_rank_0,
+    flagged_gradient,
+    nobody_used,
     register_grad_ready_hook,
 )
 
@@ -69,7 +70,7 @@ class ParameterServer(Replica):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronise:
             self._scheduled = False
-            copy_from_rank_0(self.module.buffers(), self.comm)
+            broadcast_tensors(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
 
     def pull_after(self, optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -106,15 +107,8 @@ class ParameterServer(Replica):
             parameter.grad = total if somebody_used else None
 
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum of all ranks' gradients of `parameter`, on the server; None on the others.
-        What a rank has not used it says (see `grad_buffer.UNUSED`)."""
-        mine = parameter.grad
-        if mine is None:
-            mine = torch.full_like(parameter, UNUSED)
-        else:
-            check_dense([mine])
-            if mine.numel():
-                mark_used(mine.as_strided((1,), (1,)))
+        """The sum of all ranks' gradients of `parameter`, on the server; None on the others."""
+        mine = flagged_gradient(parameter)
         if not self.is_server:
             self.comm.gather(mine, dst=SERVER)
             return None

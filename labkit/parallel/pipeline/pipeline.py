@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.in_stages import mark_stages
+from labkit.parallel.common.agreement import WeakMark
 from labkit.parallel.common.sharder import LossScaler
 from labkit.parallel.common.whole import full_state_dict
 from labkit.parallel.pipeline.p2p import P2PChannel
@@ -124,7 +124,8 @@ class Pipeline(nn.Module):
         self.further_names = further_names(stages)
 
         self.module = Layers.together(stages, own)
-        mark_stages(self.module.parameters(), self)
+        for p in self.module.parameters():
+            p._labkit_pipeline = WeakMark(self)  # type: ignore[attr-defined]
         actions, place = self.schedule[comm.rank], (comm.rank, comm.size, self.chunks)
         self._program = [  # each action, the message it needs and the one it sends
             (action, received(action, *place), sent(action, *place)) for action in actions
@@ -154,9 +155,6 @@ class Pipeline(nn.Module):
         self._alike: Any = None  # what all ranks had in common in the last step
 
     copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"Pipeline cannot be copied or pickled; {self.copy_advice}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
@@ -254,8 +252,11 @@ class Pipeline(nn.Module):
         return self._owners.get(parameter, (self.comm.rank,))
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first, or only one that has it (see common/in_stages.py)."""
+        """Whether this rank is the first, or only one that has it."""
         return self.owners(parameter)[0] == self.comm.rank
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a Pipeline cannot be copied or pickled; {self.copy_advice}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._alike = None  # as pipeline.bfloat16(): on all ranks other dtypes travel now
@@ -267,7 +268,7 @@ class Pipeline(nn.Module):
         return self._optimizer
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, as they were given (see common/in_stages.py)."""
+        """The stages of this rank, as they were given (see common/sharder.py)."""
         return [(prefix_of(stage.index, stage.module), stage.module) for stage in self._stages]
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -38,8 +38,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.common.sharder import Sharder, TiedGradient, shards_parameters
-from labkit.precision.pieces import fulfils
+from labkit.parallel.common.sharder import Sharder, TiedGradient, fulfils, shards_parameters
 from labkit.schedules.actions import Action, Schedule
 
 TAG = 104

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.sharder import DataParallel, LossScaler, shards_parameters
-from labkit.precision.pieces import fulfils
+from labkit.parallel.common.sharder import DataParallel, LossScaler, fulfils, shards_parameters
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.catalogue import schedule as schedule_of
 from labkit.schedules.rules import check

@@ -34,9 +34,8 @@ from torch.func import functional_call
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.agreement import ParamSnapshot, owner_of
-from labkit.parallel.common.sharder import DataParallel, unwrapped
+from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
-from labkit.precision.pieces import fulfils
 from labkit.schedules.actions import Action
 
 # An action with nothing to compute runs a backward all the same: a recording has one for each.

@@ -45,9 +45,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
-from labkit.parallel.common.replicas import copy_from_rank_0
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
 from labkit.parallel.tensor.validation import (
     SameInput,
@@ -86,7 +85,7 @@ def tensor_parallel(
     comm = Comm.of(comm)
     trials = check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
-    copy_from_rank_0([*model.parameters(), *model.buffers()], comm)
+    broadcast_tensors([*model.parameters(), *model.buffers()], comm)
     tied = _tied_names(model)
     layers = [module for module in model.modules() if is_attention(module) or is_mlp(module)]
     for trial in trials:

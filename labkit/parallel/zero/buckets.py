@@ -5,7 +5,8 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
     averaged             a a b b            rank 1's share, summed over the ranks
 
-Between backward and step, `.grad` only says that there is a gradient (gradient_in_pieces.py).
+Between backward and step, `.grad` only says that there is a gradient: torch's `clip_grad_norm_`
+would clip each share by its own norm, and skip a `.grad` that is None.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,35 @@ from typing import Any
 import torch
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
-from labkit.parallel.zero.gradient_in_pieces import gradient_in_pieces
-from labkit.parallel.zero.param_share import ParamShare
+from labkit.parallel.common.flat import GradBuffer, nobody_used
+from labkit.parallel.zero.shares import ParamShare
 from labkit.precision.shadow_optimizer import fp32_gradient
+
+
+class GradientInPieces(torch.Tensor):
+    """Has the gradient's shape and dtype; computing with it raises ValueError."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __repr__ = object.__repr__  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise ValueError(
+            f"{func.overloadpacket.__name__} on the `.grad` of a ZeroOptimizer's parameter: each "
+            "rank has a share of the averaged gradient; clip with labkit.clip_grad_norm, scale by "
+            "labkit.GradScaler (torch.amp.GradScaler is not supported), change the tensors of "
+            "optimizer.gradient_pieces()[0], or set `.grad` to a new one, which step averages"
+        )
+
+
+def gradient_in_pieces(p: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """For `p.grad`; it holds the memory of `gradient`, or none."""
+    like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
+    if type(like) is not torch.Tensor:  # a fake one, in a dry run
+        return like
+    if gradient is None:
+        like.untyped_storage().resize_(0)
+    return torch.Tensor._make_subclass(GradientInPieces, like)
 
 
 class ZeroBucket(ParamShare):
@@ -38,7 +64,6 @@ class ZeroBucket(ParamShare):
 
     @property
     def missing(self) -> set[torch.Tensor]:
-        """The parameters whose gradients are still to come in this backward."""
         return self.gradients.missing
 
     def before_adding(self, p: torch.Tensor) -> Callable[[Any], Any]:
@@ -99,7 +124,6 @@ class ZeroBucket(ParamShare):
         self._cover([p for p in self.parameters if self.has_gradient(p)])
 
     def reset(self) -> None:
-        """Be ready for the next backward."""
         self.gradients.reset()
         self._adds.clear()
 
@@ -130,11 +154,9 @@ class ZeroBucket(ParamShare):
     def has_gradient(self, p: torch.Tensor) -> bool:
         return p.grad is not None
 
-    def own_gradients(self) -> list[torch.Tensor | None]:
-        """The averaged gradient of each stand-in, in the parameters' dtype."""
-        return self._own(self.averaged)
-
-    def _own(self, averaged: torch.Tensor) -> list[torch.Tensor | None]:
+    def own_gradients(self, averaged: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+        """The averaged gradient of each stand-in: in the parameters' dtype, or of `averaged`."""
+        averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
             for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
@@ -151,19 +173,16 @@ class ZeroBucket(ParamShare):
             if x is not None:
                 x.zero_()
 
-    # --- parameters that other ranks of a pipeline have, too: tied.py ---
+    # --- parameters that other ranks of a pipeline have, too: TiedGradient ---
 
     def put_aside(self) -> None:
-        """Before a step: what earlier ones have left is summed over the copies already."""
-        gradients = [g for g in self.own_gradients() if g is not None]
-        self._aside = self.averaged.clone() if gradients else None
+        has_gradients = any(self.has_gradient(p) for p in self.owners_of_pieces)
+        self._aside = self.averaged.clone() if has_gradients else None
         for p in self.parameters:
             p.grad = None
 
     def sum_copies(self, copies: Any) -> None:
-        """Of this rank's share, over the ranks that have copies of these parameters, alone in
-        their bucket and therefore cut alike."""
-        copies.all_reduce(self.averaged)
+        copies.all_reduce(self.averaged)  # the parameter is alone here, so its copies are cut alike
         if self._aside is not None:
             self.averaged.add_(self._aside)
         self._cover(self.parameters)
@@ -176,8 +195,8 @@ class ZeroBucket(ParamShare):
         """One step on this rank's share, by an optimizer that steps where there are gradients;
         those in 16 bits are multiplied by `factor`."""
         gradients = self.own_gradients()
-        if any(g is not None for g in gradients) and self.low:
-            gradients = self._own(fp32_gradient(self.averaged, factor))
+        if self.low and any(g is not None for g in gradients):
+            gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
         optimizer.step()
@@ -244,7 +263,7 @@ class Stage2Bucket(ZeroBucket):
         self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor | None = None
     ) -> None:
         super().step(optimizer, factor)
-        self._stepped_on = True
+        self.skip()
 
     def put_aside(self) -> None:
         if self._stepped_on:

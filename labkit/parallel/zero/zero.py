@@ -16,9 +16,7 @@ between, and what is gathered is not gradients, but new parameters:
     travels      (n-1)/n (G + P) from each rank and step, as with DDP: G bytes of gradients, then P
                  of parameters, of the same dtype and size; each bucket is padded to n equal shares
 
-A bucket is one flat buffer, cut into n equal shares wherever that falls (common/flat.py);
-the parameters are views of it, so nothing is copied to be sent or gathered. In stage 2 a bucket's
-gradients are freed as soon as they have left.
+In stage 2 a bucket's gradients are freed as soon as they have left.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054, sections 5 and 7.
@@ -31,18 +29,18 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import check_same_on_all_ranks, claim
+from labkit.parallel.common.agreement import (
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    claim,
+    pipeline_with,
+)
+from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.elementwise import check_elementwise
-from labkit.parallel.common.grad_reducer import MB, GradReducer, check_bucket_mb, cut
-from labkit.parallel.common.in_stages import tied_with
-from labkit.parallel.common.replicas import copy_from_rank_0, register_grad_ready_hook
+from labkit.parallel.common.flat import MB, check_bucket_mb, cut, register_grad_ready_hook
 from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
-from labkit.parallel.zero.footprint import predict_zero
-from labkit.parallel.zero.param_gather import ParamGatherer
-from labkit.parallel.zero.param_share import check_in_place
-from labkit.parallel.zero.state import OwnedShares
-from labkit.precision.shadow_optimizer import ShadowOptimizer, value_of
-from labkit.precision.weak_hooks import NotCopyable
+from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
+from labkit.precision.shadow_optimizer import NotCopyable, ShadowOptimizer, value_of
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
 
@@ -63,14 +61,11 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         defaults: the arguments of `optimizer_cls`.
 
     After `loss.backward()` each rank has the averages of its share; in stage 2 they stay until the
-    next backward after `step` or until `zero_grad`. `.grad` then only says that there is a
-    gradient: computing with it, as torch's `clip_grad_norm_` does, raises ValueError. Clip with
-    `clip_grad_norm_` of this optimizer. A `.grad` that is set by hand, on all ranks, is averaged
-    by the next `step`. Scale losses with labkit.GradScaler; torch's is refused.
-
-    What is written to the model from elsewhere (`load_state_dict`) fp32 master copies take, too.
-    Past autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
-    `torch.no_grad()` instead.
+    next backward after `step` or until `zero_grad`. Computing with `.grad`, as torch's
+    `clip_grad_norm_` does, raises ValueError: clip with `clip_grad_norm_` of this optimizer. A
+    `.grad` that is set by hand, on all ranks, is averaged by the next `step`. Scale losses with
+    labkit.GradScaler; torch's is refused. What is written to the model from elsewhere, with
+    `torch.no_grad()` and not past autograd (`p.data`), fp32 master copies take, too.
     """
 
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
@@ -103,12 +98,11 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         named = [(name, p) for p, name in self._named.items()]
         check_same_on_all_ranks(named, self.comm)
         claim(named, self)
-        copy_from_rank_0([p for p in self._named if not p.requires_grad], self.comm)
+        broadcast_tensors([p for p in self._named if not p.requires_grad], self.comm)
 
-        copies = [p for p in trainable if tied_with(p)]  # over stages of a pipeline
-        others = [p for p in trainable if not tied_with(p)]
         kind = ZeroBucket if stage == 1 else Stage2Bucket
-        groups = cut(others, bucket_mb * MB) + [[p] for p in copies]
+        untied = [p for p in trainable if not is_tied(p)]
+        groups = cut(untied, bucket_mb * MB) + [[p] for p in trainable if is_tied(p)]
         self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self.max_in_flight = None if stage == 1 else IN_FLIGHT
@@ -123,19 +117,15 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
     # --- backward: a complete bucket is reduced, each share on its owner ---
 
     def _begin_backward(self) -> None:
-        check_in_place(self._bucket_of, self._named)
-
-    def _take(self, p: torch.Tensor) -> None:
-        self._bucket_of[p].take(p)
+        for p, name in self._named.items():
+            if p in self._bucket_of:
+                self._bucket_of[p].check_in_place(p, name)
 
     def _send(self, bucket: ZeroBucket, async_op: bool) -> None:
         """Every rank gets the average of its share: gradients are divided by n already."""
         gradients = bucket.fill()
         share = bucket.receives_in(gradients)
         bucket.sending = self.comm.reduce_scatter_tensor(share, gradients, async_op=async_op)
-
-    def _receive(self, bucket: ZeroBucket) -> None:
-        bucket.receive()  # stage 2 frees the gradients, all but the share
 
     def _end_backward(self) -> None:
         super()._end_backward()
@@ -148,11 +138,11 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
                 "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
                 "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
             )
-        check_in_place(self._bucket_of, self._named)
+        self._begin_backward()
         if any(bucket.has_gradient_by_hand() for bucket in self._buckets):
             for bucket in self._buckets:
                 self._send(bucket, async_op=False)
-                self._receive(bucket)
+                bucket.receive()
 
     # --- step: each rank on its share, then all ranks get all shares ---
 
@@ -179,11 +169,6 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         for bucket in self._buckets:
             bucket.skip()
 
-    def wait(self) -> None:
-        """Return when all new parameters are there."""
-        for bucket in reversed(self._buckets):
-            bucket.wait_for_parameters()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._reset()
         self._not_averaged = False
@@ -193,3 +178,8 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
             bucket.forget_gradients() if set_to_none else bucket.zero_gradients()
 
     predict = staticmethod(predict_zero)
+
+
+def is_tied(p: torch.Tensor) -> bool:
+    """Whether other stages of a pipeline have `p`, too: then it has a bucket of its own."""
+    return (pipeline := pipeline_with(p)) is not None and len(pipeline.owners(p)) > 1

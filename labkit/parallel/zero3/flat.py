@@ -9,8 +9,7 @@
     unreduced       | their gradients, divided by n     | pad |      until they are reduced
 
 `full` and `unreduced` are tensors for good, with a view for each parameter; what comes and goes
-is the memory behind them. So autograd may keep a view of a parameter from forward to backward: it
-costs nothing while freed, and shows the numbers again once they are gathered again.
+is the memory behind them. So autograd may keep a view of a parameter from forward to backward.
 """
 
 from collections.abc import Sequence
@@ -21,14 +20,13 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.flat import FlatPartition
-from labkit.parallel.common.grad_buffer import GradBuffer, nobody_used
-from labkit.parallel.common.replicas import copy_from_rank_0
-from labkit.parallel.common.shards import marked_as
-from labkit.parallel.zero3.sharded_parameter import ShardedParameter
-from labkit.parallel.zero3.tensors import ShardGradient, UngatheredParameter, refuse_hook
+from labkit.parallel.common.agreement import broadcast_tensors, marks_of
+from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.zero3.sharded_init import ShardedParameter
 
+T = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
+NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, T.norm}
 
 
 @dataclass(frozen=True)
@@ -48,25 +46,23 @@ class Place:
             setattr(self.module, self.attribute, parameter)
 
 
-def compute_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+def compute_dtype_of(parameter: T, asked: torch.dtype | None) -> torch.dtype:
     """Of the gathered parameter: what was asked for; integers stay what they are."""
     return asked if asked and parameter.is_floating_point() else parameter.dtype
 
 
-def master_dtype_of(parameter: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+def master_dtype_of(parameter: T, asked: torch.dtype | None) -> torch.dtype:
     """Of what the optimizer steps on: float32 where the model computes in 16 bits."""
     return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
 
 
 class ResizableBuffer:
-    """A flat tensor of a partition with a view for each parameter, whose memory comes and goes."""
+    """A flat tensor of a partition, whose memory comes and goes behind its views."""
 
     def __init__(self, partition: FlatPartition, dtype: torch.dtype, device: torch.device):
         self.flat = torch.empty(partition.padded, dtype=dtype, device=device)
         self.nbytes = self.flat.nbytes
-        self.views = partition.views(self.flat)
         self._storage = self.flat.untyped_storage()
-        self.free()
 
     def allocate(self) -> None:
         self._storage.resize_(self.nbytes)
@@ -102,25 +98,28 @@ class Flat:
         cut = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
         self.partition, self.pieces = cut, list(cut.pieces(0 if keep_whole else comm.rank))
         dtype, device = master_dtype_of(first, compute_dtype), first.device
-        self.share = torch.empty(self.partition.share, dtype=dtype, device=device)
+        self.share = torch.zeros(cut.share, dtype=dtype, device=device)
         self._fill([parameter for parameter, _ in group])
         self.shards = self._cut_into_shards()
-        self.full = ResizableBuffer(self.partition, compute_dtype_of(first, compute_dtype), device)
-        self.gathered = [nn.Parameter(x.data, self.trainable) for x in self.full.views]
-        for (parameter, _), *both in zip(group, self.shards, self.gathered, strict=True):
-            for x in both:
-                marked_as(parameter, x)
+        self.full = ResizableBuffer(cut, compute_dtype_of(first, compute_dtype), device)
+        views = cut.views(self.full.flat)
+        self.gathered = [nn.Parameter(x.data, self.trainable) for x in views]
+        self.full.free()
+        for (parameter, _), shard, gathered in zip(group, self.shards, self.gathered, strict=True):
+            for mark in marks_of(parameter):
+                mark.attach_to(shard)
+                mark.attach_to(gathered)
             if parameter._backward_hooks:  # of `register_hook`
-                both[1]._backward_hooks = parameter._backward_hooks
-            both[0].register_hook = refuse_hook  # type: ignore[method-assign]
-            both[0].register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
-        self.unreduced = ResizableBuffer(self.partition, self.full.flat.dtype, device)
+                gathered._backward_hooks = parameter._backward_hooks
+            shard.register_hook = refuse_hook  # type: ignore[method-assign]
+            shard.register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
+        self.unreduced = ResizableBuffer(cut, self.full.flat.dtype, device)
         names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
-        self.gradients = GradBuffer(self.gathered, self.partition, names)
-        self.gradients.use(self.unreduced.flat, self.unreduced.views)
-        self.gradient: torch.Tensor | None = None  # [share], what the shards' gradients lie in
-        self.ungathered: list[UngatheredParameter] = []  # ZeRO3 makes them
-        self.resting: Sequence[torch.Tensor] = self.shards
+        self.gradients = GradBuffer(self.gathered, cut, names)
+        self.gradients.use(self.unreduced.flat)
+        self.gradient: T | None = None  # [share], what the shards' gradients lie in
+        self.ungathered: list[T] = []  # `register_hooks` makes them
+        self.resting: Sequence[T] = self.shards
         self._handle: Handle | None = None
         self.reset()
         self.show(self.shards)
@@ -128,8 +127,8 @@ class Flat:
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
         """Rank 0's numbers, of which this rank keeps its pieces. Parameters that were sharded
         while they were constructed are gathered for it, one at a time."""
-        self.share.zero_()
-        copy_from_rank_0([p for p in parameters if not isinstance(p, ShardedParameter)], self.comm)
+        whole = [p for p in parameters if not isinstance(p, ShardedParameter)]
+        broadcast_tensors(whole, self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
         for index, x in enumerate(parameters):
             everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()
@@ -145,7 +144,7 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def show(self, parameters: Sequence[torch.Tensor]) -> None:
+    def show(self, parameters: Sequence[T]) -> None:
         """Have the modules see these: `gathered` or `resting`."""
         for places, parameter in zip(self.places, parameters):
             for place in places:
@@ -177,7 +176,7 @@ class Flat:
         for parameter in self.gathered:
             parameter.grad = None
 
-    def take_gradient(self, parameter: torch.Tensor) -> None:
+    def take_gradient(self, parameter: T) -> None:
         """Move a parameter's gradient, divided, to its place in the flat memory."""
         self.gradients.note(parameter)
         if not self.unreduced.held_bytes:
@@ -185,14 +184,9 @@ class Flat:
         self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sum them over the ranks, each share on the rank that owns it. Where the sums arrive,
-        and what then becomes of them:
-
-            shards have      of one dtype     the sums arrive in     and then
-            no gradient      yes              `gradient` itself      are what shards show
-            no gradient      no, kept whole   a place of their own   are copied to `gradient`
-            some             any              a place of their own   are added
-        """
+        """Sum them over the ranks, each share on the rank that owns it. They arrive in `gradient`
+        itself, which the shards then show, unless these have some already, to which they are added,
+        or the dtype is another."""
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
         flat = self.gradients.flag_unused()
@@ -223,75 +217,31 @@ class Flat:
             if self._arriving is not self.gradient:
                 self.gradient[here].copy_(self._arriving[here])
             shard.grad = self.gradient[here].view(shard.shape)
-            if type(shard.grad) is torch.Tensor and not self.keep_whole and self.comm.size > 1:
+            if type(shard.grad) is T and not self.keep_whole and self.comm.size > 1:
                 shard.grad = shard.grad.as_subclass(ShardGradient)
         del self._arriving
         self.reset()
 
 
-class Unit:
-    """Modules whose parameters are gathered before they compute, and freed after."""
+class ShardGradient(torch.Tensor):
+    """The `.grad` of a shard: a norm does not take it for the whole. Copies of it are plain."""
 
-    def __init__(self, members: list[nn.Module], flats: list[Flat]):
-        self.members, self.flats = members, flats
-        self.trainable = [flat for flat in flats if flat.trainable]
-        self.has_frozen = len(self.trainable) < len(flats)
-        self.frees_itself = False  # its last gradient was its last moment in the last backward
-        self.inputs = self.inputs_back = 0  # of the last forward; those with their gradients there
-        self.has_run: set[nn.Module] = set()  # members, since the last gather
-        self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
-        self.is_gathered = False  # and shown to the modules
-        self.stays = False  # to the end of the pass, as what is outside of the unit may use it
-        self._handles: list[Handle | None] | None = None
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in NORMS:
+            raise ValueError(
+                "ZeRO3: this is the norm of one rank's shards, not of the gradient; clip with "
+                "labkit.clip_grad_norm(model, max_norm), which returns the norm over all ranks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (T.__deepcopy__, T.__reduce_ex__):
+                args = (args[0].detach(), *args[1:])
+            return func(*args, **(kwargs or {}))
 
-    def start_gather(self, async_op: bool) -> None:
-        """Nothing to do where they are here, or on their way."""
-        if self._handles is None:
-            self._handles = [flat.gather(async_op) for flat in self.flats]
 
-    def finish_gather(self) -> None:
-        self._wait()
-        for flat in self.flats:
-            flat.show(flat.gathered)
-        self.is_gathered = True
-
-    def _wait(self) -> None:
-        for handle in self._handles or ():
-            if handle is not None:
-                handle.wait()
-
-    def free(self) -> None:
-        """What is under way has to arrive first."""
-        if self._handles is None or self.stays:
-            return
-        self._wait()
-        for flat in self.flats:
-            if self.is_gathered:
-                flat.show(flat.resting)
-            flat.full.free()
-        self._handles, self.is_gathered = None, False
-        self.has_run.clear()
-
-    def note_input_gradient(self, gradient: torch.Tensor) -> None:
-        """The gradient of an input is there. With the last one all that the unit did in forward is
-        undone: autograd goes back in the order of forward."""
-        self.inputs_back += 1
-        if self.inputs_back >= self.inputs:
-            self.free()
-
-    def end_pass(self) -> None:
-        """Free the unit, whatever state the pass left it in."""
-        self.stays = False
-        self.free()
-        self.rest(in_pass=False)
-        self.inputs_back = 0
-        if self.awaited:  # some parameter was not used
-            self.frees_itself = False
-            self.awaited.clear()
-
-    def rest(self, in_pass: bool) -> None:
-        """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
-        for flat in self.flats:
-            flat.resting = flat.ungathered if in_pass else flat.shards
-            if not self.is_gathered:
-                flat.show(flat.resting)
+def refuse_hook(*_: Any) -> None:
+    """Raises ValueError: for a hook on a shard, or one that would stay behind on a parameter."""
+    raise ValueError(
+        "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
+        "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"
+    )

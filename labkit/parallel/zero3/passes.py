@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from labkit.parallel.zero3.flat import Flat, Unit
+from labkit.parallel.zero3.flat import Flat
+from labkit.parallel.zero3.units import Unit
 
 REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
@@ -43,7 +44,7 @@ class PendingGradients:
     """Which gradients the running backwards (by their graph tasks) have not reduced yet."""
 
     def __init__(self) -> None:
-        self._to_send: dict[int, dict[Flat, Unit]] = {}
+        self._to_send: dict[int, dict[Flat, None]] = {}  # in order
         self._noted: dict[int, set[Unit]] = {}  # units that have taken part
         self._in_flight: deque[Flat] = deque()
 
@@ -62,7 +63,7 @@ class PendingGradients:
         if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
             self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
-            self._to_send[task].update(dict.fromkeys(unit.trainable, unit))
+            self._to_send[task].update(dict.fromkeys(unit.trainable))
 
     def reduce(self, flat: Flat, async_op: bool) -> None:
         """Send the gradients of `flat`; at most `REDUCES_IN_FLIGHT` are under way."""
@@ -86,28 +87,58 @@ class PendingGradients:
             left.clear()
 
 
-def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+class SavedParameters:
+    """What autograd saves for backward is often a parameter, whose memory is gone by then. Its unit
+    is noted, for what reaches it by another way than the unit's output (a loss that a layer keeps
+    aside)."""
+
+    def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
+        self._use = use
+        self.unit_of_memory = {
+            flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
+        }
+
+    def shares_memory(self, output: Any, unit: Unit) -> bool:
+        """Whether `output` has a view of a parameter of `unit`, as an identity returns one."""
+        memories = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
+        return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
+
+    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """`with` this: forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
+
+    def _saved(self, x: torch.Tensor) -> tuple[Unit | None, torch.Tensor]:
+        return self.unit_of_memory.get(x.untyped_storage()._cdata), x
+
+    def _wanted_back(self, saved: tuple[Unit | None, torch.Tensor]) -> torch.Tensor:
+        unit, x = saved
+        if unit is not None and not unit.is_gathered:
+            self._use(unit)
+        return x
+
+
+def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (tuple, list)):
-        for one in thing:
-            yield from tensors_in(one)
-    elif isinstance(thing, Mapping):
-        yield from tensors_in(list(thing.values()))
-    elif is_dataclass(thing):
-        yield from tensors_in([getattr(thing, field.name) for field in fields(thing)])
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, Mapping):
+        yield from tensors_in(list(nested.values()))
+    elif is_dataclass(nested):
+        yield from tensors_in([getattr(nested, field.name) for field in fields(nested)])
+    elif isinstance(nested, (tuple, list)):
+        for x in nested:
+            yield from tensors_in(x)
 
 
 def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
     """Have `hook` called before the backward of what a unit has put out."""
-    found = list(tensors_in(output))
-    if not found and output is not None:
+    outputs = list(tensors_in(output))
+    if not outputs and output is not None:
         raise ValueError(
             f"ZeRO3: a unit has put out a {type(output).__name__}, in which no tensor is "
             "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
         )
-    for x in found:
+    for x in outputs:
         if x.requires_grad:
             x.register_hook(hook)
 
@@ -120,9 +151,7 @@ def watch_inputs(
     tensor itself, for which the unit before is called. (Containers stay: the unit may write there.)
     """
     every = [*args, *kwargs.values()]
-    nested = {
-        id(x) for x in tensors_in([one for one in every if not isinstance(one, torch.Tensor)])
-    }
+    nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, torch.Tensor)])}
     views = {
         id(x): x.view_as(x) for x in every
         if isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
@@ -134,44 +163,11 @@ def watch_inputs(
     return len(views), (tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :])))
 
 
-class SavedParameters:
-    """What autograd saves for backward is often a parameter, whose memory is gone by then. Of which
-    unit it was is noted, for what reaches it by another way than the unit's output (a loss that a
-    layer keeps aside)."""
-
-    def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
-        self._use = use
-        self.unit_of_memory = {
-            flat.full.flat.untyped_storage()._cdata: unit for unit in units for flat in unit.flats
-        }
-
-    def shares_memory(self, output: Any, unit: Unit) -> bool:
-        """Whether `output` has a view of a parameter of `unit`, as an identity returns one."""
-        found = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
-        return any(self.unit_of_memory.get(memory._cdata) is unit for memory in found)
-
-    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """`with` this: forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
-
-    def _saved(self, x: torch.Tensor) -> torch.Tensor | tuple[Unit, torch.Tensor]:
-        unit = self.unit_of_memory.get(x.untyped_storage()._cdata)
-        return x if unit is None else (unit, x)
-
-    def _wanted_back(self, saved: torch.Tensor | tuple[Unit, torch.Tensor]) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        unit, x = saved
-        if not unit.is_gathered:
-            self._use(unit)
-        return x
-
-
-def cast(things: Any, dtype: torch.dtype) -> Any:
+def cast(nested: Any, dtype: torch.dtype) -> Any:
     """The same arguments, with tensors of real numbers in `dtype`, each once (`q is k`)."""
     made: dict[int, torch.Tensor] = {}
 
     def converted(x: torch.Tensor) -> torch.Tensor:
         return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
 
-    return tree_map_only(torch.Tensor, converted, things)
+    return tree_map_only(torch.Tensor, converted, nested)

@@ -4,10 +4,10 @@
         model = GPT(...)             # any module's own code, initialisation included
     model = ZeRO3(model, comm)
 
-A module registers one parameter after the other. Each becomes a `ShardedParameter`: it has the
-name, shape and dtype of the whole, and holds this rank's 1/n of its elements. One at a time is
-*open*, which means that it is whole: the newest, or the last that was touched. It closes when the
-next one is made or touched:
+Each parameter that a module registers becomes a `ShardedParameter`: it has the name, shape and
+dtype of the whole, and holds this rank's 1/n of its elements. One at a time is *open*, which means
+that it is whole: the newest, or the last that was touched. It closes when the next one is made or
+touched:
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, drawn          [0   ] closed       bias is open
@@ -21,8 +21,7 @@ next one is made or touched:
 All ranks run the same code and draw the same random numbers as one process would, so with one seed
 the weights are the same to the bit.
 
-Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2 (partitioned
-initialisation); DeepSpeed's `zero.Init`.
+Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
 
 from collections.abc import Iterator
@@ -32,11 +31,17 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.dispatch import DispatchMode
-from labkit.parallel.zero3.sharded_parameter import Construction, ShardedParameter
+
+aten = torch.ops.aten
+OVERWRITES = {  # their first argument need not be gathered: all its elements get new values
+    aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.copy_.default,
+    aten.fill_.Scalar, aten.fill_.Tensor, aten.exponential_.default, aten.random_.default,
+    aten.bernoulli_.float,
+}  # fmt: skip
 
 
 @contextmanager
@@ -51,26 +56,32 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
     def register_sharded(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)  # raises what torch raises
-        if parameter is not None and _can_be_sharded(parameter):
+        if parameter is None or isinstance(parameter, ShardedParameter):
+            return
+        if not (nn.parameter.is_lazy(parameter) or parameter.is_meta):
             what = f"{type(module).__name__}.{name}"
             module._parameters[name] = construction.shard(what, parameter)  # type: ignore[assignment]
 
     with patch.object(nn.Module, "register_parameter", register_sharded):
         try:
-            with _ClosesBeforeWhatIsNew(construction):
+            with _ClosesBeforeNew(construction):
                 yield
             construction.only_open([])
         finally:
             construction.is_over = True
 
 
-class _ClosesBeforeWhatIsNew(DispatchMode):
+class _ClosesBeforeNew(TorchDispatchMode):
     """What makes a tensor from nothing, as `torch.empty`, is about to make the next parameter: the
     open one closes before, and not when there are two."""
 
-    def __init__(self, construction: Construction):
+    def __init__(self, construction: "Construction"):
         super().__init__()
         self._construction = construction
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # its first use would load torch._dynamo, for 3 s
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):
@@ -78,6 +89,163 @@ class _ClosesBeforeWhatIsNew(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    lazy = nn.parameter.is_lazy(parameter)
-    return not (isinstance(parameter, ShardedParameter) or lazy or parameter.is_meta)
+class Elements:
+    """The elements of one parameter: this rank's share of them, and all of them while it is open.
+    A parameter and what `detach` makes of it have the same."""
+
+    def __init__(self, what: str, full: torch.Tensor, construction: "Construction"):
+        self.what, self.construction = what, construction
+        self.shape, self.stride = full.shape, full.stride()
+        self.share = full.new_empty(0)
+        self.full: torch.Tensor | None = full
+
+    def close(self) -> None:
+        """Keep this rank's share of what rank 0 has, and free the rest."""
+        assert self.full is not None
+        comm, full, self.full = self.construction.comm, self.full, None
+        parts = full.reshape(-1).tensor_split(comm.size)
+        self.share = torch.empty_like(parts[comm.rank])
+        if full.numel():
+            comm.scatter(self.share, list(parts) if comm.rank == 0 else None, src=0)
+
+    def gathered(self) -> torch.Tensor:
+        """All elements, in the parameter's shape and strides."""
+        comm, whole = self.construction.comm, self.like_whole()
+        flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
+        if flat.numel():
+            comm.all_gather(list(flat.tensor_split(comm.size)), self.share)
+        return whole if whole.is_contiguous() else whole.copy_(flat.view(self.shape))
+
+    def like_whole(self) -> torch.Tensor:
+        return self.share.new_empty_strided(self.shape, self.stride)
+
+    def of_share(self, share: torch.Tensor) -> "Elements":
+        """Other elements of the same shape, closed, whose share is this one."""
+        other = Elements(self.what, share.new_empty(0), self.construction)
+        other.shape, other.stride, other.share, other.full = self.shape, self.stride, share, None
+        return other
+
+
+class Construction:
+    """Which parameters are open, while models are built."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self.is_over = False
+        # References, not weak ones: when garbage is collected differs from rank to rank, and a
+        # parameter that closes on one of them has to close on all.
+        self._open: list[Elements] = []
+
+    def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
+        """The sharded one in place of `parameter`, and open: inside of the object that the module's
+        code may still have in a variable and write to."""
+        sharded = ShardedParameter(self.new(what, parameter.detach()), parameter.requires_grad)
+        sharded.__dict__.update(parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(parameter, sharded)
+        except RuntimeError:  # a fake tensor, which has nothing to write to
+            return parameter.__dict__.setdefault("_sharded", sharded)
+        return parameter  # type: ignore[return-value]
+
+    def new(self, what: str, full: torch.Tensor) -> Elements:
+        self.only_open([])
+        self._open = [Elements(what, full, self)]
+        return self._open[0]
+
+    def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
+        """Have these whole, and no others."""
+        closing = [one for one in self._open if one not in wanted]
+        self._open = [one for one in self._open if one in wanted]
+        for one in closing:
+            one.close()
+        for one in wanted:
+            if one.full is None:
+                one.full = one.like_whole() if one is overwritten else one.gathered()
+                self._open.append(one)
+
+
+class ShardedParameter(torch.Tensor):
+    """An `nn.Parameter` to look at, with this rank's share of the elements inside. What computes
+    with it while the model is built gets it whole; afterwards that is an error."""
+
+    elements: Elements
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, elements: Elements, requires_grad: bool) -> "ShardedParameter":
+        like = elements.share
+        self: ShardedParameter = torch.Tensor._make_wrapper_subclass(
+            cls, elements.shape, strides=elements.stride, dtype=like.dtype, device=like.device,
+            requires_grad=requires_grad, storage_size=0,
+        )  # fmt: skip
+        self.elements = elements
+        self._is_param = True  # by this, torch takes a subclass for an nn.Parameter
+        return self
+
+    def whole(self) -> torch.Tensor:
+        """All elements, from all ranks, each of which calls this. (n-1)/n of its bytes travel."""
+        full = self.elements.full
+        return self.elements.gathered() if full is None else full
+
+    @property
+    def data(self) -> "ShardedParameter":
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        """As initialisations do: `layer.weight.data = torch.zeros(3, 5)`."""
+        old = self.elements
+        if not isinstance(new, ShardedParameter):
+            new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.elements = new.elements
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Every operation of torch on a sharded parameter comes here."""
+        kwargs = kwargs or {}
+        if func is aten.detach.default:
+            return cls(args[0].elements, requires_grad=False)
+        touched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        elements = [x.elements for x in touched]
+        construction = elements[0].construction
+        if func is aten._to_copy.default:  # to another dtype or device, as `module.to` does
+            construction.only_open([])
+            kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
+            return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
+        if construction.is_over:
+            raise ValueError(
+                f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
+                f"it is sharded, this rank has 1/{construction.comm.size} of it; wrap the module "
+                "in ZeRO3 before it computes, or take the whole with parameter.whole(), on every "
+                "rank"
+            )
+        once = list(dict.fromkeys(elements))
+        construction.only_open(once, elements[0] if func in OVERWRITES else None)
+        args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
+        result = func(*args, **kwargs)
+        return next((x for x in touched if x.elements.full is result), result)  # in place: itself
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        self.elements.construction.only_open([])
+        share = self.elements.share.clone()
+        copied = ShardedParameter(self.elements.of_share(share), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Has `nn.Module.to` exchange the whole object, share and all."""
+        return ["share"], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("a sharded parameter is not compiled; wrap its module in ZeRO3")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        one = self.elements
+        return (
+            f"ShardedParameter({one.what} {list(one.shape)}, {self.dtype}, rank "
+            f"{one.construction.comm.rank} has {one.share.numel()} of {self.numel()} elements)"
+        )

@@ -12,45 +12,133 @@ before its forward. What belongs to no block is a unit of the module that owns i
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labkit.comm import Comm
-from labkit.parallel.common.flat import FlatPartition
-from labkit.parallel.common.footprint import Footprint
-from labkit.parallel.common.replicas import register_grad_ready_hook
-from labkit.parallel.zero3.flat import Flat, Place, Unit, compute_dtype_of, master_dtype_of
-from labkit.parallel.zero3.tensors import UngatheredParameter
-from labkit.parallel.zero3.validation import check_called_inside_unit
+from labkit.comm import Comm, Handle
+from labkit.holdings import Footprint
+from labkit.parallel.common.flat import (
+    FlatPartition,
+    register_grad_ready_hook,
+    running_backward,
+)
+from labkit.parallel.zero3.flat import Flat, Place, T, compute_dtype_of, master_dtype_of
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
+Group = tuple[list[nn.Module], list[Sharing]]  # a unit's members, and its parameters
+NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
+METADATA = {T.size, T.dim, T.numel, *(getattr(T, name).__get__ for name in NAMES)}
 
 
-@dataclass
-class Group:
-    """Parameters of one unit, and the modules that use them."""
+class Unit:
+    """Modules whose parameters are gathered before they compute, and freed after."""
 
-    members: list[nn.Module]
-    parameters: list[Sharing]
+    def __init__(self, members: list[nn.Module], flats: list[Flat]):
+        self.members, self.flats = members, flats
+        self.trainable = [flat for flat in flats if flat.trainable]
+        self.has_frozen = len(self.trainable) < len(flats)
+        self.frees_itself = False  # its last gradient was its last moment in the last backward
+        self.inputs = self.inputs_back = 0  # of the last forward; those with their gradients there
+        self.has_run: set[nn.Module] = set()  # members, since the last gather
+        self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
+        self.is_gathered = False  # and shown to the modules
+        self.stays = False  # to the end of the pass, as what is outside of the unit may use it
+        self._handles: list[Handle | None] | None = None
+
+    def start_gather(self, async_op: bool) -> None:
+        """Nothing to do where they are here, or on their way."""
+        if self._handles is None:
+            self._handles = [flat.gather(async_op) for flat in self.flats]
+
+    def finish_gather(self) -> None:
+        self._wait()
+        for flat in self.flats:
+            flat.show(flat.gathered)
+        self.is_gathered = True
+
+    def _wait(self) -> None:
+        for handle in self._handles or ():
+            if handle is not None:
+                handle.wait()
+
+    def free(self) -> None:
+        """What is under way has to arrive first."""
+        if self._handles is None or self.stays:
+            return
+        self._wait()
+        for flat in self.flats:
+            if self.is_gathered:
+                flat.show(flat.resting)
+            flat.full.free()
+        self._handles, self.is_gathered = None, False
+        self.has_run.clear()
+
+    def note_input_gradient(self, gradient: T) -> None:
+        """The gradient of an input is there. With the last one all that the unit did in forward is
+        undone: autograd goes back in the order of forward."""
+        self.inputs_back += 1
+        if self.inputs_back >= self.inputs:
+            self.free()
+
+    def end_pass(self) -> None:
+        """Free the unit, whatever state the pass left it in."""
+        self.stays = False
+        self.free()
+        self.rest(in_pass=False)
+        self.inputs_back = 0
+        if self.awaited:  # some parameter was not used
+            self.frees_itself = False
+            self.awaited.clear()
+
+    def rest(self, in_pass: bool) -> None:
+        """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
+        for flat in self.flats:
+            flat.resting = flat.ungathered if in_pass else flat.shards
+            if not self.is_gathered:
+                flat.show(flat.resting)
 
 
-def group_parameters(root: nn.Module, units: Choice | None) -> list[Group]:
+class UngatheredParameter(torch.Tensor):
+    """In a module during a pass: an operation outside of the unit's forward that uses it, as
+    `F.linear(x, self.embedding.weight)` in a head, gathers the unit first."""
+
+    _is_param = True  # by this, torch takes a subclass for an nn.Parameter
+
+    def __new__(cls, parameter: T, gather_unit: Callable[[], None]) -> Any:
+        self: Any = T._make_wrapper_subclass(cls, (0,))
+        self.parameter, self.gather_unit = parameter, gather_unit
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in () if func in METADATA else tree_leaves((args, kwargs)):
+            if hasattr(x, "gather_unit"):
+                x.gather_unit()
+        args, kwargs = tree_map_only(cls, lambda x: x.parameter, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise AssertionError(f"{func}: it has no elements")
+
+
+def group_parameters(root: nn.Module, choice: Choice | None) -> list[Group]:
     """The units of a module, in the order of its parameters."""
     places: dict[int, Sharing] = {}
-    for parameter, place in _walk(root, "", root, None, False, _chooser(units)):
+    for parameter, place in _walk(root, "", root, None, False, _chooser(choice)):
         places.setdefault(id(parameter), (parameter, []))[1].append(place)
     groups: dict[frozenset[int], Group] = {}
     for parameter, found in places.values():
         members = list(dict.fromkeys(place.unit for place in found))
         if len(members) > 1:  # tied across units: it comes and goes with the layers that have it
             members = list(dict.fromkeys(place.owner for place in found))
-        key = frozenset(map(id, members))
-        groups.setdefault(key, Group(members, [])).parameters.append((parameter, found))
+        _, parameters = groups.setdefault(frozenset(map(id, members)), (members, []))
+        parameters.append((parameter, found))
     return list(groups.values())
 
 
@@ -65,8 +153,7 @@ def _walk(
         unit = module
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
-            full_name = f"{name}{attribute}"
-            yield parameter, Place(full_name, module, attribute, owner, unit or owner)
+            yield parameter, Place(f"{name}{attribute}", module, attribute, owner, unit or owner)
     lists = _is_list(module) or (listed and not can_be_called)
     for child_name, child in module._modules.items():
         if child is not None:
@@ -79,14 +166,14 @@ def _is_list(module: nn.Module) -> bool:
     return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-def _chooser(units: Choice | None) -> Callable[[nn.Module, bool], bool]:
+def _chooser(choice: Choice | None) -> Callable[[nn.Module, bool], bool]:
     """By default the entries of the outermost lists; attention of torch, which uses the weights
     of a layer inside without calling it."""
-    if units is None:
+    if choice is None:
         return lambda module, listed: listed or isinstance(module, nn.MultiheadAttention)
-    if isinstance(units, (type, tuple)):
-        return lambda module, _: isinstance(module, units)
-    return lambda module, _: units(module)
+    if isinstance(choice, (type, tuple)):
+        return lambda module, _: isinstance(module, choice)
+    return lambda module, _: choice(module)
 
 
 def units_of(
@@ -95,17 +182,26 @@ def units_of(
 ) -> list[Unit]:  # fmt: skip
     """Shard the parameters of a module, one unit after the other: only the present one is whole."""
     groups, units = group_parameters(root, choice), []
-    while groups:  # nobody holds on to what is sharded
-        group = groups.pop(0)
-        kinds = _kinds(group, persist_below)
-        members, flats = group.members, []
-        del group
+    while groups:  # without a reference to what is sharded
+        members, parameters = groups.pop(0)
+        kinds, flats = _kinds(parameters, persist_below), []
+        del parameters
         while kinds:
             keep_whole, kind = kinds.pop(0)
             flats.append(Flat(kind, comm, keep_whole, compute_dtype))
             del kind
         units.append(Unit(members, flats))
     return units
+
+
+def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, list[Sharing]]]:
+    """The parameters by what must be equal in one flat memory, and whether they are kept whole."""
+    kinds: dict[object, tuple[bool, list[Sharing]]] = {}
+    for parameter, places in parameters:
+        keep_whole = parameter.numel() < persist_below
+        key = parameter.dtype, parameter.device, parameter.requires_grad, keep_whole
+        kinds.setdefault(key, (keep_whole, []))[1].append((parameter, places))
+    return list(kinds.values())
 
 
 def register_hooks(unit: Unit, strategy: Any) -> None:
@@ -131,20 +227,17 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
 
 
 def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
-    """Before the forward of a module inside a unit, whose parameter `name` is gathered with it."""
-    if not unit.is_gathered:
-        check_called_inside_unit(unit, name, module)
-        strategy._use(unit)
-
-
-def _kinds(group: Group, persist_below: int) -> list[tuple[bool, list[Sharing]]]:
-    """The parameters by what must be equal in one flat memory, and whether they are kept whole."""
-    kinds: dict[object, tuple[bool, list[Sharing]]] = {}
-    for parameter, places in group.parameters:
-        keep_whole = parameter.numel() < persist_below
-        key = parameter.dtype, parameter.device, parameter.requires_grad, keep_whole
-        kinds.setdefault(key, (keep_whole, []))[1].append((parameter, places))
-    return list(kinds.values())
+    """Before the forward of a module inside a unit, whose parameter `name` is gathered with it.
+    (What calls it in backward computes again.)"""
+    if unit.is_gathered:
+        return
+    if running_backward() is None:
+        raise ValueError(
+            f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
+            f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
+            "make it a unit of its own (`units=`)"
+        )
+    strategy._use(unit)
 
 
 def predict(
@@ -154,17 +247,18 @@ def predict(
     """The mean of the ranks. 1/n of everything; each unit gathered once in forward and once in
     backward, and its gradients reduced once, of every flat memory with its padding."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes of all ranks together
-    for group in group_parameters(module, units):
-        for keep_whole, kind in _kinds(group, persist_below):
-            first, copies = kind[0][0], size if keep_whole else 1
-            cut = FlatPartition([p.shape for p, _ in kind], 1 if keep_whole else size)
-            held = cut.numel * master_dtype_of(first, compute_dtype).itemsize * copies
-            moved = cut.padded * compute_dtype_of(first, compute_dtype).itemsize * (size - 1)
-            parameters += held
-            sent += 0 if keep_whole else 2 * moved
-            if first.requires_grad:
-                pieces = sum(len(list(cut.pieces(rank))) for rank in range(cut.ranks))
-                gradients += held
-                optimizer += 2 * held + 4 * pieces * copies  # Adam counts the steps of each piece
-                sent += 2 * moved if keep_whole else moved
+    every = [kind for _, group in group_parameters(module, units)
+             for kind in _kinds(group, persist_below)]  # fmt: skip
+    for keep_whole, kind in every:
+        first, copies = kind[0][0], size if keep_whole else 1
+        cut = FlatPartition([p.shape for p, _ in kind], 1 if keep_whole else size)
+        held = cut.numel * master_dtype_of(first, compute_dtype).itemsize * copies
+        moved = cut.padded * compute_dtype_of(first, compute_dtype).itemsize * (size - 1)
+        parameters += held
+        sent += 0 if keep_whole else 2 * moved
+        if first.requires_grad:
+            pieces = sum(len(list(cut.pieces(rank))) for rank in range(cut.ranks))
+            gradients += held
+            optimizer += 2 * held + 4 * pieces * copies  # Adam counts the steps of each piece
+            sent += 2 * moved if keep_whole else moved
     return Footprint(parameters / size, gradients / size, optimizer / size, sent / size)

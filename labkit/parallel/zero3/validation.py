@@ -1,7 +1,5 @@
-"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards.
-
-Nothing tells ZeRO-3 which optimizer steps on its shards. But torch calls a hook before each step of
-any, and a shard knows whose it is. The optimizer must treat each element by itself.
+"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards. (torch calls a hook
+before each step of any optimizer, and a shard knows whose it is.)
 """
 
 from collections.abc import Iterable
@@ -14,16 +12,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.common.agreement import owner_of, trainable
 from labkit.parallel.common.elementwise import check_elementwise
-from labkit.parallel.common.replicas import (
-    register_grad_ready_hook,
-    running_backward,
-    trainable,
-)
-from labkit.parallel.zero3.flat import Flat, Unit
+from labkit.parallel.zero3.flat import Flat, refuse_hook
 from labkit.parallel.zero3.state import WholeState
-from labkit.parallel.zero3.tensors import refuse_hook
 
 
 def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
@@ -38,21 +30,10 @@ def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
                 "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        if any(getattr(x, "__module__", "") != register_grad_ready_hook.__module__ for x in hooks):
+        if not all(getattr(x, "__module__", "").startswith("labkit.") for x in hooks):
             refuse_hook()
     if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
         raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
-
-
-def check_called_inside_unit(unit: Unit, name: str, module: nn.Module) -> None:
-    """Raises ValueError where a forward calls a module while its unit is not gathered. (What calls
-    it in backward computes again.)"""
-    if running_backward() is None:
-        raise ValueError(
-            f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
-            f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
-            "make it a unit of its own (`units=`)"
-        )
 
 
 def check_first_order() -> None:

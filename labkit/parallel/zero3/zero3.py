@@ -32,13 +32,18 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
-from labkit.parallel.common.replicas import at_end_of_backward, copy_from_rank_0, running_backward
+from labkit.parallel.common.agreement import (
+    ParamSnapshot,
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    claim,
+)
+from labkit.parallel.common.flat import at_end_of_backward, running_backward
 from labkit.parallel.zero3 import passes, validation
-from labkit.parallel.zero3.flat import Flat, Unit
+from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init
 from labkit.parallel.zero3.state import WholeState
-from labkit.parallel.zero3.units import Choice, predict, register_hooks, units_of
+from labkit.parallel.zero3.units import Choice, Unit, predict, register_hooks, units_of
 
 
 class ZeRO3(WholeState, nn.Module):
@@ -83,7 +88,7 @@ class ZeRO3(WholeState, nn.Module):
         self._flats = [flat for unit in self.units for flat in unit.flats]
         claim(module.named_parameters(), self)  # the shards, which now stand there
         validation.check_optimizers()
-        copy_from_rank_0(module.buffers(), self.comm)
+        broadcast_tensors(module.buffers(), self.comm)
         self._unchanged = ParamSnapshot(module)
         self._named = list(module.named_parameters())
         self._flat_of: dict[torch.Tensor, tuple[Unit, Flat]] = {}
@@ -103,7 +108,7 @@ class ZeRO3(WholeState, nn.Module):
         self._clean_up()
         self._unchanged.check()
         if self.training and torch.is_grad_enabled():
-            copy_from_rank_0(self.module.buffers(), self.comm)
+            broadcast_tensors(self.module.buffers(), self.comm)
         if self.compute_dtype is not None:
             args, kwargs = passes.cast((args, kwargs), self.compute_dtype)
         self._orders[False].begin_pass()
@@ -197,3 +202,13 @@ class ZeRO3(WholeState, nn.Module):
     def _free_all(self) -> None:
         for unit in self.units:
             unit.end_pass()
+
+    def _clean_up(self) -> None:
+        """Free what an error has left of the last pass."""
+        self._free_all()
+        for unit in self.units:
+            unit.inputs = 0
+        if self._pending:
+            for flat in self._flats:
+                flat.reset()
+            self._pending.clear()

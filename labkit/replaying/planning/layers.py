@@ -194,7 +194,7 @@ def _uninitialised() -> Iterator[None]:
     with ExitStack() as patches:
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(tensor, "copy_from_rank_0", _do_nothing))
+        patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))
         patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         yield

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from labkit.parallel.ddp.buckets import cut
+from labkit.parallel.common.flat import cut
 from labkit.replaying.costs import Costs, Sending
 from labkit.replaying.planning.communication import tied_bytes
 from labkit.replaying.planning.layers import DTYPE, recorded

@@ -31,8 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
-from labkit.parallel.common.sharder import OwnsGradientPieces
-from labkit.precision.pieces import fulfils
+from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
 from labkit.trace import CATEGORIES, MemoryPoint, Operation
 from labkit.trace.recording.operations import operation_of, tensors_in
 from labkit.trace.recording.spans import Spans

@@ -186,8 +186,8 @@ guess_stale
 show("parallel/parameter_server/synchronous.py:ParameterServer._share")
 
 # %% [markdown]
-# When backward is over, all ranks call this for each parameter. (`UNUSED` and `mark_used`: a rank
-# whose rows did not need a parameter says so with -0.0, which changes no sum.)
+# When backward is over, all ranks call this for each parameter. (`mine` is this rank's gradient; a
+# rank whose rows did not need the parameter sends -0.0, which changes no sum.)
 
 # %%
 show(

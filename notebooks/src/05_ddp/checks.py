@@ -10,7 +10,7 @@ from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import difference, fail
 from labkit.course.ranks import run
 from labkit.course.samples import gradient_bytes, is_a_cut, right_gradients, small_model
-from labkit.parallel.common.grad_reducer import cut
+from labkit.parallel.common.flat import cut
 
 from .buckets import BEST_US, FAST, SLOW, exposed_us, gradients_of
 from .scenarios import (

@@ -182,21 +182,21 @@ show("parallel/naive_ddp.py:NaiveDDP._schedule")
 show("parallel/naive_ddp.py:NaiveDDP._average")
 
 # %% [markdown]
-# Divide, all-reduce: that is all. (`UNUSED`: a rank that did not use a parameter sends -0.0, which
-# changes no sum. You will miss it in section 6.)
+# Divide, all-reduce: that is all. (`flagged_gradient` is the gradient, divided by n; of a parameter
+# that this rank did not use it is -0.0, which changes no sum. You will miss it in section 6.)
 #
 # Now DDP. Parameters go into buckets, **last first**, since that is how backward makes their
 # gradients:
 
 # %%
-show("parallel/common/grad_reducer.py:cut")
+show("parallel/common/flat.py:cut")
 
 # %% [markdown]
 # A bucket is one flat tensor with a place (`view`) for each of its gradients. `fill` puts them
 # there, each divided by n. Then one all-reduce starts: that is the `hook`, unless you give another.
 
 # %%
-show("parallel/common/grad_buffer.py:GradBuffer.put")
+show("parallel/common/flat.py:GradBuffer.put")
 
 # %%
 show("parallel/ddp/ddp.py:DDP._send")
@@ -210,14 +210,14 @@ show("parallel/ddp/comm_hooks.py:all_reduced")
 
 # %% [markdown]
 # Autograd calls this function at each finished gradient. Look at the `while`: a bucket that is full
-# waits for its turn, so that all ranks send in the **same order**. (In the first step `_take` also
-# notes in which order gradients really come; from then on the buckets are filled in that order.)
+# waits for its turn, so that all ranks send in the **same order**. (In the first step DDP also notes
+# in which order gradients really come; from then on the buckets are filled in that order.)
 
 # %%
-show("parallel/common/grad_reducer.py:GradReducer._on_grad_ready")
+show("parallel/common/data_parallel.py:GradReducer._on_grad_ready")
 
 # %%
-show("parallel/common/grad_reducer.py:GradReducer._finish")
+show("parallel/common/data_parallel.py:GradReducer._finish")
 
 # %% [markdown]
 # `_finish` runs when backward is over, before `loss.backward()` returns. So the training loop does

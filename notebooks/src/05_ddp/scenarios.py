@@ -13,7 +13,7 @@ from labkit.comm import listen
 from labkit.course.exercise import Student
 from labkit.course.samples import Passing, small_model, some_rows
 from labkit.parallel import DDP
-from labkit.parallel.common.grad_reducer import MB
+from labkit.parallel.common.flat import MB
 
 Gradients = dict[str, Tensor | None]
 

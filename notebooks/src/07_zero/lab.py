@@ -205,9 +205,7 @@ show("parallel/common/flat.py:FlatPartition.pieces")
 # copied to be gathered. `stepped` is what the optimizer gets: this rank's share in fp32.
 
 # %%
-show(
-    "parallel/zero/param_share.py:ParamShare.__init__", since="self.layout", until="self._versions"
-)
+show("parallel/zero/shares.py:ParamShare.__init__", since="self.layout", until="self._versions")
 
 # %% [markdown]
 # Autograd calls a hook at each finished gradient: it is `GradReducer._on_grad_ready` of lab 05, and
@@ -215,7 +213,7 @@ show(
 # `GradBuffer`. First it is noted: **a gradient that comes twice is an error**. Section 6 shows why.
 
 # %%
-show("parallel/common/grad_buffer.py:GradBuffer.note")
+show("parallel/common/flat.py:GradBuffer.note")
 
 # %% [markdown]
 # What DDP does by an all-reduce, ZeRO does by a reduce-scatter, which stops halfway: each rank has
@@ -248,7 +246,7 @@ show("parallel/zero/buckets.py:Stage2Bucket._averages_are_there")
 # pile up. Then each rank steps on its share, and gathers, those first that forward needs first.
 
 # %%
-show("parallel/common/grad_reducer.py:GradReducer._send_next")
+show("parallel/common/data_parallel.py:GradReducer._send_next")
 
 # %%
 show("parallel/zero/zero.py:ZeroOptimizer.step", since="for bucket in", until="return value")

@@ -12,11 +12,12 @@ from labkit import DDP, MasterWeights, NaiveDDP, ZeRO3, ZeroOptimizer
 from labkit.parallel.common.sharder import (
     DataParallel,
     OwnsGradientPieces,
+    OwnsPieces,
     Sharder,
+    fulfils,
     shards_parameters,
     unwrapped,
 )
-from labkit.precision.pieces import OwnsPieces, fulfils
 from worlds import on_each_rank
 
 

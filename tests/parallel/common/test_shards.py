@@ -25,9 +25,8 @@ from labkit import (
 )
 from labkit.parallel.common.agreement import claim
 from labkit.parallel.common.shards import (
+    SequenceParts,
     Shard,
-    check_replicas,
-    check_whole_sequences,
     comms_of,
     mark_sequence,
     mark_shard,
@@ -135,13 +134,11 @@ def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
 
 
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
-    module, _ = layer(0, 2)
-    mark_sequence(module.bias, Ranks(0, 1))  # type: ignore[arg-type]
-    named = list(module.named_parameters())
+    mark = SequenceParts(Ranks(0, 1))  # type: ignore[arg-type]
     for ranks in ((0,), (0, 2), (1, 2, 3)):
         with pytest.raises(ValueError, match=r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'):
-            check_whole_sequences(named, Ranks(*ranks))  # type: ignore[arg-type]
-    check_whole_sequences(named, Ranks(0, 1, 4, 5))  # type: ignore[arg-type]
+            mark.check("bias", Ranks(*ranks), averaged=True)  # type: ignore[arg-type]
+    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)  # type: ignore[arg-type]
 
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
@@ -164,10 +161,10 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
 
 
 def test_ranks_with_different_shards_are_not_replicas() -> None:
-    module, _ = layer(0, 1)
+    _, shard = layer(0, 1)
     with pytest.raises(ValueError, match=r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"):
-        check_replicas(module.named_parameters(), Ranks(0, 1, 2))  # type: ignore[arg-type]
-    check_replicas(module.named_parameters(), Ranks(0, 2))  # type: ignore[arg-type]
+        shard.check("weight", Ranks(0, 1, 2), averaged=True)  # type: ignore[arg-type]
+    shard.check("weight", Ranks(0, 2), averaged=True)  # type: ignore[arg-type]
 
 
 @on_each_rank("world4")

@@ -16,7 +16,7 @@ from torch import nn
 from data_parallel_contract import AGREE, LENGTH, MODELS, ROWS, STEPS
 from labkit import Comm, ParameterServer, RankError, Single, Text, World, dry_run, listen, loss
 from labkit.clusters import cluster
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from labkit.parallel.common.held import held
 from labkit.recipes import RECIPES
 from labkit.replaying import replay

@@ -23,7 +23,7 @@ from data_parallel_contract import (
 )
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
-from labkit.parallel.common.footprint import Footprint
+from labkit.holdings import Footprint
 from worlds import on_each_rank, world_fixture
 
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}

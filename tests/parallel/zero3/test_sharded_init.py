@@ -14,8 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
-from labkit.parallel.zero3.sharded_init import sharded_init
-from labkit.parallel.zero3.sharded_parameter import Construction, Elements, ShardedParameter
+from labkit.parallel.zero3.sharded_init import (
+    Construction,
+    Elements,
+    ShardedParameter,
+    sharded_init,
+)
 from labkit.trace.measures import peak_memory
 from worlds import on_each_rank
 

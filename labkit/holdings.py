@@ -1,0 +1,62 @@
+"""What one rank holds of a model: how many bytes (`Footprint`), and which elements (`OwnedPiece`).
+
+A strategy's `predict(module, size, ...)` is its formula; parallel/common/held.py counts the bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes held on one rank, and `bus_bytes` sent by one rank in one step (mean over ranks)."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    bus_bytes: float
+
+
+def parameter_bytes(module: nn.Module, trainable_only: bool = False) -> int:
+    """Bytes of the parameters; a tied one counts once."""
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trainable_only)
+
+
+def adam_bytes(module: nn.Module) -> int:
+    """Two moments for each trainable element, and a step count of 4 bytes for each tensor."""
+    tensors = sum(p.requires_grad for p in module.parameters())
+    return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors
+
+
+def replicated(module: nn.Module, size: int) -> Footprint:
+    """Everything whole on every rank; 2(n-1)/n of the gradients sent."""
+    grads = parameter_bytes(module, trainable_only=True)
+    bus_bytes = 2 * (size - 1) / size * grads
+    return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece of parameter `name`, which has `shape` on this rank: from element `start` on, of the
+    parameter lying flat. Optimizer state lies alike, so a checkpoint can be read into other pieces.
+
+    tensor      what the optimizer steps on: [numel] flat, or the whole parameter, or a master copy
+    optimizer   the torch optimizer whose `state[tensor]` is the piece's state; None if frozen
+    shard       of a parameter that is cut over tensor-parallel ranks (parallel/common/shards.py)
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: torch.Tensor
+    optimizer: torch.optim.Optimizer | None
+    shard: Any = None
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The parameter's shape on all ranks together."""
+        whole: torch.Size = self.shape if self.shard is None else self.shard.whole_shape(self.shape)
+        return whole

@@ -1,0 +1,156 @@
+"""Replicas, and the averaging of their gradients while backward runs: DDP, ZeRO-1 and 2.
+
+    parameters   w0 w1 w2 w3 w4 w5              in the order in which forward uses them
+    backward     g5 g4 g3 | g2 g1 g0 | wait
+                          [ bucket 0 ][ bucket 1 ]
+
+Buckets leave in the same order on all ranks, whatever order their gradients come in: a complete
+bucket waits for those before it, and one that misses a gradient leaves when backward is over. The
+last bucket cannot be hidden: nothing is left to compute.
+
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.3 (overlap).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from labkit.comm import Comm
+from labkit.parallel.common.agreement import (
+    ParamSnapshot,
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    claim,
+    trainable,
+)
+from labkit.parallel.common.flat import at_end_of_backward
+
+Part = TypeVar("Part")
+
+
+class NoSync:
+    _synchronise = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The micro-batches of one step, `for x, y in strategy.accumulate(parts):`, the last of
+        which sends. Gradients add up, so that the loss of a part is the sum over its rows (or
+        tokens), times ranks / (rows of all parts on all ranks)."""
+        parts = list(parts)
+        with self.no_sync():
+            yield from parts[:-1]
+        yield from parts[-1:]
+
+
+class Replica(NoSync, nn.Module):
+    """`module` on each rank of `comm`, equal to rank 0's.
+
+    A copy (`copy.deepcopy`, pickle) leaves out what belongs to the original's parameters (hooks,
+    buckets) and creates its own in `_attach`, where nothing travels: rank 0 may copy or load alone.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm | None = None):
+        super().__init__()
+        self.module, self.comm = module, Comm.of(comm)
+        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        trainable(module)
+        self._set_up()
+        broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
+
+    def _set_up(self) -> None:
+        before = {*vars(self)}
+        self._attach()
+        self._attached = {*vars(self)} - before
+
+    def _attach(self) -> None:
+        claim(self.module.named_parameters(), self)
+        self._unchanged = ParamSnapshot(self.module)
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
+        self._synchronise = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in self._attached}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.comm = Comm.of(self.comm)
+        self._set_up()
+
+
+class GradReducer(NoSync):
+    """Says when a bucket of gradients leaves; a strategy says how, in `_send`. It registers
+    `_on_grad_ready` as a hook on its parameters, and gives buckets to `_set_buckets`."""
+
+    overlap = True  # False: all buckets leave when backward is over
+    max_in_flight: int | None = None  # buckets at a time; None: all of them
+
+    def _set_buckets(self, buckets: Sequence[Any]) -> None:
+        """Each has `parameters`, `missing` (those without a gradient yet), `take` for a gradient
+        that is there, `receive` for the averages, and `reset`."""
+        self._buckets = buckets
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._sent = self._received = 0  # buckets, in this backward
+        self._in_backward = False
+
+    def _begin_backward(self) -> None:
+        """Called when the first gradient of a backward is there."""
+
+    def _send(self, bucket: Any, async_op: bool) -> None:
+        """Start to reduce the gradients of `bucket`; `async_op` returns at once."""
+        raise NotImplementedError
+
+    def _on_grad_ready(self, p: torch.Tensor) -> None:
+        """Called by autograd when it has computed the gradient of `p`."""
+        if not self._in_backward:
+            self._begin_backward()
+            self._in_backward = True
+            at_end_of_backward(self._end_backward)
+        self._bucket_of[p].take(p)
+        while self._synchronise and self.overlap and self._next_is_complete():
+            self._send_next(async_op=True)
+
+    def _next_is_complete(self) -> bool:
+        """Whether the next bucket may leave. The last one is left to `_finish`."""
+        return self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].missing
+
+    def _send_next(self, async_op: bool) -> None:
+        if self.max_in_flight and self._sent - self._received >= self.max_in_flight:
+            self._receive_next()
+        self._send(self._buckets[self._sent], async_op)
+        self._sent += 1
+
+    def _receive_next(self) -> None:
+        self._buckets[self._received].receive()
+        self._received += 1
+
+    def _end_backward(self) -> None:
+        if self._synchronise:
+            self._finish()
+        else:
+            self._reset()
+
+    def _finish(self) -> None:
+        """Send the remaining buckets, and wait for all."""
+        while self._sent < len(self._buckets):
+            self._send_next(async_op=self.overlap and self._sent < len(self._buckets) - 1)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Receive what was sent, and be ready for the next backward, also after one that an error
+        cut short: what is in flight would write into the next one's gradients."""
+        while self._received < self._sent:
+            self._receive_next()
+        for bucket in self._buckets:
+            bucket.reset()
+        self._in_backward, self._sent, self._received = False, 0, 0

@@ -4,9 +4,8 @@
     rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
     rank 1         quick brown │ fox jumps           chunks 1 and 2
 
-Embedding, norms, MLP and loss look at one token at a time: with s/n of them a rank does 1/n of the
-work, and holds 1/n of the activations, and nothing travels. Attention alone looks across, so
-attention alone is replaced:
+Embedding, norms, MLP and loss look at one token at a time: a rank does 1/n of the work and holds
+1/n of the activations. Attention alone looks across, and is replaced:
 
     way="ring"      blocks of k and v travel past the queries       ring_attention.py
     way="ulysses"   ranks swap tokens for heads, and back           ulysses.py
@@ -19,9 +18,6 @@ attention alone is replaced:
 On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data-parallel and the context-parallel ranks
 together, `mesh["dp", "cp"]`: every parameter is marked with `comm` (common/shards.py), and
 strategies over fewer ranks refuse it.
-
-    each rank holds   the model, and 1/n of all activations
-    travels           per layer, what the two files say; per step, the gradients, as for rows
 
 Dropout draws from the random numbers of each rank: seed the ranks differently after the model is
 built, as for rows. Inside attention, the tiles of "ring" draw no masks (ValueError).
@@ -49,8 +45,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     """Have `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
 
     Args:
-        model: a plain GPT, edited in place: each `attn.core` becomes another. It must be causal,
-            as that of labkit.GPT is.
+        model: a plain GPT, edited in place: each `attn.core`, which must be causal, is replaced.
         comm: the ranks that share each sequence.
         way: "ring": any heads, s must split into 2n chunks; "ulysses": n must also divide the heads
             and the key-value heads.

@@ -63,11 +63,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE
     """Causal attention to a whole sequence, of which each rank gives its `sequence_shard`.
 
     Args:
-        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are,
-            are computed in float32 and rounded at the end.
-        tile: queries and keys whose scores are there at once; memory at work goes with its square.
+        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are
+            and are computed in float32.
+        tile: queries and keys whose scores are computed at once; memory grows with its square.
 
-    Returns [b, h, s/n, e], in the type of q. All ranks call it. Has a first derivative, no second.
+    Returns [b, h, s/n, e], in the dtype of q. Has a first derivative, no second.
     Raises ValueError for shapes or types that do not fit together, or a shard without two halves.
     """
     check_fit(q, k, v, tile)

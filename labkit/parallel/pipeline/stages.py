@@ -1,12 +1,12 @@
 """The stages of a pipeline: layers of one model, each under its name in the whole.
 
-A stage takes consecutive whole layers: its parameters are called `blocks.3.attn.q.weight`, wherever
-block 3 is. Layers are the same objects, not copies. A stage that is no `Layers` has the names that
-it would have in nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
+Parameters are called `blocks.3.attn.q.weight`, wherever block 3 is; those of a stage that is no
+`Layers` as in nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from functools import reduce
+from typing import Any
 
 from torch import nn
 
@@ -35,13 +35,7 @@ class Layers(nn.Module):
     @property
     def layers(self) -> dict[str, nn.Module]:
         """Each with its path."""
-        return {path: self._at(path) for path in self._paths}
-
-    def _at(self, path: str) -> nn.Module:
-        place: Any = self
-        for name in path.split("."):
-            place = place._modules[name]
-        return cast(nn.Module, place)
+        return {path: reduce(_child, path.split("."), self) for path in self._paths}
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
@@ -50,6 +44,10 @@ class Layers(nn.Module):
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         _check_names(layers)
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
+
+
+def _child(module: Any, name: str) -> Any:
+    return module._modules[name]
 
 
 def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:

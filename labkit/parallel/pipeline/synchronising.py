@@ -195,9 +195,8 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """Some ranks of a group that is a part of the world, as one line of a mesh: the others are not
-    here to help make a group, so each of these sends to each. (Two send what an all-reduce does.)
-    """
+    """Some ranks of a group that is a part of the world, as one line of a mesh: the others cannot
+    help to make a group, so each sends to each. (Two send what an all-reduce does.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):
         self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)

@@ -6,8 +6,7 @@
                                                          :
              the same rows as the head        x ──> own logits [b, s, V/t] ──> loss
 
-    each rank holds   V/t rows of w numbers, V = v rounded up to a multiple of t, and V/t logits
-                      for each token
+    each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
     travels           embedding  forward an all-reduce of b s w, backward nothing
                       head       forward nothing, backward an all-reduce of b s w
                       loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s

@@ -1,7 +1,5 @@
-"""What one rank holds of a model: how many bytes (`Footprint`), and which elements (`OwnedPiece`).
-
-A strategy's `predict(module, size, ...)` is its formula; parallel/common/held.py counts the bytes.
-"""
+"""What one rank holds of a model: how many bytes (`Footprint`: a strategy predicts them, and
+parallel/common/held.py counts them), and which elements (`OwnedPiece`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +24,8 @@ def parameter_bytes(module: nn.Module, trainable_only: bool = False) -> int:
 
 
 def adam_bytes(module: nn.Module) -> int:
-    """Two moments for each trainable element, and a step count of 4 bytes for each tensor."""
     tensors = sum(p.requires_grad for p in module.parameters())
-    return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors
+    return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors  # moments, step counts
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:
@@ -56,7 +53,5 @@ class OwnedPiece:
     shard: Any = None
 
     @property
-    def whole_shape(self) -> torch.Size:
-        """The parameter's shape on all ranks together."""
-        whole: torch.Size = self.shape if self.shard is None else self.shard.whole_shape(self.shape)
-        return whole
+    def whole_shape(self) -> Any:
+        return self.shape if self.shard is None else self.shard.whole_shape(self.shape)

@@ -19,13 +19,8 @@ import torch
 
 from labkit.holdings import replicated
 from labkit.parallel.common.agreement import broadcast_tensors
-from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import (
-    at_end_of_backward,
-    flagged_gradient,
-    nobody_used,
-    register_grad_ready_hook,
-)
+from labkit.parallel.common.data_parallel import Replica, flagged_gradient
+from labkit.parallel.common.flat import at_end_of_backward, nobody_used
 
 
 class NaiveDDP(Replica):
@@ -36,11 +31,7 @@ class NaiveDDP(Replica):
         comm: the ranks that hold replicas; all by default.
     """
 
-    def _attach(self) -> None:
-        super()._attach()
-        self._scheduled = False
-        for parameter in self._parameters_to_average:
-            register_grad_ready_hook(parameter, self._schedule)
+    _scheduled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronise:
@@ -49,7 +40,7 @@ class NaiveDDP(Replica):
             broadcast_tensors(self.module.buffers(), self.comm)
         return self.module(*args, **kwargs)
 
-    def _schedule(self, parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, p: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: average once it is over."""
         if self._synchronise and not self._scheduled:
             self._scheduled = True

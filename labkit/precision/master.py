@@ -27,6 +27,7 @@ from labkit.precision.shadow_optimizer import (
     ShadowOptimizer,
     fp32_gradient,
     fp32_of,
+    options_of,
     sync_master_from_param,
     value_of,
 )
@@ -91,6 +92,18 @@ class MasterWeights(ShadowOptimizer):
                 chunk, chunk_bytes = [], 0
         if chunk:
             yield chunk
+
+    def _check_options_stayed(self) -> None:
+        """Raises ValueError where `inner` counts in its groups: they are handed down anew in each
+        step, and `inner` steps several times in one."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for key, x in options_of(its).items():
+                if key not in mine or (x is not mine[key] and x != mine[key]):
+                    raise ValueError(
+                        f"{type(self.inner).__name__} cannot step on master weights: its step "
+                        f"changes the option {key!r} of the group; what it counts belongs into "
+                        "the state of each parameter"
+                    )
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
         """Every parameter of `model` whole, its master where it has one."""

@@ -4,8 +4,7 @@
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
 A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
-(labkit/parallel/zero/zero.py). Groups, their options and the state of each stand-in are
-torch's own.
+(labkit/parallel/zero/zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -42,12 +41,10 @@ class ShadowOptimizer(torch.optim.Optimizer):
     defaults: dict[str, Any]
     _depends_on = "model"  # in words: whose state can be loaded
 
-    # What gradients in 16 bits have yet to be multiplied by, in fp32, as the next step does it: a
-    # loss scaler sets it (labkit/precision/unscaling.py), and `clip_grad_norm` then clips by it.
+    # By what the next step multiplies 16-bit gradients, in fp32; a loss scaler and clipping set it.
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
-        """Those that this rank steps on, in the parameters' dtype, as they lie in memory."""
         every = (p.grad for group in self.param_groups for p in group["params"])
         return [gradient for gradient in every if gradient is not None]
 
@@ -62,22 +59,17 @@ class ShadowOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
     ) -> None:
         """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
-        groups = [
-            {
-                **options_of(group),
-                "params": [x for p in group["params"] for x in stand_ins.get(p, ())],
-            }
-            for group in self.param_groups
-        ]
+        groups = []
+        for group in self.param_groups:
+            params = [x for p in group["params"] for x in stand_ins.get(p, ())]
+            groups.append({**options_of(group), "params": params})
         self.inner = optimizer_cls(groups, **defaults)
         self.defaults = self.inner.defaults
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             mine.update(options_of(its))
         self.state = self.inner.state
-        for p, some in stand_ins.items():
-            for x in some:
-                if x.dtype != p.dtype:  # a master copy is known before the first step
-                    self.state[x] = self.state[x]
+        for x in (x for p, some in stand_ins.items() for x in some if x.dtype != p.dtype):
+            self.state[x] = self.state[x]  # a master copy is known before the first step
 
     def _check_frozen(self, stand_in_for: Container[torch.Tensor]) -> None:
         """Raises ValueError where parameters without a stand-in have gradients."""
@@ -94,31 +86,16 @@ class ShadowOptimizer(torch.optim.Optimizer):
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             its.update(options_of(mine))
 
-    def _check_options_stayed(self) -> None:
-        """Raises ValueError where `inner` counts in its groups: they are handed down anew in each
-        step, and `inner` steps several times in one."""
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for key, x in options_of(its).items():
-                if key not in mine or (x is not mine[key] and x != mine[key]):
-                    raise ValueError(
-                        f"{type(self.inner).__name__} cannot step on master weights: its step "
-                        f"changes the option {key!r} of the group; what it counts belongs into "
-                        "the state of each parameter"
-                    )
-
     # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
 
     def _masters(self) -> list[torch.Tensor]:
-        """What stands for parameters of fewer bits."""
         raise NotImplementedError
 
     def after_load(self) -> None:
-        """The stand-ins were written to: give the model what they have."""
         raise NotImplementedError
 
     def _whose(self) -> list[int]:
-        """Which rank's pieces these are."""
-        return [0, 1]
+        return [0, 1]  # of which rank, of how many
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank alone, to be loaded on the same rank of as many, with the same model."""

@@ -165,7 +165,7 @@ class JoinsWithStaleGradients(DDP):
     """A joined rank goes on sending its last gradient."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._join.is_active:
+        if self.comm.rank in self._join.active:
             super().zero_grad(set_to_none)
 
 

@@ -10,21 +10,22 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from labkit.comm import Comm
 
-Named = Sequence[tuple[str, torch.Tensor]]
 
-
-def marks_of(x: torch.Tensor) -> list[Any]:
+def marks_of(x: Tensor) -> list[Any]:
     """Each a `Mark` (shards.py): other ranks have other parts of `x`, or of its gradient."""
     return [vars(x)[name] for name in ("_labkit_shard", "_labkit_sequence") if name in vars(x)]
 
 
-def check_same_on_all_ranks(named: Named, comm: Comm, averaged: bool = True) -> None:
-    """Raises ValueError on every rank, naming the parameter, when names, shapes, dtypes, order or
-    frozen ones differ, or where a mark forbids `comm`; `averaged`: to average gradients over it."""
+def check_same_on_all_ranks(
+    named: Sequence[tuple[str, Tensor]], comm: Comm, averaged: bool = True
+) -> None:
+    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ, or
+    where a mark forbids `comm`; `averaged`: to average gradients over it."""
     for name, x in named:
         for mark in marks_of(x):
             mark.check(name, comm, averaged)
@@ -43,14 +44,14 @@ def check_same_on_all_ranks(named: Named, comm: Comm, averaged: bool = True) -> 
             )
 
 
-def _described(name: str, x: torch.Tensor) -> str:
+def _described(name: str, x: Tensor) -> str:
     frozen = "" if x.requires_grad else ", frozen"
     part = "".join(f", {text}" for mark in marks_of(x) if (text := str(mark)))
     return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters to be kept equal. Raises ValueError when there are none."""
+    """The parameters to be averaged. Raises ValueError when there are none."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(
@@ -60,21 +61,20 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Comm, src: int = 0) -> None:
-    """Make all ranks' tensors equal to rank `src`'s: a broadcast for each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
+    """Make all ranks' tensors equal to rank `src`'s."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x.detach())
     for group in kinds.values():
-        flat = torch.cat([x.reshape(-1) for x in group])
-        comm.broadcast(flat, src)
-        for x, part in zip(group, flat.split([x.numel() for x in group]), strict=True):
-            x.copy_(part.view_as(x))
+        comm.broadcast(flat := _flatten_dense_tensors(group), src)
+        for x, part in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
+            x.copy_(part)
 
 
-def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
-    """Enter `owner` as the strategy that synchronises these parameters, while it lives.
-    Raises ValueError when one has an owner: two would average, or shard, what the other holds."""
+def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
+    """Enter `owner` as the strategy that synchronises these parameters, while it lives. Raises
+    ValueError when one has another."""
     named = list(named)
     for name, parameter in named:
         before = owner_of(parameter)
@@ -87,12 +87,11 @@ def claim(named: Iterable[tuple[str, torch.Tensor]], owner: object) -> None:
         parameter._labkit_owner = WeakMark(owner)  # type: ignore[attr-defined]
 
 
-def owner_of(parameter: torch.Tensor) -> Any:
-    """The strategy that synchronises it, or None."""
+def owner_of(parameter: Tensor) -> Any:
     return getattr(parameter, "_labkit_owner", _nobody)()
 
 
-def pipeline_with(parameter: torch.Tensor) -> Any:
+def pipeline_with(parameter: Tensor) -> Any:
     """The pipeline of which a stage here has it, or None."""
     return getattr(parameter, "_labkit_pipeline", _nobody)()
 
@@ -108,8 +107,6 @@ def _nobody() -> None: ...
 
 
 class ParamSnapshot:
-    """The parameters that a module had when it was wrapped."""
-
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept, so that no other gets the id of one
         self._parameters = list(module.parameters())
@@ -128,20 +125,22 @@ class ParamSnapshot:
         return {name: (id(p), p.requires_grad) for name, p in named}
 
     def check(self) -> None:
-        """Raises ValueError, naming the parameter that is new, gone, another, frozen or thawed."""
+        """Raises ValueError, naming the parameter that has changed."""
         if self._fingerprint() == self._fingerprint_before:
             return
         now = self._now()
         for name in {**self._before, **now}:
             was, is_now = self._before.get(name), now.get(name)
-            if was == is_now:
-                continue
-            if was is None or is_now is None:
-                what = "was added" if was is None else "was removed"
-            elif was[0] != is_now[0]:
-                what = "is another tensor"
-            else:
-                what = "takes gradients now" if is_now[1] else "was frozen"
-            raise ValueError(
-                f"{name} {what} after the module was wrapped; change a module first, then wrap it"
-            )
+            if was != is_now:
+                break
+        else:
+            return  # modules without parameters
+        if was is None or is_now is None:
+            what = "was added" if was is None else "was removed"
+        elif was[0] != is_now[0]:
+            what = "is another tensor"
+        else:
+            what = "takes gradients now" if is_now[1] else "was frozen"
+        raise ValueError(
+            f"{name} {what} after the module was wrapped; change a module first, then wrap it"
+        )

@@ -1,14 +1,10 @@
 """Replicas, and the averaging of their gradients while backward runs: DDP, ZeRO-1 and 2.
 
-    parameters   w0 w1 w2 w3 w4 w5              in the order in which forward uses them
     backward     g5 g4 g3 | g2 g1 g0 | wait
                           [ bucket 0 ][ bucket 1 ]
 
 Buckets leave in the same order on all ranks, whatever order their gradients come in: a complete
-bucket waits for those before it, and one that misses a gradient leaves when backward is over. The
-last bucket cannot be hidden: nothing is left to compute.
-
-Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.3 (overlap).
+bucket waits for those before it, and one that misses a gradient leaves when backward is over.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import (
@@ -26,7 +22,11 @@ from labkit.parallel.common.agreement import (
     claim,
     trainable,
 )
-from labkit.parallel.common.flat import at_end_of_backward
+from labkit.parallel.common.flat import (
+    at_end_of_backward,
+    check_dense,
+    register_grad_ready_hook,
+)
 
 Part = TypeVar("Part")
 
@@ -44,9 +44,8 @@ class NoSync:
             self._synchronise = before
 
     def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The micro-batches of one step, `for x, y in strategy.accumulate(parts):`, the last of
-        which sends. Gradients add up, so that the loss of a part is the sum over its rows (or
-        tokens), times ranks / (rows of all parts on all ranks)."""
+        """The micro-batches of one step, of which the last sends. Gradients add up: the loss of a
+        part is the sum over its rows (tokens), times ranks / (rows of all parts on all ranks)."""
         parts = list(parts)
         with self.no_sync():
             yield from parts[:-1]
@@ -54,17 +53,13 @@ class NoSync:
 
 
 class Replica(NoSync, nn.Module):
-    """`module` on each rank of `comm`, equal to rank 0's.
-
-    A copy (`copy.deepcopy`, pickle) leaves out what belongs to the original's parameters (hooks,
-    buckets) and creates its own in `_attach`, where nothing travels: rank 0 may copy or load alone.
-    """
+    """`module` on each rank of `comm`, equal to rank 0's. A copy (`copy.deepcopy`, pickle) creates
+    its own hooks and buckets in `_attach`, where nothing travels: rank 0 may copy or load alone."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        trainable(module)
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -76,8 +71,13 @@ class Replica(NoSync, nn.Module):
     def _attach(self) -> None:
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
-        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters_to_average = trainable(self.module)
         self._synchronise = True
+        for parameter in self._parameters_to_average:
+            register_grad_ready_hook(parameter, self._on_grad_ready)
+
+    def _on_grad_ready(self, p: Tensor) -> None:
+        """Called by autograd when it has computed the gradient of `p`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name not in self._attached}
@@ -88,30 +88,38 @@ class Replica(NoSync, nn.Module):
         self._set_up()
 
 
+def flagged_gradient(p: Tensor, divisor: float = 1) -> Tensor:
+    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
+    if p.grad is None:
+        return torch.full_like(p, -0.0)
+    check_dense(p.grad)
+    if divisor != 1:
+        p.grad.div_(divisor)
+    if p.grad.numel():
+        p.grad.as_strided((1,), (1,)).add_(0.0)
+    return p.grad
+
+
 class GradReducer(NoSync):
-    """Says when a bucket of gradients leaves; a strategy says how, in `_send`. It registers
-    `_on_grad_ready` as a hook on its parameters, and gives buckets to `_set_buckets`."""
+    """Says when a bucket of gradients leaves; a strategy says how, in `_send`."""
 
     overlap = True  # False: all buckets leave when backward is over
     max_in_flight: int | None = None  # buckets at a time; None: all of them
 
     def _set_buckets(self, buckets: Sequence[Any]) -> None:
-        """Each has `parameters`, `missing` (those without a gradient yet), `take` for a gradient
-        that is there, `receive` for the averages, and `reset`."""
+        """Each has `parameters`, those `missing` gradients, `take`, `receive` and `reset`."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._sent = self._received = 0  # buckets, in this backward
         self._in_backward = False
 
-    def _begin_backward(self) -> None:
-        """Called when the first gradient of a backward is there."""
+    def _begin_backward(self) -> None: ...
 
     def _send(self, bucket: Any, async_op: bool) -> None:
         """Start to reduce the gradients of `bucket`; `async_op` returns at once."""
         raise NotImplementedError
 
-    def _on_grad_ready(self, p: torch.Tensor) -> None:
-        """Called by autograd when it has computed the gradient of `p`."""
+    def _on_grad_ready(self, p: Tensor) -> None:
         if not self._in_backward:
             self._begin_backward()
             self._in_backward = True
@@ -120,8 +128,7 @@ class GradReducer(NoSync):
         while self._synchronise and self.overlap and self._next_is_complete():
             self._send_next(async_op=True)
 
-    def _next_is_complete(self) -> bool:
-        """Whether the next bucket may leave. The last one is left to `_finish`."""
+    def _next_is_complete(self) -> bool:  # the last one is left to `_finish`
         return self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].missing
 
     def _send_next(self, async_op: bool) -> None:
@@ -141,14 +148,13 @@ class GradReducer(NoSync):
             self._reset()
 
     def _finish(self) -> None:
-        """Send the remaining buckets, and wait for all."""
         while self._sent < len(self._buckets):
             self._send_next(async_op=self.overlap and self._sent < len(self._buckets) - 1)
         self._reset()
 
     def _reset(self) -> None:
-        """Receive what was sent, and be ready for the next backward, also after one that an error
-        cut short: what is in flight would write into the next one's gradients."""
+        """Be ready for the next backward, also after one that an error cut short: what is in flight
+        would write into the next one's gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

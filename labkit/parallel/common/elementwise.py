@@ -1,10 +1,6 @@
-"""Can an optimizer be sharded? Only if it treats each element of a tensor by itself.
-
-SGD and Adam do: a piece of a matrix steps as it would inside the whole matrix. Adafactor (row and
-column means), Muon (an orthogonal matrix) and LBFGS (all gradients at once) do not. Any optimizer
-is tried, on a small matrix whole and on the same elements in two flat pieces. It must also leave
-the options of its groups alone: ZeRO steps bucket by bucket, and a count in `group["step"]` would
-count each.
+"""Can an optimizer be sharded? Only if it treats each element of a tensor by itself, as SGD and
+Adam do; Adafactor, Muon and LBFGS do not. Each is tried, on a small matrix whole and on the same
+elements in two flat pieces. Nor may it count in its groups: ZeRO steps bucket by bucket.
 """
 
 from collections.abc import Callable
@@ -37,7 +33,6 @@ def check_elementwise(
 def _difference(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> tuple[str, str]:
-    """The optimizer's name, and why not; empty where a matrix and its pieces end equal."""
     name = getattr(optimizer_cls, "__name__", type(optimizer_cls).__name__)
     start = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float64, device=device).sin()
     whole = nn.Parameter(start.view(SHAPE).clone())
@@ -61,6 +56,5 @@ def _difference(
                     )
     except Exception as error:  # of any kind: it is somebody's optimizer
         return name, f"it failed when it was tried on pieces of a matrix ({error})"
-    if torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in pieces]), rtol=1e-9):
-        return name, ""
-    return name, "on two pieces of a matrix it steps otherwise than on the whole"
+    same = torch.allclose(whole.view(-1), torch.cat([p.view(-1) for p in pieces]), rtol=1e-9)
+    return name, "" if same else "on two pieces of a matrix it steps otherwise than on the whole"

@@ -3,12 +3,9 @@
     tensors   | a a a a a a a a | b b | c c c c c c c c c c c | pad |     FlatPartition
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
-Every rank holds and updates as much as the others. A tensor may be cut in the middle of a row: that
-is right for whatever treats each element by itself, as SGD and Adam do.
-
-A rank that did not use a parameter contributes -0.0 to the sum of its gradients. It changes no
-sum, and a sum is -0.0 only where all its terms are: then no rank used the parameter, and its
-gradient stays None. The flag travels for free, in the first element of each piece. Gradients are
+Shares are equal, so a tensor may be cut within a row: optimizers must treat each element by itself.
+A rank that did not use a parameter contributes -0.0 to the sum of its gradients. A sum is -0.0 only
+where all its terms are: then no rank used the parameter, and its gradient stays None. Gradients are
 divided before they are summed, so that fp16 sums do not overflow; a quotient may underflow to
 -0.0, and + 0.0 makes that 0.0.
 
@@ -22,10 +19,10 @@ from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
+from torch import Tensor
 
 MB = 2**20
-UNUSED = -0.0
-P = TypeVar("P", bound=torch.Tensor)
+P = TypeVar("P", bound=Tensor)
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,11 @@ class FlatPartition:
             if first < last:
                 yield Piece(index, first - start, first - begin, last - first)
 
-    def share_of(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
+    def share_of(self, buffer: Tensor, rank: int) -> Tensor:
         """A view of the buffer [padded] -> [share]."""
         return buffer[rank * self.share : (rank + 1) * self.share]
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         return [
             buffer[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes)
@@ -70,8 +67,11 @@ class FlatPartition:
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
-    """The parameters, last first, in lists of one dtype and device and at most `bucket_bytes`; a
-    larger parameter has a list of its own."""
+    """The parameters, last first, in lists of one dtype and device: of at most `bucket_bytes`, or
+    of one parameter."""
+    if not bucket_bytes > 0:
+        mb = bucket_bytes / MB
+        raise ValueError(f"bucket_mb={mb:g}: a bucket holds more than 0 MiB; 25 is usual")
     full: list[list[P]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):
@@ -83,34 +83,24 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     return full + [rest for rest in filling.values() if rest]
 
 
-def check_bucket_mb(bucket_mb: float) -> None:
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB; 25 is usual")
-
-
 class GradBuffer:
-    """The gradients of `parameters` in one flat tensor: `note` each as it comes, `put` it in its
-    place, `flag_unused` before they are reduced. `names` are for errors."""
+    """The gradients of `parameters` in one flat tensor. `names` are for errors."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        partition: FlatPartition,
-        names: Mapping[Any, str] | None = None,
+        self, parameters: Sequence[Tensor], partition: FlatPartition, names: Mapping[Any, str]
     ):
-        self.parameters, self.partition, self._names = list(parameters), partition, names or {}
-        self.flat: torch.Tensor | None = None
-        self.view: dict[torch.Tensor, torch.Tensor] = {}
+        self.parameters, self.partition, self._names = list(parameters), partition, names
+        self.flat: Tensor | None = None
+        self.view: dict[Tensor, Tensor] = {}
         ranks, share = range(partition.ranks), partition.share
         begins = [rank * share + piece.at for rank in ranks for piece in partition.pieces(rank)]
         first = self.parameters[0]
         self._begins = torch.tensor(begins, dtype=torch.long, device=first.device)
         self._zeros = torch.zeros(len(begins), dtype=first.dtype, device=first.device)
         self.missing = set(self.parameters)  # their gradients are still to come in this backward
-        self.unused: set[torch.Tensor] = set()  # by this rank, in the last one
+        self.unused: set[Tensor] = set()  # by this rank, in the last one
 
-    def use(self, flat: torch.Tensor) -> None:
-        """Have the gradients in `flat` [padded]."""
+    def use(self, flat: Tensor) -> None:
         views = self.partition.views(flat)
         self.flat, self.view = flat, dict(zip(self.parameters, views, strict=True))
 
@@ -120,52 +110,40 @@ class GradBuffer:
     def reset(self) -> None:
         self.missing = set(self.parameters)  # ready for the next backward
 
-    def note(self, p: torch.Tensor) -> None:
+    def take(self, p: Tensor) -> None:
         """The gradient of `p` is there. Raises RuntimeError for a second one in one backward."""
         if p not in self.missing:
             raise RuntimeError(
-                f"the gradient of {self._names.get(p, 'a parameter')} came twice in one backward, "
+                f"the gradient of {self._names[p]} came twice in one backward, "
                 "which reentrant checkpointing does: use torch.utils.checkpoint(..., "
                 "use_reentrant=False). Where an error cut the last backward short, call zero_grad()"
             )
         self.missing.remove(p)
 
-    def put(self, p: torch.Tensor, divisor: float) -> None:
+    def put(self, p: Tensor, divisor: float) -> None:
         """Move the gradient of `p`, divided, to its place, maybe where it is already."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])
         p.grad = self.view[p]
 
-    def flag_unused(self) -> torch.Tensor:
+    def flag_unused(self) -> Tensor:
         """Returns the flat gradients, -0.0 where this rank did not use a parameter."""
         assert self.flat is not None
         self.flat.index_add_(0, self._begins, self._zeros)  # no used one begins with -0.0
         self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.unused:
-            self.view[p].fill_(UNUSED)
+            self.view[p].fill_(-0.0)
         return self.flat
 
 
-def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
-    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
-    if p.grad is None:
-        return torch.full_like(p, UNUSED)
-    check_dense(p.grad)
-    if divisor != 1:
-        p.grad.div_(divisor)
-    if p.grad.numel():
-        p.grad.as_strided((1,), (1,)).add_(0.0)
-    return p.grad
-
-
-def nobody_used(flat: torch.Tensor) -> bool:
+def nobody_used(flat: Tensor) -> bool:
     """Whether the reduced gradient says that no rank used its parameter."""
     first = flat[:1].real if flat.is_complex() else flat[:1]
     return bool(((first == 0) & torch.signbit(first)).all())
 
 
-def check_dense(gradient: torch.Tensor) -> None:
+def check_dense(gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise TypeError(
             f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
@@ -173,12 +151,11 @@ def check_dense(gradient: torch.Tensor) -> None:
         )
 
 
-def register_grad_ready_hook(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
-    """Have autograd call `method(parameter)` whenever it has finished the gradient of `parameter`.
-    A strong reference would be a cycle through torch's C++, which Python does not find."""
-    weak = WeakMethod(method)
+def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
+    """Have autograd call `method(parameter)` when it has finished the gradient of `parameter`."""
+    weak = WeakMethod(method)  # else a cycle through torch's C++, which Python does not find
 
-    def hook(finished: torch.Tensor) -> None:
+    def hook(finished: Tensor) -> None:
         if (alive := weak()) is not None:
             alive(finished)
 

@@ -5,11 +5,10 @@
 `flat` holds a bucket's gradients, divided already by the number of ranks; after `wait()` it must
 hold their sum over the ranks. With `async_op` the hook starts this and returns at once.
 
-    compressed(torch.bfloat16)   |####|####|####|####|      fp32, 4 bytes each, in the bucket
-                                 |##|##|##|##|              bf16: these travel, and are summed
+    compressed(torch.bfloat16)   |####|####|####|      fp32, 4 bytes each, in the bucket
+                                 |##|##|##|            bf16: these travel, and are summed
 
-fp16 ends at 65504: divided *before* the cast, a sum is no larger than the largest gradient. (Below
-6e-8 it is 0: scale the loss, or take bf16, whose range is fp32's.)
+Divided *before* the cast, a sum in fp16 does not overflow; below 6e-8 it is 0: scale the loss.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """

@@ -9,13 +9,12 @@ reverse order, and a bucket leaves as soon as its last gradient is there:
         each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
                                                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
-Few large messages pay the latency once, and only the last bucket is not hidden by computation.
-After backward the gradients *are* views of the buckets: nothing is copied back.
+Only the last bucket is not hidden. After backward the gradients *are* views of the buckets.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -26,15 +25,7 @@ from labkit.comm import Comm
 from labkit.holdings import replicated
 from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import GradReducer, Replica
-from labkit.parallel.common.flat import (
-    MB,
-    FlatPartition,
-    GradBuffer,
-    check_bucket_mb,
-    cut,
-    nobody_used,
-    register_grad_ready_hook,
-)
+from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, nobody_used
 from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 
@@ -42,10 +33,8 @@ from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_or
 class Bucket(GradBuffer):
     """Gradients that travel together."""
 
-    take = GradBuffer.note
-
-    def __init__(self, parameters: list[nn.Parameter], comm: Comm | None):
-        super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1))
+    def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
+        super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
         self.handle: UnderWay | None = None  # of the reduction under way
@@ -57,11 +46,10 @@ class Bucket(GradBuffer):
         return self.flag_unused()
 
     def receive(self) -> None:
-        """Wait for the averages. What this rank did not use has one where another rank did."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        for parameter in self.unused:
+        for parameter in self.unused:  # by this rank; another may have used it
             if not nobody_used(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
@@ -99,7 +87,6 @@ class DDP(GradReducer, Replica):
         hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
-        check_bucket_mb(bucket_mb)
         super().__init__(module, comm)
         self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
         self._bucket_bytes = bucket_mb * MB
@@ -111,8 +98,6 @@ class DDP(GradReducer, Replica):
         self._came: list[torch.Tensor] | None = None  # the first backward's gradients, in order
         self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
-        for parameter in self._parameters_to_average:
-            register_grad_ready_hook(parameter, self._on_grad_ready)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -120,7 +105,7 @@ class DDP(GradReducer, Replica):
 
     def _make_buckets(self, comm: Comm | None) -> None:
         groups = cut(self._parameters_to_average, self._bucket_bytes)
-        self._set_buckets([Bucket(group, comm) for group in groups])
+        self._set_buckets([Bucket(group, comm, self._names) for group in groups])
         self._came = [] if len(self._buckets) > 1 or self.static_graph else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +118,7 @@ class DDP(GradReducer, Replica):
 
     def _copy_buffers(self) -> None:
         buffers = list(self.module.buffers())
-        if buffers and self._join.is_active:
+        if buffers and self.comm.rank in self._join.active:
             self._join.announce(Phase.FORWARD)
         broadcast_tensors(buffers, self.comm, self._join.first)
 
@@ -151,7 +136,6 @@ class DDP(GradReducer, Replica):
             self._came = []
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
-        """Divide the gradients into the bucket, and all-reduce it."""
         bucket.handle = self.hook(bucket.fill(self._join.divisor), self.comm, async_op)
 
     def _end_backward(self) -> None:
@@ -171,29 +155,25 @@ class DDP(GradReducer, Replica):
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
     def _rebuild(self, came: list[Any]) -> None:
-        """Once, after the first backward: buckets in the order in which gradients came."""
-        self._came = None
+        self._came = None  # once, after the first backward
         order = agreed_order(self._parameters_to_average, came, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
-            mine = {*order} - unused if self._join.is_active else None
+            mine = {*order} - unused if self.comm.rank in self._join.active else None
             used = agreed_used(self._names, mine, self.comm)
             order = [p for p in order if p in used]
         groups = cut(order[::-1], self._bucket_bytes)
         if [set(group) for group in groups] != [set(b.parameters) for b in self._buckets]:
-            buckets = [Bucket(group, self.comm) for group in groups]
+            buckets = [Bucket(group, self.comm, self._names) for group in groups]
             for bucket in buckets:
                 bucket.take_over()
             self._set_buckets(buckets)
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Around a loop whose number of steps may differ between the ranks.
-
-        A rank that leaves the block takes part, with no gradient of its own, until all leave it;
-        then all have the weights of a rank that was active last. Gradients are divided by the
-        number of ranks, or with `divide_by_active` of those still active. An optimizer's state
-        (momentum, Adam) is each rank's own: make a new one to train on.
+        """Around a loop whose number of steps may differ between the ranks. All end with the
+        weights of a rank that was active last; an optimizer's state is each rank's own, so make a
+        new one to train on. Gradients are divided by the number of ranks, or `divide_by_active`.
         """
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)

@@ -1,16 +1,12 @@
 """What the ranks of a DDP agree on: the order of buckets, what a static graph uses, who has data.
 
-Buckets are first filled in the reverse of the order in which parameters were registered; after the
-first backward, in the order in which gradients come:
-
     registered w0 w1 w2 w3, used w2 w0 w3 w1         gradients come   g1  g3  g0  g2
     buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full when backward is over
-    buckets by arrival         [ g1  g3 ][ g0  g2 ]      the first leaves in the middle
+    buckets by arrival         [ g1  g3 ][ g0  g2 ]      so after the first backward
 
-Ranks whose data ends early join: before each collective, which needs all ranks, an active rank
-announces its phase, and a joined rank that it is done: one all-reduce of a number for each rank.
-While any rank is active, the joined ones take part in the same collectives, as ranks that used no
-parameter: they change no sum.
+Ranks whose data ends early join: before each collective, an active rank announces its phase, and a
+joined rank that it is done: one all-reduce of a number for each rank. While any rank is active, the
+joined ones take part in the same collectives, as ranks that used no parameter: they change no sum.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """
@@ -23,17 +19,13 @@ from torch import nn
 
 from labkit.comm import Comm
 
-STATIC = (
-    "static_graph=True says that every rank uses the same parameters in every step; if yours does "
-    "not, leave it out"
-)
+STATIC = "leave out static_graph=True: its ranks use the same parameters in every step"
 
 
 def agreed_order(
     parameters: Sequence[nn.Parameter], came: Sequence[nn.Parameter], comm: Comm, src: int = 0
 ) -> list[nn.Parameter]:
-    """The parameters in the order in which their gradients came on rank `src`; those that did not
-    come are last, where they hold back nothing."""
+    """The order in which gradients came on rank `src`. Those that did not come are last."""
     place = {parameter: i for i, parameter in enumerate(parameters)}
     order = comm.broadcast_object([place[p] for p in came], src)
     others = sorted(set(place.values()) - set(order), reverse=True)
@@ -44,9 +36,9 @@ def agreed_used(
     names: Mapping[nn.Parameter, str], used: Collection[nn.Parameter] | None, comm: Comm
 ) -> set[nn.Parameter]:
     """The parameters that all ranks used; `used` is None on a rank that had no backward of its own.
-    Raises ValueError on every rank, naming a parameter, where they used different ones."""
-    mine = None if used is None else {names[p] for p in names if p in used}
-    every = {rank: x for rank, x in enumerate(comm.all_gather_object(mine)) if x is not None}
+    Raises ValueError on every rank where they used different ones."""
+    mine = None if used is None else [names[p] for p in names if p in used]
+    every = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(mine)) if x is not None}
     first, *others = every
     for rank in others:
         for name in (name for name in names.values() if name in every[rank] ^ every[first]):
@@ -64,8 +56,7 @@ class Phase(IntEnum):  # what a rank is about to do
 
 
 class JoinCoordinator:
-    """The active ranks: those of the last announcement. Outside of `join()`, without a device, all
-    are active and announce nothing."""
+    """The active ranks. Outside of `join()`, without a device, all are, and announce nothing."""
 
     def __init__(
         self, comm: Comm, device: torch.device | None = None, divide_by_active: bool = False
@@ -75,8 +66,8 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """Announce this rank's phase; returns that of the active ranks, DONE if there are none.
-        Raises ValueError on every rank when they differ."""
+        """Returns the phase of the active ranks, DONE if there are none. Raises ValueError on every
+        rank when they differ."""
         if self._device is None:
             return phase
         numbers = torch.zeros(self.comm.size, device=self._device)
@@ -94,10 +85,6 @@ class JoinCoordinator:
     @property
     def first(self) -> int:
         return self.active[0]  # it has what joined ranks no longer have
-
-    @property
-    def is_active(self) -> bool:
-        return self.comm.rank in self.active
 
     @property
     def divisor(self) -> int:

@@ -26,13 +26,8 @@ from torch import nn
 
 from labkit.holdings import Footprint, adam_bytes, parameter_bytes
 from labkit.parallel.common.agreement import broadcast_tensors
-from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import (
-    at_end_of_backward,
-    flagged_gradient,
-    nobody_used,
-    register_grad_ready_hook,
-)
+from labkit.parallel.common.data_parallel import Replica, flagged_gradient
+from labkit.parallel.common.flat import at_end_of_backward, nobody_used
 
 SERVER = 0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -61,7 +56,6 @@ class ParameterServer(Replica):
         self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
         for parameter in self._parameters_to_average:
             _when_gradient_is_made(parameter, self._share)
-            register_grad_ready_hook(parameter, self._schedule)
 
     @property
     def is_server(self) -> bool:
@@ -85,7 +79,7 @@ class ParameterServer(Replica):
         Divided here, and once, a second backward before the step is right, too."""
         return gradient / self.comm.size
 
-    def _schedule(self, parameter: torch.Tensor) -> None:
+    def _on_grad_ready(self, p: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: push once it is over."""
         if self._synchronise and not self._scheduled:
             self._scheduled = True

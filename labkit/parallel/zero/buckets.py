@@ -1,9 +1,7 @@
 """The gradients of a bucket under ZeRO-1 and 2, and this rank's share of their averages.
 
-Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
-
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
-    averaged             a a b b            rank 1's share, summed over the ranks
+    averaged             a a b b            rank 1's share of 3, summed over the ranks
 
 Between backward and step, `.grad` only says that there is a gradient: torch's `clip_grad_norm_`
 would clip each share by its own norm, and skip a `.grad` that is None.
@@ -13,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.common.flat import GradBuffer, nobody_used
@@ -20,7 +19,7 @@ from labkit.parallel.zero.shares import ParamShare
 from labkit.precision.shadow_optimizer import fp32_gradient
 
 
-class GradientInPieces(torch.Tensor):
+class GradientInPieces(Tensor):
     """Has the gradient's shape and dtype; computing with it raises ValueError."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -36,39 +35,33 @@ class GradientInPieces(torch.Tensor):
         )
 
 
-def gradient_in_pieces(p: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """For `p.grad`; it holds the memory of `gradient`, or none."""
+def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
-    if type(like) is not torch.Tensor:  # a fake one, in a dry run
+    if type(like) is not Tensor:  # a fake one, in a dry run
         return like
     if gradient is None:
         like.untyped_storage().resize_(0)
-    return torch.Tensor._make_subclass(GradientInPieces, like)
+    return Tensor._make_subclass(GradientInPieces, like)
 
 
 class ZeroBucket(ParamShare):
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
-    ):
+    def __init__(self, parameters: Sequence[Tensor], comm: Comm, names: Mapping[Tensor, str]):
         super().__init__(parameters, comm)
         self.gradients = GradBuffer(parameters, self.layout, names)
-        self.in_pieces: dict[torch.Tensor, torch.Tensor] = {}  # what `.grad` is after backward
+        self.in_pieces: dict[Tensor, Tensor] = {}  # what `.grad` is after backward
         self.averaged = self.share[:0]  # until gradients have come
         self.sending: Handle | None = None
-        self._adds: set[torch.Tensor] = set()  # parameters with a gradient from earlier backwards
-        self._aside: torch.Tensor | None = None
-
-    # --- gradients come ---
+        self._adds: set[Tensor] = set()  # parameters with a gradient from earlier backwards
+        self._aside: Tensor | None = None
 
     @property
-    def missing(self) -> set[torch.Tensor]:
+    def missing(self) -> set[Tensor]:
         return self.gradients.missing
 
-    def before_adding(self, p: torch.Tensor) -> Callable[[Any], Any]:
-        """A hook before autograd adds to `p.grad`: what a backward has left there is divided, so
-        what is added must be, too."""
+    def before_adding(self, p: Tensor) -> Callable[[Any], Any]:
+        """A hook before autograd adds to `p.grad`: what is there is divided, what is added not."""
 
         def hook(gradients: Any) -> Any:
             if not self.uncover(p):
@@ -78,19 +71,18 @@ class ZeroBucket(ParamShare):
 
         return hook
 
-    def uncover(self, p: torch.Tensor) -> bool:
+    def uncover(self, p: Tensor) -> bool:
         """Have in `.grad` what autograd may add to; returns whether that is divided already."""
         if p.grad is not None and p.grad is self.in_pieces.get(p):
             p.grad = self.gradients.view[p]
         return p.grad is not None and p.grad is self.gradients.view.get(p)
 
-    def take(self, p: torch.Tensor) -> None:
-        """The gradient of `p` is there: move it to its place, divided."""
-        self.gradients.note(p)
+    def take(self, p: Tensor) -> None:
+        self.gradients.take(p)
         self._put_in_place(p, divided=p in self._adds)
         self._adds.discard(p)
 
-    def _put_in_place(self, p: torch.Tensor, divided: bool) -> None:
+    def _put_in_place(self, p: Tensor, divided: bool) -> None:
         if self.gradients.flat is None:
             flat = torch.empty_like(self.flat)
             flat[self.layout.numel :].zero_()
@@ -99,24 +91,19 @@ class ZeroBucket(ParamShare):
             self.gradients.put(p, 1 if divided else self.comm.size)
 
     def has_gradient_by_hand(self) -> bool:
-        """Whether a `.grad` is not what backward has left there."""
         return any(p.grad is not self.in_pieces.get(p) for p in self.parameters)
 
-    # --- gradients leave ---
-
-    def fill(self) -> torch.Tensor:
-        """All gradients, flat, each divided by n."""
+    def fill(self) -> Tensor:
         for p in self.parameters:
             self._put_in_place(p, divided=False)
         return self.gradients.flag_unused()
 
-    def receives_in(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Where the average of this rank's share is to arrive."""
+    def receives_in(self, gradients: Tensor) -> Tensor:
+        """The memory in which the average of this rank's share is to arrive."""
         self.averaged = self.layout.share_of(gradients, self.comm.rank)
         return self.averaged
 
     def receive(self) -> None:
-        """Wait for the average of this rank's share."""
         if self.sending is not None:
             self.sending.wait()
             self.sending = None
@@ -128,8 +115,7 @@ class ZeroBucket(ParamShare):
         self._adds.clear()
 
     def _averages_are_there(self) -> None:
-        """The other shares are other ranks': here they are zero, and a second backward adds to
-        each only what is new."""
+        """The other shares are zero here, so that a second backward adds only what is new."""
         assert self.gradients.flat is not None
         begin = self.comm.rank * self.layout.share
         self.gradients.flat[:begin].zero_()
@@ -137,25 +123,23 @@ class ZeroBucket(ParamShare):
         for p in self._used_elsewhere(self.averaged):
             p.grad = self.gradients.view[p]
 
-    def _used_elsewhere(self, arrived: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters with a piece here that another rank used, and this one did not."""
+    def _used_elsewhere(self, arrived: Tensor) -> list[Tensor]:
         return [
             p
             for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
             if p in self.gradients.unused and not nobody_used(arrived[piece.at : piece.at + 1])
         ]
 
-    def _cover(self, averaged: Sequence[torch.Tensor]) -> None:
-        """Have in `.grad` what refuses to be computed with; the averages lie in `averaged`."""
+    def _cover(self, averaged: Sequence[Tensor]) -> None:
         self.in_pieces = {p: gradient_in_pieces(p, self.gradients.view.get(p)) for p in averaged}
         for p, in_pieces in self.in_pieces.items():
             p.grad = in_pieces
 
-    def has_gradient(self, p: torch.Tensor) -> bool:
+    def has_gradient(self, p: Tensor) -> bool:
         return p.grad is not None
 
-    def own_gradients(self, averaged: torch.Tensor | None = None) -> list[torch.Tensor | None]:
-        """The averaged gradient of each stand-in: in the parameters' dtype, or of `averaged`."""
+    def own_gradients(self, averaged: Tensor | None = None) -> list[Tensor | None]:
+        """The averaged gradient of each stand-in, or None."""
         averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
@@ -163,19 +147,15 @@ class ZeroBucket(ParamShare):
         ]
 
     def forget_gradients(self) -> None:
-        """The averages are of no use any more; the parameters' `.grad` are None already."""
-        self.in_pieces = {}
+        self.in_pieces = {}  # the parameters' `.grad` are None already
 
     def zero_gradients(self) -> None:
-        """For `zero_grad(set_to_none=False)`: in place, without new memory."""
         by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
         for x in (self.averaged, self.gradients.flat, *by_hand):
             if x is not None:
                 x.zero_()
 
-    # --- parameters that other ranks of a pipeline have, too: TiedGradient ---
-
-    def put_aside(self) -> None:
+    def put_aside(self) -> None:  # of a TiedGradient, as is `sum_copies`
         has_gradients = any(self.has_gradient(p) for p in self.owners_of_pieces)
         self._aside = self.averaged.clone() if has_gradients else None
         for p in self.parameters:
@@ -187,13 +167,8 @@ class ZeroBucket(ParamShare):
             self.averaged.add_(self._aside)
         self._cover(self.parameters)
 
-    # --- step ---
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor | None = None
-    ) -> None:
-        """One step on this rank's share, by an optimizer that steps where there are gradients;
-        those in 16 bits are multiplied by `factor`."""
+    def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
+        """One step on this rank's share; gradients in 16 bits are multiplied by `factor`."""
         gradients = self.own_gradients()
         if self.low and any(g is not None for g in gradients):
             gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
@@ -203,28 +178,25 @@ class ZeroBucket(ParamShare):
         for x in self.stand_ins:
             x.grad = None
 
-    def skip(self) -> None:
-        """No step: the gradients are of no use."""
+    def end_step(self) -> None:
+        """After a step, or in place of one: the gradients are of no use any more."""
 
 
 class Stage2Bucket(ZeroBucket):
     """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
 
-    `averaged_for` says which parameters have averages. They arrive in `averaged` itself where it is
-    free: at first, after `zero_grad`, and after a step. Otherwise (accumulation) they arrive beside
-    it, and are added.
-    """
+    The averages, of the parameters `averaged_for`, arrive in `averaged` itself where it is free: at
+    first, after `zero_grad`, and after a step. Otherwise (accumulation) they are added to it."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], comm: Comm, names: Mapping[torch.Tensor, str]
-    ):
-        super().__init__(parameters, comm, names)
+    _stepped_on = False  # the next backward may overwrite what is there
+    _beside: Tensor | None = None
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.averaged = torch.zeros_like(self.share)
-        self.averaged_for: set[torch.Tensor] = set()
-        self._stepped_on = False  # the next backward may overwrite what is there
-        self._beside: torch.Tensor | None = None
+        self.averaged_for: set[Tensor] = set()
 
-    def receives_in(self, gradients: torch.Tensor) -> torch.Tensor:
+    def receives_in(self, gradients: Tensor) -> Tensor:
         if self._stepped_on:
             self.forget_gradients()
         self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
@@ -241,10 +213,10 @@ class Stage2Bucket(ZeroBucket):
         self.gradients.free()
         self._beside = None
 
-    def has_gradient(self, p: torch.Tensor) -> bool:
+    def has_gradient(self, p: Tensor) -> bool:
         return p in self.averaged_for
 
-    def uncover(self, p: torch.Tensor) -> bool:
+    def uncover(self, p: Tensor) -> bool:
         """Averages stay where they are; what was set by hand replaces them."""
         in_pieces = self.in_pieces.pop(p, None)
         if in_pieces is not None and p.grad is in_pieces:
@@ -256,14 +228,8 @@ class Stage2Bucket(ZeroBucket):
                     self.averaged[piece.at : piece.at + piece.numel].zero_()
         return super().uncover(p)
 
-    def skip(self) -> None:
+    def end_step(self) -> None:
         self._stepped_on = True
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor | None = None
-    ) -> None:
-        super().step(optimizer, factor)
-        self.skip()
 
     def put_aside(self) -> None:
         if self._stepped_on:

@@ -3,10 +3,8 @@
 Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 
     flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
-    whose        0 0 0 0 1 1 1 1 2 2 2 2
     share                a a b b            rank 1's, a view of flat
-    stepped              a a b b            what rank 1 steps on: the share itself; of a bf16 share
-                                            an fp32 master copy, which `gather` rounds
+    stepped              a a b b            the share itself; of a bf16 share an fp32 master copy
     stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
                                             optimizer has these as parameters
 """
@@ -17,21 +15,26 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
 from labkit.parallel.common.agreement import WeakMark
+from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.flat import MB, FlatPartition, cut
-from labkit.precision.shadow_optimizer import LOW, fp32_of, sync_master_from_param
+from labkit.precision.shadow_optimizer import (
+    LOW,
+    NotCopyable,
+    ShadowOptimizer,
+    fp32_of,
+    sync_master_from_param,
+)
 
 STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on
 
 
 class ParamShare:
-    """`parameters` in one flat memory, in which this rank's share is stepped on and gathered."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], comm: Comm):
+    def __init__(self, parameters: Sequence[Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
         self.layout = FlatPartition([p.shape for p in parameters], comm.size)
         first = parameters[0]
@@ -51,7 +54,7 @@ class ParamShare:
         self._versions = [p._version for p in self.parameters]
         self._gathering: Handle | None = None
 
-    def check_in_place(self, p: torch.Tensor, name: str) -> None:
+    def check_in_place(self, p: Tensor, name: str) -> None:
         """Raises ValueError where `p` lies elsewhere than in `flat`."""
         memory, flat = p.untyped_storage(), self.flat
         if memory._cdata != flat.untyped_storage()._cdata or p.dtype != flat.dtype:
@@ -61,11 +64,9 @@ class ParamShare:
             )
 
     def gather(self, async_op: bool) -> None:
-        """Give all ranks' shares to all; `async_op` does not wait."""
         if self.low:
             self.share.copy_(self.stepped)
-        handle = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=async_op)
-        self._gathering = handle
+        self._gathering = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=async_op)
         # A backward through the forward of before must be an error, as after any torch optimizer.
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = [p._version for p in self.parameters]
@@ -76,39 +77,30 @@ class ParamShare:
             self._gathering = None
 
     def sync_master_from_param(self) -> None:
-        """What was written to a parameter since the last gather, its master takes."""
         if self.low and self._versions != [p._version for p in self.parameters]:
             sync_master_from_param(self.stepped, self.share)
 
 
-class OwnedShares:
-    """Methods of `ZeroOptimizer`: what this rank owns, for clipping, checkpoints and pipelines."""
-
+class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
     comm: Comm
     stage: int
-    inner: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]]
-    _buckets: Sequence[Any]  # of ZeroBuckets
-    _bucket_of: dict[Any, Any]
-    _named: Mapping[torch.Tensor, str]
+    _named: Mapping[Tensor, str]
     _depends_on = "rank, world size, bucket_mb or model"
     shards_parameters = False
-    clip_grad_norm_: Callable[..., torch.Tensor]  # of common/clipping.py
+    clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
 
     def wait(self) -> None:
-        """Return when all new parameters are there."""
         for bucket in reversed(self._buckets):
             bucket.wait_for_parameters()
 
     def finish_averages(self) -> None:
         raise NotImplementedError
 
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
-        """The averaged gradients that this rank owns, flat, to be read or scaled in place, and
-        the ranks. (Those in 16 bits are yet to be multiplied by `gradient_factor`.)"""
+    def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
+        """Those in 16 bits are yet to be multiplied by `gradient_factor`."""
         return self.own_gradients(), self.comm
 
-    def own_gradients(self) -> list[torch.Tensor]:
+    def own_gradients(self) -> list[Tensor]:
         self.finish_averages()
         pieces = []
         for bucket in self._buckets:
@@ -120,24 +112,18 @@ class OwnedShares:
 
     @property
     def sends_once(self) -> bool:
-        """Stage 1 keeps whole gradients between backwards, so that they may leave after the last
-        one of a step. Stage 2 sends in each: that is how it does without them."""
-        return self.stage == 1
+        return self.stage == 1  # stage 2 keeps no whole gradients between backwards
 
     def gradient_of_copy(self, p: nn.Parameter) -> Any:
-        """The bucket of a parameter which is tied over stages: it is alone there, so that all of
-        its owners have the same elements of it. Raises ValueError where it is not."""
         bucket = self._bucket_of[p]
         if len(bucket.parameters) > 1:
             raise ValueError(
-                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline, which this "
-                "optimizer was not told of; make the Pipeline first, then "
-                "ZeroOptimizer(pipeline.parameters(), ...)"
+                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline that was made "
+                "later; make the Pipeline first, then ZeroOptimizer(pipeline.parameters(), ...)"
             )
         return bucket
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """What this rank owns of `model`."""
         self.wait()
         owned = []
         for name, p in model.named_parameters():
@@ -152,12 +138,11 @@ class OwnedShares:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """The owned pieces were written to: give all ranks the new parameters."""
         self.wait()
         for bucket in self._buckets:
             bucket.gather(async_op=False)
 
-    def _masters(self) -> list[torch.Tensor]:
+    def _masters(self) -> list[Tensor]:
         self.wait()
         return [bucket.stepped for bucket in self._buckets if bucket.low]
 
@@ -165,35 +150,28 @@ class OwnedShares:
         shares = [bucket.layout.share for bucket in self._buckets]
         return [self.comm.rank, self.comm.size, *shares]
 
-    def _stand_ins(self) -> dict[torch.Tensor, list[nn.Parameter]]:
-        stand_ins: dict[torch.Tensor, list[nn.Parameter]] = {}
+    def _stand_ins(self) -> dict[Tensor, list[nn.Parameter]]:
+        stand_ins: dict[Tensor, list[nn.Parameter]] = {}
         for bucket in self._buckets:
             for p, x in zip(bucket.owners_of_pieces, bucket.stand_ins, strict=True):
                 stand_ins.setdefault(p, []).append(x)
         return stand_ins
 
-    def _names(self) -> dict[torch.Tensor, str]:
-        """A name for each parameter, for errors: two models may use the same ones."""
-        names: dict[torch.Tensor, str] = {}
+    def _names(self) -> dict[Tensor, str]:
+        names: dict[Tensor, str] = {}
         for group in self.param_groups:
-            params = group["params"]
-            numbered = [f"parameter {len(names) + i}" for i in range(len(params))]
-            names.update(zip(params, group.get("param_names") or numbered, strict=True))
+            numbered = [f"parameter {len(names) + i}" for i in range(len(group["params"]))]
+            names.update(zip(group["params"], group.get("param_names") or numbered, strict=True))
         return names
 
 
 class ParamGatherer:
-    """Before the forward of each module of `model`, its own parameters have arrived:
-
-        step on shares   [ gather of bucket 0 ][ bucket 1 ][ bucket 2 ]
-                         forward: embed | block 0 | block 1 | block 2 | ...
-
-    A module may use those of a child that it does not call (attention does so with the projection
-    of its outputs). So it also waits for those below it that have not been called so far; and for
-    those that it names as `beside` it, as column-parallel layers do that multiply together.
+    """Before the forward of each module of `model`, its own parameters have arrived. It also waits
+    for those of modules below it that have not been called so far, as attention uses a projection
+    without a call; and for modules `beside` it, as column-parallel layers that multiply together.
     """
 
-    def __init__(self, model: nn.Module, bucket_of: Mapping[torch.Tensor, ParamShare]):
+    def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}
         for module in model.modules():
             own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
@@ -221,7 +199,7 @@ class ParamGatherer:
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """`method`, for a hook that does not keep its object alive; nor does a copy of it."""
+    """For a hook that does not keep its object alive; nor does a copy of it."""
     return partial(_call, WeakMark(method.__self__), method.__name__)  # type: ignore[attr-defined]
 
 
@@ -233,15 +211,13 @@ def _call(owner: Callable[[], Any], name: str, *args: Any) -> None:
 def predict_zero(
     module: nn.Module, size: int, stage: int, bucket_mb: float = 25, rank: int | None = None
 ) -> Footprint:
-    """With Adam, on `rank`; None: the mean of all ranks. Padding is sent, (n-1)/n of each bucket
-    and its padding twice, but not counted as held: it belongs to no parameter."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    """With Adam, on `rank`; None: the mean of all ranks. Padding is sent, but not held by any."""
     ranks = range(size) if rank is None else [rank]
     gradients = optimizer = sent = 0  # bytes; the first two of all these ranks
-    for bucket in cut(trainable, bucket_mb * MB):
+    for bucket in cut([p for p in module.parameters() if p.requires_grad], bucket_mb * MB):
         layout = FlatPartition([p.shape for p in bucket], size)
-        element, low = bucket[0].element_size(), bucket[0].dtype in LOW
-        state = 4 + 2 * 4 if low else 2 * element  # the master copy and two moments
+        element = bucket[0].element_size()
+        state = 4 + 2 * 4 if bucket[0].dtype in LOW else 2 * element  # master copy, two moments
         pieces = [piece for one in ranks for piece in layout.pieces(one)]
         own = sum(piece.numel for piece in pieces)
         gradients += (own if stage == 2 else layout.numel * len(ranks)) * element

@@ -6,27 +6,22 @@
         stage 2, the gradients, too                  2P + (2P + 12P)/n      4P + (4P + 8P)/n
 
 An all-reduce is a reduce-scatter, then an all-gather. Between the two, each rank has the averages
-of one share only, and that is all it needs to step on that share. So the optimizer moves in
-between, and what is gathered is not gradients, but new parameters:
+of one share, all that it needs to step on it. What is gathered is not gradients, but parameters:
 
-        rank 0   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 0 |
-        rank 1   | the same                                | step on share 1 |
+        rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
 
     travels      (n-1)/n (G + P) from each rank and step, as with DDP: G bytes of gradients, then P
-                 of parameters, of the same dtype and size; each bucket is padded to n equal shares
+                 of parameters; each bucket is padded to n equal shares
 
-In stage 2 a bucket's gradients are freed as soon as they have left.
-
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv 1910.02054, sections 5 and 7.
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.agreement import (
@@ -35,37 +30,31 @@ from labkit.parallel.common.agreement import (
     claim,
     pipeline_with,
 )
-from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.elementwise import check_elementwise
-from labkit.parallel.common.flat import MB, check_bucket_mb, cut, register_grad_ready_hook
+from labkit.parallel.common.flat import MB, cut, register_grad_ready_hook
 from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
-from labkit.precision.shadow_optimizer import NotCopyable, ShadowOptimizer, value_of
+from labkit.precision.shadow_optimizer import value_of
 
 IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
 
 
-class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
+class ZeroOptimizer(OwnedShares):
     """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
 
     Args:
-        params: parameters, groups of them, or named ones, as for any torch optimizer. Replicas
-            start as rank 0's; no DDP goes around the model.
-        optimizer_cls: any torch optimizer that treats each element by itself.
+        params: parameters, groups of them, or named ones; replicas start as rank 0's.
+        optimizer_cls: any torch optimizer that treats each element by itself; with `defaults`.
         stage: 1 shards the optimizer's state (and fp32 master copies); 2 the gradients, too.
         comm: the ranks that share; all by default.
         bucket_mb: gradients and parameters travel in pieces of about this many MiB.
         gather_in: the model; then `step` returns at once, and new parameters arrive while the next
-            forward runs: each module waits for its own. `wait()` waits for all, before anything
-            else reads them (a norm, `copy.deepcopy`).
-        defaults: the arguments of `optimizer_cls`.
+            forward runs. `wait()` for them before anything else reads them (`copy.deepcopy`).
 
-    After `loss.backward()` each rank has the averages of its share; in stage 2 they stay until the
-    next backward after `step` or until `zero_grad`. Computing with `.grad`, as torch's
-    `clip_grad_norm_` does, raises ValueError: clip with `clip_grad_norm_` of this optimizer. A
-    `.grad` that is set by hand, on all ranks, is averaged by the next `step`. Scale losses with
-    labkit.GradScaler; torch's is refused. What is written to the model from elsewhere, with
-    `torch.no_grad()` and not past autograd (`p.data`), fp32 master copies take, too.
+    After `loss.backward()` each rank has the averages of its share. Computing with `.grad`, as
+    torch's `clip_grad_norm_` does, raises ValueError: clip with this optimizer's. A `.grad` that is
+    set by hand, on all ranks, is averaged by the next `step`. Scale losses with labkit.GradScaler;
+    torch's is refused. Write to the model with `torch.no_grad()`, not past autograd (`p.data`).
     """
 
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
@@ -83,14 +72,13 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
     ):
         if stage not in (1, 2):
             raise ValueError(f"stage={stage}: 1 shards the optimizer, 2 the gradients, too")
-        check_bucket_mb(bucket_mb)
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage
         self._named = self._names()
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
             raise ValueError(
-                "ZeroOptimizer: no parameter takes gradients, so there is none to step on"
+                "ZeroOptimizer: no parameter takes gradients; there is none to step on"
             )
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
@@ -114,15 +102,12 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
             register_grad_ready_hook(p, self._on_grad_ready)
         self._gathers = None if gather_in is None else ParamGatherer(gather_in, self._bucket_of)
 
-    # --- backward: a complete bucket is reduced, each share on its owner ---
-
     def _begin_backward(self) -> None:
         for p, name in self._named.items():
             if p in self._bucket_of:
                 self._bucket_of[p].check_in_place(p, name)
 
     def _send(self, bucket: ZeroBucket, async_op: bool) -> None:
-        """Every rank gets the average of its share: gradients are divided by n already."""
         gradients = bucket.fill()
         share = bucket.receives_in(gradients)
         bucket.sending = self.comm.reduce_scatter_tensor(share, gradients, async_op=async_op)
@@ -132,7 +117,6 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         self._not_averaged = not self._synchronise
 
     def finish_averages(self) -> None:
-        """Average what was set by hand. Raises ValueError for gradients of `no_sync`."""
         if self._not_averaged:
             raise ValueError(
                 "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
@@ -143,8 +127,6 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
             for bucket in self._buckets:
                 self._send(bucket, async_op=False)
                 bucket.receive()
-
-    # --- step: each rank on its share, then all ranks get all shares ---
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,6 +139,7 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         for bucket in reversed(self._buckets):  # forward needs the first parameters first
             bucket.sync_master_from_param()
             bucket.step(self.inner, factor)
+            bucket.end_step()
             last = bucket is self._buckets[0]  # nothing here could hide it
             bucket.gather(async_op=not last or self._gathers is not None)
         if self._gathers is None:
@@ -164,10 +147,9 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
         return value
 
     def skip(self) -> None:
-        """In place of `step`, on all ranks, where gradients are inf or NaN (labkit.GradScaler)."""
         super().skip()
         for bucket in self._buckets:
-            bucket.skip()
+            bucket.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._reset()
@@ -180,6 +162,5 @@ class ZeroOptimizer(GradReducer, OwnedShares, NotCopyable, ShadowOptimizer):
     predict = staticmethod(predict_zero)
 
 
-def is_tied(p: torch.Tensor) -> bool:
-    """Whether other stages of a pipeline have `p`, too: then it has a bucket of its own."""
+def is_tied(p: Tensor) -> bool:  # over stages of a pipeline
     return (pipeline := pipeline_with(p)) is not None and len(pipeline.owners(p)) > 1

@@ -1,7 +1,4 @@
-"""The flat memory of a unit under ZeRO-3.
-
-    unit            modules whose parameters are gathered before they compute, and freed after
-    its flats       one for each kind of parameter: of one dtype, all trainable or all frozen
+"""The flat memory of a unit under ZeRO-3, for each kind of parameter (one dtype, frozen or not).
 
                     | a a a a a a | b b | c c c c c c c | pad |      a FlatPartition
     share           |     rank 0     |  rank 1  ...                  always: master dtype, 1/n
@@ -17,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
 from labkit.parallel.common.agreement import broadcast_tensors, marks_of
 from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
-T = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
-NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, T.norm}
+NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,12 @@ class Place:
             setattr(self.module, self.attribute, parameter)
 
 
-def compute_dtype_of(parameter: T, asked: torch.dtype | None) -> torch.dtype:
-    """Of the gathered parameter: what was asked for; integers stay what they are."""
+def compute_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """Of the gathered parameter; integers stay what they are."""
     return asked if asked and parameter.is_floating_point() else parameter.dtype
 
 
-def master_dtype_of(parameter: T, asked: torch.dtype | None) -> torch.dtype:
+def master_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
     """Of what the optimizer steps on: float32 where the model computes in 16 bits."""
     return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
 
@@ -76,8 +72,7 @@ class ResizableBuffer:
 
 
 class Flat:
-    """Parameters of one unit and kind: this rank's share of them, all of them while they are used,
-    their gradients until they are reduced.
+    """Parameters of one unit and kind.
 
     shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
                 without elements where it has none
@@ -117,16 +112,14 @@ class Flat:
         names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
         self.gradients = GradBuffer(self.gathered, cut, names)
         self.gradients.use(self.unreduced.flat)
-        self.gradient: T | None = None  # [share], what the shards' gradients lie in
-        self.ungathered: list[T] = []  # `register_hooks` makes them
-        self.resting: Sequence[T] = self.shards
+        self.gradient: Tensor | None = None  # [share], what the shards' gradients lie in
+        self.ungathered: list[Tensor] = []  # `register_hooks` makes them
+        self.resting: Sequence[Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Rank 0's numbers, of which this rank keeps its pieces. Parameters that were sharded
-        while they were constructed are gathered for it, one at a time."""
         whole = [p for p in parameters if not isinstance(p, ShardedParameter)]
         broadcast_tensors(whole, self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
@@ -144,16 +137,12 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def show(self, parameters: Sequence[T]) -> None:
-        """Have the modules see these: `gathered` or `resting`."""
+    def show(self, parameters: Sequence[Tensor]) -> None:
         for places, parameter in zip(self.places, parameters):
             for place in places:
                 place.put(parameter)
 
-    # --- parameters ---
-
     def gather(self, async_op: bool) -> Handle | None:
-        """Make `full`, from all ranks' shares; `async_op` returns a handle."""
         self.full.allocate()
         full = self.full.flat
         if self.keep_whole:
@@ -164,10 +153,7 @@ class Flat:
             mine = self.partition.share_of(full, self.comm.rank).copy_(mine)
         return self.comm.all_gather_into_tensor(full, mine, async_op=async_op)
 
-    # --- gradients ---
-
     def reset(self) -> None:
-        """Be ready for the next backward, also where the last was cut short."""
         if self._handle is not None:
             self._handle.wait()
         self._handle = None
@@ -176,17 +162,15 @@ class Flat:
         for parameter in self.gathered:
             parameter.grad = None
 
-    def take_gradient(self, parameter: T) -> None:
-        """Move a parameter's gradient, divided, to its place in the flat memory."""
-        self.gradients.note(parameter)
+    def take_gradient(self, parameter: Tensor) -> None:
+        self.gradients.take(parameter)
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
         self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sum them over the ranks, each share on the rank that owns it. They arrive in `gradient`
-        itself, which the shards then show, unless these have some already, to which they are added,
-        or the dtype is another."""
+        """Sum them over the ranks. They arrive in `gradient` itself, which the shards then show,
+        unless these have some already, to which they are added, or the dtype is another."""
         if not self.unreduced.held_bytes:
             self.unreduced.allocate()
         flat = self.gradients.flag_unused()
@@ -202,7 +186,6 @@ class Flat:
         self._handle = self.comm.reduce_scatter_tensor(self._arriving, flat, async_op=async_op)
 
     def receive_gradients(self) -> None:
-        """Wait for them, and add them to what the shards have."""
         if self._handle is not None:
             self._handle.wait()
         assert self.gradient is not None
@@ -217,13 +200,13 @@ class Flat:
             if self._arriving is not self.gradient:
                 self.gradient[here].copy_(self._arriving[here])
             shard.grad = self.gradient[here].view(shard.shape)
-            if type(shard.grad) is T and not self.keep_whole and self.comm.size > 1:
+            if type(shard.grad) is Tensor and not self.keep_whole and self.comm.size > 1:
                 shard.grad = shard.grad.as_subclass(ShardGradient)
         del self._arriving
         self.reset()
 
 
-class ShardGradient(torch.Tensor):
+class ShardGradient(Tensor):
     """The `.grad` of a shard: a norm does not take it for the whole. Copies of it are plain."""
 
     @classmethod
@@ -234,13 +217,12 @@ class ShardGradient(torch.Tensor):
                 "labkit.clip_grad_norm(model, max_norm), which returns the norm over all ranks"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            if func in (T.__deepcopy__, T.__reduce_ex__):
+            if func in (Tensor.__deepcopy__, Tensor.__reduce_ex__):
                 args = (args[0].detach(), *args[1:])
             return func(*args, **(kwargs or {}))
 
 
 def refuse_hook(*_: Any) -> None:
-    """Raises ValueError: for a hook on a shard, or one that would stay behind on a parameter."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

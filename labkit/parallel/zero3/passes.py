@@ -1,8 +1,5 @@
 """The passes of ZeRO-3 over a model: in which order units are used, which gradients a backward has
 yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward.
-
-    forward     x --view--> [  unit  ] --> y
-    backward        ^  after it          ^  before it: hooks on the gradients of the view and of y
 """
 
 from collections import deque
@@ -11,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from labkit.parallel.zero3.flat import Flat
@@ -20,8 +18,6 @@ REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
 
 class Order:
-    """In which order the units were used in the last pass, and how far this one has followed it."""
-
     def __init__(self) -> None:
         self._before: list[Unit] = []
         self._now: list[Unit] = []
@@ -32,8 +28,8 @@ class Order:
         self._follows = True
 
     def after(self, unit: Unit, number: int) -> list[Unit]:
-        """Note that `unit` is used now; the units that came after it in the last pass, as long as
-        this one follows that."""
+        """`unit` is used now; returns those that came after it in the last pass, as long as this
+        one follows that."""
         at = len(self._now)
         self._follows = self._follows and at < len(self._before) and self._before[at] is unit
         self._now.append(unit)
@@ -41,7 +37,7 @@ class Order:
 
 
 class PendingGradients:
-    """Which gradients the running backwards (by their graph tasks) have not reduced yet."""
+    """What the running backwards (by their graph tasks) have not reduced yet."""
 
     def __init__(self) -> None:
         self._to_send: dict[int, dict[Flat, None]] = {}  # in order
@@ -52,14 +48,13 @@ class PendingGradients:
         return bool(self._to_send)
 
     def begin(self, task: int) -> bool:
-        """Note this backward; returns whether it is new."""
+        """Returns whether this backward is new."""
         if task in self._to_send:
             return False
         self._to_send[task], self._noted[task] = {}, set()
         return True
 
     def expect(self, task: int, unit: Unit) -> None:
-        """`unit` takes part in this backward: its gradients are reduced by the end of it."""
         if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
             self._noted[task].add(unit)
             unit.awaited = set(unit.trainable)
@@ -75,7 +70,6 @@ class PendingGradients:
         self._in_flight.append(flat)
 
     def finish(self, task: int) -> None:
-        """This backward is over: send the gradients of units that miss some, and wait for all."""
         for flat in list(self._to_send[task]):
             self.reduce(flat, async_op=False)
         while self._in_flight:
@@ -89,8 +83,7 @@ class PendingGradients:
 
 class SavedParameters:
     """What autograd saves for backward is often a parameter, whose memory is gone by then. Its unit
-    is noted, for what reaches it by another way than the unit's output (a loss that a layer keeps
-    aside)."""
+    is noted, for what reaches it not through the unit's output (a loss that a layer keeps)."""
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use
@@ -107,19 +100,19 @@ class SavedParameters:
         """`with` this: forward."""
         return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
 
-    def _saved(self, x: torch.Tensor) -> tuple[Unit | None, torch.Tensor]:
+    def _saved(self, x: Tensor) -> tuple[Unit | None, Tensor]:
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
-    def _wanted_back(self, saved: tuple[Unit | None, torch.Tensor]) -> torch.Tensor:
+    def _wanted_back(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)
         return x
 
 
-def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
+def tensors_in(nested: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(nested, torch.Tensor):
+    if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, Mapping):
         yield from tensors_in(list(nested.values()))
@@ -130,7 +123,7 @@ def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(x)
 
 
-def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
     """Have `hook` called before the backward of what a unit has put out."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
@@ -144,17 +137,16 @@ def watch_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
 
 
 def watch_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[torch.Tensor], None]
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
     """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: a view of each. The gradient of a view is there before that of the
-    tensor itself, for which the unit before is called. (Containers stay: the unit may write there.)
-    """
+    and what to give to the unit: a view of each, whose gradient is there before that of the tensor
+    itself, for which the unit before is called. (Containers stay: the unit may write there.)"""
     every = [*args, *kwargs.values()]
-    nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, torch.Tensor)])}
+    nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
     views = {
         id(x): x.view_as(x) for x in every
-        if isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided
+        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided
         and id(x) not in nested
     }  # fmt: skip
     for view in views.values():
@@ -164,10 +156,10 @@ def watch_inputs(
 
 
 def cast(nested: Any, dtype: torch.dtype) -> Any:
-    """The same arguments, with tensors of real numbers in `dtype`, each once (`q is k`)."""
-    made: dict[int, torch.Tensor] = {}
+    """The same, with tensors of real numbers in `dtype`, each once (`q is k`)."""
+    made: dict[int, Tensor] = {}
 
-    def converted(x: torch.Tensor) -> torch.Tensor:
+    def converted(x: Tensor) -> Tensor:
         return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
 
-    return tree_map_only(torch.Tensor, converted, nested)
+    return tree_map_only(Tensor, converted, nested)

@@ -1,25 +1,21 @@
 """Sharded construction: a model is built, and no rank ever holds all of it.
 
-    with ZeRO3.init(comm):           # or sharded_init(comm)
+    with ZeRO3.init(comm):
         model = GPT(...)             # any module's own code, initialisation included
     model = ZeRO3(model, comm)
 
-Each parameter that a module registers becomes a `ShardedParameter`: it has the name, shape and
-dtype of the whole, and holds this rank's 1/n of its elements. One at a time is *open*, which means
-that it is whole: the newest, or the last that was touched. It closes when the next one is made or
-touched:
+Each parameter that a module registers becomes a `ShardedParameter`, with 1/n of its elements. One
+at a time is *open*, that is, whole: the newest, or the last that was touched.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, drawn          [0   ] closed       bias is open
     rank 1   [whole      ]    open          open, drawn          [   1] closed       bias is open
 
     each rank holds   P/n of closed parameters, and the one that is open
-    travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters: what it
-                      drew counts, also where the ranks have other seeds), and as much whenever it
-                      opens again (all-gather; not where it is overwritten anyway, as by `normal_`)
+    travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters what it
+                      drew), and as much whenever it opens again (all-gather; not by `normal_`)
 
-All ranks run the same code and draw the same random numbers as one process would, so with one seed
-the weights are the same to the bit.
+With one seed the weights are the same to the bit as in one process.
 
 Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
@@ -30,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -47,10 +43,8 @@ OVERWRITES = {  # their first argument need not be gathered: all its elements ge
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Parameters that modules register in this block are sharded over the ranks of `comm` (all by
-    default), which run the same block. Buffers, lazy and meta parameters stay as they are.
-
-    A view, as `weight[0]`, may be written to until another parameter is made or touched.
-    """
+    default), which run the same block; not buffers, lazy or meta ones. A view, as `weight[0]`, may
+    be written to until another parameter is made or touched."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
@@ -84,23 +78,22 @@ class _ClosesBeforeNew(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):
+        if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
             self._construction.only_open([])
         return func(*args, **(kwargs or {}))
 
 
 class Elements:
-    """The elements of one parameter: this rank's share of them, and all of them while it is open.
-    A parameter and what `detach` makes of it have the same."""
+    """The elements of one parameter, and of what `detach` makes of it: this rank's share, and all
+    of them while it is open."""
 
-    def __init__(self, what: str, full: torch.Tensor, construction: "Construction"):
+    def __init__(self, what: str, full: Tensor, construction: "Construction"):
         self.what, self.construction = what, construction
         self.shape, self.stride = full.shape, full.stride()
         self.share = full.new_empty(0)
-        self.full: torch.Tensor | None = full
+        self.full: Tensor | None = full
 
     def close(self) -> None:
-        """Keep this rank's share of what rank 0 has, and free the rest."""
         assert self.full is not None
         comm, full, self.full = self.construction.comm, self.full, None
         parts = full.reshape(-1).tensor_split(comm.size)
@@ -108,27 +101,23 @@ class Elements:
         if full.numel():
             comm.scatter(self.share, list(parts) if comm.rank == 0 else None, src=0)
 
-    def gathered(self) -> torch.Tensor:
-        """All elements, in the parameter's shape and strides."""
+    def gathered(self) -> Tensor:
         comm, whole = self.construction.comm, self.like_whole()
         flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
         if flat.numel():
             comm.all_gather(list(flat.tensor_split(comm.size)), self.share)
         return whole if whole.is_contiguous() else whole.copy_(flat.view(self.shape))
 
-    def like_whole(self) -> torch.Tensor:
+    def like_whole(self) -> Tensor:
         return self.share.new_empty_strided(self.shape, self.stride)
 
-    def of_share(self, share: torch.Tensor) -> "Elements":
-        """Other elements of the same shape, closed, whose share is this one."""
+    def of_share(self, share: Tensor) -> "Elements":
         other = Elements(self.what, share.new_empty(0), self.construction)
         other.shape, other.stride, other.share, other.full = self.shape, self.stride, share, None
         return other
 
 
 class Construction:
-    """Which parameters are open, while models are built."""
-
     def __init__(self, comm: Comm):
         self.comm = comm
         self.is_over = False
@@ -137,8 +126,7 @@ class Construction:
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
-        """The sharded one in place of `parameter`, and open: inside of the object that the module's
-        code may still have in a variable and write to."""
+        """The sharded one, inside of the object to which the module's code may still write."""
         sharded = ShardedParameter(self.new(what, parameter.detach()), parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)
         try:
@@ -147,13 +135,12 @@ class Construction:
             return parameter.__dict__.setdefault("_sharded", sharded)
         return parameter  # type: ignore[return-value]
 
-    def new(self, what: str, full: torch.Tensor) -> Elements:
+    def new(self, what: str, full: Tensor) -> Elements:
         self.only_open([])
         self._open = [Elements(what, full, self)]
         return self._open[0]
 
     def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
-        """Have these whole, and no others."""
         closing = [one for one in self._open if one not in wanted]
         self._open = [one for one in self._open if one in wanted]
         for one in closing:
@@ -164,9 +151,9 @@ class Construction:
                 self._open.append(one)
 
 
-class ShardedParameter(torch.Tensor):
-    """An `nn.Parameter` to look at, with this rank's share of the elements inside. What computes
-    with it while the model is built gets it whole; afterwards that is an error."""
+class ShardedParameter(Tensor):
+    """An `nn.Parameter` to look at, with this rank's share of the elements inside. An operation
+    gets it whole while the model is built; afterwards it is an error."""
 
     elements: Elements
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -174,7 +161,7 @@ class ShardedParameter(torch.Tensor):
     @staticmethod
     def __new__(cls, elements: Elements, requires_grad: bool) -> "ShardedParameter":
         like = elements.share
-        self: ShardedParameter = torch.Tensor._make_wrapper_subclass(
+        self: ShardedParameter = Tensor._make_wrapper_subclass(
             cls, elements.shape, strides=elements.stride, dtype=like.dtype, device=like.device,
             requires_grad=requires_grad, storage_size=0,
         )  # fmt: skip
@@ -182,8 +169,8 @@ class ShardedParameter(torch.Tensor):
         self._is_param = True  # by this, torch takes a subclass for an nn.Parameter
         return self
 
-    def whole(self) -> torch.Tensor:
-        """All elements, from all ranks, each of which calls this. (n-1)/n of its bytes travel."""
+    def whole(self) -> Tensor:
+        """All elements, from all ranks, each of which calls this."""
         full = self.elements.full
         return self.elements.gathered() if full is None else full
 
@@ -192,19 +179,18 @@ class ShardedParameter(torch.Tensor):
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
-    def data(self, new: torch.Tensor) -> None:
+    def data(self, new: Tensor) -> None:
         """As initialisations do: `layer.weight.data = torch.zeros(3, 5)`."""
         old = self.elements
         if not isinstance(new, ShardedParameter):
             new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
-        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.elements = new.elements
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Every operation of torch on a sharded parameter comes here."""
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return cls(args[0].elements, requires_grad=False)
@@ -219,8 +205,7 @@ class ShardedParameter(torch.Tensor):
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
                 f"it is sharded, this rank has 1/{construction.comm.size} of it; wrap the module "
-                "in ZeRO3 before it computes, or take the whole with parameter.whole(), on every "
-                "rank"
+                "in ZeRO3 before it computes, or take parameter.whole(), on every rank"
             )
         once = list(dict.fromkeys(elements))
         construction.only_open(once, elements[0] if func in OVERWRITES else None)
@@ -236,11 +221,10 @@ class ShardedParameter(torch.Tensor):
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Has `nn.Module.to` exchange the whole object, share and all."""
-        return ["share"], None
+        return ["share"], None  # so `nn.Module.to` exchanges the whole object
 
     @staticmethod
-    def __tensor_unflatten__(*_: Any) -> torch.Tensor:
+    def __tensor_unflatten__(*_: Any) -> Tensor:
         raise NotImplementedError("a sharded parameter is not compiled; wrap its module in ZeRO3")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

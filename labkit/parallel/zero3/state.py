@@ -1,13 +1,11 @@
-"""What ZeRO-3 shows of a model: this rank's shards, and the whole state, one parameter at a time;
-and what checkpoints, clipping and pipelines ask of a sharder.
-"""
+"""What ZeRO-3 shows of a model: this rank's shards, and the whole state, parameter by parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
@@ -22,7 +20,7 @@ class WholeState:
     _flats: list[Flat]
     _named: list[tuple[str, nn.Parameter]]
     _clean_up: Callable[[], None]
-    clip_grad_norm_: Callable[..., torch.Tensor]  # of common/clipping.py
+    clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
     awaits_gradients = False  # since a forward with autograd
     shards_parameters = True
     sends_once = False  # whole gradients would need the memory that this stage saves
@@ -42,7 +40,6 @@ class WholeState:
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """`copy.deepcopy` comes here, too; it would read parameters whose memory is freed."""
         raise ValueError(
             "ZeRO3: each rank has only shards, so the model cannot be copied or pickled; save its "
             "full_state_dict(), or load that into a second ZeRO3 with load_full_state_dict()"
@@ -50,20 +47,15 @@ class WholeState:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For loops that accumulate: every backward adds to the shards' gradients, as in one
-        process. Nothing is held back, since that would need the memory of whole gradients."""
+        """Every backward adds to the shards' gradients: to hold back whole ones needs memory."""
         yield
 
     @property
     def gathered_bytes(self) -> int:
-        """Of gathered parameters (not of those kept whole), now; `peak_gathered_bytes`: the most
-        since one set it to 0."""
+        """Now; `peak_gathered_bytes`: the most since one set it to 0."""
         return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
-    # --- for checkpoints, clipping and pipelines ---
-
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
-        """This rank's pieces, in the order of the module's parameters."""
         found = {
             flat.shards[piece.index]: (flat.partition.shapes[piece.index], piece.start)
             for flat in self._flats
@@ -79,13 +71,12 @@ class WholeState:
         """The pieces were written to. What is gathered is gathered anew at its next use."""
 
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
-        """The copies of a tied parameter would be cut elsewhere in each stage."""
         raise ValueError(
             f"ZeRO3: a parameter {list(p.shape)} is tied over stages of a pipeline, each of which "
             "would keep another part of it; untie it (as tied=False), or use DDP or a ZeroOptimizer"
         )
 
-    def gradient_pieces(self) -> tuple[list[torch.Tensor], Comm]:
+    def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
         """This rank's gradients, flat, and the ranks. Every element is on one rank, but for those
         kept whole (`persist_below`), which count on rank 0 (`piece.counts_here`)."""
         pieces = []
@@ -98,22 +89,20 @@ class WholeState:
                     pieces.append(piece)
         return pieces, self.comm
 
-    # --- whole ---
-
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """The module's state, whole, in master dtype, on the CPU: on every rank, or on rank 0 only
         and {} on the others. Beside the result one parameter at a time is gathered."""
         self._clean_up()
         keep = self.comm.rank == 0 or not rank0_only
         state: dict[str, Any] = {}
-        gathered: dict[int, torch.Tensor] = {}  # a tied one once
+        gathered: dict[int, Tensor] = {}  # a tied one once
         for key, x, flat, index in self._entries():
             if flat is not None:
                 if id(x) not in gathered:
                     whole = _gathered(flat, index).cpu()
                     gathered[id(x)] = whole if keep else whole.new_empty(0)
                 x = gathered[id(x)]
-            elif isinstance(x, torch.Tensor):
+            elif isinstance(x, Tensor):
                 x = x.detach().cpu().clone()
             state[key] = x
         return state if keep else {}
@@ -121,11 +110,8 @@ class WholeState:
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take the module's state from `state`, whole: given on every rank, or on rank 0 only and
-        None on the others.
-
-        Raises ValueError on every rank, and changes nothing, where a key is missing or not known,
-        or a shape is another.
-        """
+        None on the others. Raises ValueError on every rank, and changes nothing, where a key is
+        missing or not known, or a shape is another."""
         self._clean_up()
         entries = list(self._entries())
         every = self.comm.all_gather_object((state is not None, _problem(entries, state)))
@@ -136,7 +122,7 @@ class WholeState:
             raise ValueError(f"load_full_state_dict: {problem}")
         from_rank_0 = not all(given for given, _ in every)
         for key, x, flat, index in entries:
-            if not isinstance(x, torch.Tensor):
+            if not isinstance(x, Tensor):
                 continue
             if state is None:
                 whole = x.new_empty(_shape(x, flat, index))
@@ -162,26 +148,24 @@ class WholeState:
 Entry = tuple[str, Any, Flat | None, int]  # key, value and, of a parameter, its flat and index
 
 
-def _shape(x: torch.Tensor, flat: Flat | None, index: int) -> torch.Size:
+def _shape(x: Tensor, flat: Flat | None, index: int) -> torch.Size:
     return x.shape if flat is None else flat.partition.shapes[index]
 
 
 def _problem(entries: list[Entry], state: Mapping[str, Any] | None) -> str:
-    """What is wrong with a state, in words."""
     if state is None:
         return ""
     for key, x, flat, index in entries:
         if key not in state:
             return f"{key} is missing in the state; is it the state of another model?"
-        if isinstance(x, torch.Tensor) and state[key].shape != (shape := _shape(x, flat, index)):
+        if isinstance(x, Tensor) and state[key].shape != (shape := _shape(x, flat, index)):
             has = f"{list(state[key].shape)} in the state and {list(shape)} in the model"
             return f"{key} is {has}; load the state of the same model"
     unknown = sorted(set(state) - {key for key, *_ in entries})
     return f"the model has no {unknown[0]}, which is in the state" if unknown else ""
 
 
-def _gathered(flat: Flat, index: int) -> torch.Tensor:
-    """A parameter, whole, in its shape, from the pieces of all ranks."""
+def _gathered(flat: Flat, index: int) -> Tensor:
     cut, shard = flat.partition, flat.shards[index].detach()
     if flat.keep_whole or not cut.numels[index]:
         return shard.clone().view(cut.shapes[index])

@@ -1,11 +1,8 @@
 """Which parameters ZeRO-3 gathers together: the units of a module, and what they cost.
 
-    GPT
-      embed.tokens     one unit with the head, which has the same weight
-      embed.positions  a unit
-      blocks           a list: each of its entries is a unit
-      norm             a unit
-      head             see above
+    GPT     embed.tokens, head                 one unit, as they have the same weight
+            embed.positions; norm              a unit each
+            blocks                             a list: each of its entries is a unit
 
 A unit is the module that is called: its parameters, and those of all modules inside, are gathered
 before its forward. What belongs to no block is a unit of the module that owns it.
@@ -16,23 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint
-from labkit.parallel.common.flat import (
-    FlatPartition,
-    register_grad_ready_hook,
-    running_backward,
-)
-from labkit.parallel.zero3.flat import Flat, Place, T, compute_dtype_of, master_dtype_of
+from labkit.parallel.common.flat import FlatPartition, register_grad_ready_hook, running_backward
+from labkit.parallel.zero3.flat import Flat, Place, compute_dtype_of, master_dtype_of
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
 Group = tuple[list[nn.Module], list[Sharing]]  # a unit's members, and its parameters
 NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
-METADATA = {T.size, T.dim, T.numel, *(getattr(T, name).__get__ for name in NAMES)}
+METADATA = {getattr(Tensor, name).__get__ for name in NAMES}
+METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
 
 
 class Unit:
@@ -51,8 +45,7 @@ class Unit:
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, async_op: bool) -> None:
-        """Nothing to do where they are here, or on their way."""
-        if self._handles is None:
+        if self._handles is None:  # neither here nor on their way
             self._handles = [flat.gather(async_op) for flat in self.flats]
 
     def finish_gather(self) -> None:
@@ -67,10 +60,9 @@ class Unit:
                 handle.wait()
 
     def free(self) -> None:
-        """What is under way has to arrive first."""
         if self._handles is None or self.stays:
             return
-        self._wait()
+        self._wait()  # what is under way has to arrive first
         for flat in self.flats:
             if self.is_gathered:
                 flat.show(flat.resting)
@@ -78,15 +70,13 @@ class Unit:
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
 
-    def note_input_gradient(self, gradient: T) -> None:
-        """The gradient of an input is there. With the last one all that the unit did in forward is
-        undone: autograd goes back in the order of forward."""
+    def note_input_gradient(self, gradient: Tensor) -> None:
+        """With the last one all that the unit did in forward is undone."""
         self.inputs_back += 1
         if self.inputs_back >= self.inputs:
             self.free()
 
     def end_pass(self) -> None:
-        """Free the unit, whatever state the pass left it in."""
         self.stays = False
         self.free()
         self.rest(in_pass=False)
@@ -96,21 +86,20 @@ class Unit:
             self.awaited.clear()
 
     def rest(self, in_pass: bool) -> None:
-        """While the unit is free, the modules see its shards, or in a pass `ungathered`."""
         for flat in self.flats:
             flat.resting = flat.ungathered if in_pass else flat.shards
             if not self.is_gathered:
                 flat.show(flat.resting)
 
 
-class UngatheredParameter(torch.Tensor):
+class UngatheredParameter(Tensor):
     """In a module during a pass: an operation outside of the unit's forward that uses it, as
     `F.linear(x, self.embedding.weight)` in a head, gathers the unit first."""
 
     _is_param = True  # by this, torch takes a subclass for an nn.Parameter
 
-    def __new__(cls, parameter: T, gather_unit: Callable[[], None]) -> Any:
-        self: Any = T._make_wrapper_subclass(cls, (0,))
+    def __new__(cls, parameter: Tensor, gather_unit: Callable[[], None]) -> Any:
+        self: Any = Tensor._make_wrapper_subclass(cls, (0,))
         self.parameter, self.gather_unit = parameter, gather_unit
         return self
 
@@ -146,7 +135,7 @@ def _walk(
     module: nn.Module, name: str, owner: nn.Module, unit: nn.Module | None, listed: bool,
     chosen: Callable[[nn.Module, bool], bool],
 ) -> Iterator[tuple[nn.Parameter, Place]]:  # fmt: skip
-    """Every place of every parameter; `listed` says that the module is an entry of a list."""
+    """Every place of every parameter; `listed`: the module is an entry of a list."""
     can_be_called = type(module).forward is not nn.Module.forward
     owner = module if can_be_called else owner
     if unit is None and can_be_called and chosen(module, listed):
@@ -180,7 +169,7 @@ def units_of(
     root: nn.Module, comm: Comm, choice: Choice | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
-    """Shard the parameters of a module, one unit after the other: only the present one is whole."""
+    """Shard the parameters of a module, one unit after the other: only one is whole."""
     groups, units = group_parameters(root, choice), []
     while groups:  # without a reference to what is sharded
         members, parameters = groups.pop(0)
@@ -195,7 +184,6 @@ def units_of(
 
 
 def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, list[Sharing]]]:
-    """The parameters by what must be equal in one flat memory, and whether they are kept whole."""
     kinds: dict[object, tuple[bool, list[Sharing]]] = {}
     for parameter, places in parameters:
         keep_whole = parameter.numel() < persist_below
@@ -205,8 +193,7 @@ def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, li
 
 
 def register_hooks(unit: Unit, strategy: Any) -> None:
-    """Have `strategy`, a ZeRO3, called before and after the unit computes, and when the gradient of
-    a parameter is there."""
+    """Have `strategy`, a ZeRO3, called around forward and when a gradient is there."""
     for member in unit.members:
         before = partial(strategy._before_forward, unit)
         member.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -227,11 +214,9 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
 
 
 def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
-    """Before the forward of a module inside a unit, whose parameter `name` is gathered with it.
-    (What calls it in backward computes again.)"""
     if unit.is_gathered:
         return
-    if running_backward() is None:
+    if running_backward() is None:  # else it computes again
         raise ValueError(
             f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
             f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
@@ -244,12 +229,10 @@ def predict(
     module: nn.Module, size: int, units: Choice | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """The mean of the ranks. 1/n of everything; each unit gathered once in forward and once in
-    backward, and its gradients reduced once, of every flat memory with its padding."""
+    """The mean of the ranks: 1/n of everything; each unit gathered twice, its gradients reduced."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes of all ranks together
-    every = [kind for _, group in group_parameters(module, units)
-             for kind in _kinds(group, persist_below)]  # fmt: skip
-    for keep_whole, kind in every:
+    groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
+    for keep_whole, kind in (kind for kinds in groups for kind in kinds):
         first, copies = kind[0][0], size if keep_whole else 1
         cut = FlatPartition([p.shape for p, _ in kind], 1 if keep_whole else size)
         held = cut.numel * master_dtype_of(first, compute_dtype).itemsize * copies

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.parallel.common.agreement import owner_of, trainable
+from labkit.parallel.common.agreement import check_same_on_all_ranks, claim, owner_of, trainable
 from labkit.parallel.common.elementwise import check_elementwise
 from labkit.parallel.zero3.flat import Flat, refuse_hook
 from labkit.parallel.zero3.state import WholeState
 
 
-def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
-    """Raises ValueError, naming what, for a module that cannot be sharded."""
+def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
+    module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
         raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
     trainable(module)
@@ -34,10 +34,11 @@ def check_module(module: nn.Module, prefetch: int, persist_below: int) -> None:
             refuse_hook()
     if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
         raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
+    claim(module.named_parameters(), strategy)
+    check_same_on_all_ranks(list(module.named_parameters()), strategy.comm)
 
 
 def check_first_order() -> None:
-    """Raises ValueError in a backward that builds a graph of itself."""
     if torch.is_grad_enabled():
         raise ValueError(
             "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
@@ -46,7 +47,6 @@ def check_first_order() -> None:
 
 
 def check_unwritten(flats: Iterable[Flat]) -> None:
-    """Raises ValueError, naming the parameter, where a forward wrote to one."""
     for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
         if p._version:
             raise ValueError(
@@ -98,7 +98,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _constructor(optimizer: torch.optim.Optimizer) -> Any:
-    """Of one more of its kind, with the arguments that it keeps as defaults."""
     kind = type(optimizer)
     known = signature(kind).parameters
     given = {key: x for key, x in optimizer.defaults.items() if key in known}

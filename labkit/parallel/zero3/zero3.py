@@ -17,8 +17,7 @@ The module is cut into units, each block of a list being one. On every rank, wit
 A unit is gathered by a hook before its forward and freed by one behind it. In backward, a hook on
 the gradient of its output gathers it again; with the last gradient of its parameters all leave in
 one reduce-scatter, and the unit is freed. (With frozen or unused parameters it is freed when the
-gradients of its inputs are there.) Gathers leave `prefetch` units early, by the order of the last
-pass. A unit of several members, as a head tied to the embedding, stays from the first to the last.
+gradients of its inputs are there.) A head tied to the embedding is of the same unit.
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -28,16 +27,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import (
-    ParamSnapshot,
-    broadcast_tensors,
-    check_same_on_all_ranks,
-    claim,
-)
+from labkit.parallel.common.agreement import ParamSnapshot, broadcast_tensors, claim
 from labkit.parallel.common.flat import at_end_of_backward, running_backward
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
@@ -53,17 +47,14 @@ class ZeRO3(WholeState, nn.Module):
         module: any module; all ranks start with rank 0's weights.
         comm: the ranks that share it; all by default.
         units: what is gathered together: classes of modules, or a function module -> bool. By
-            default the entries of the outermost ModuleLists and Sequentials, and each module
-            outside of them that has parameters itself.
+            default the entries of the outermost lists, and each other module with parameters.
         persist_below: parameters with fewer elements stay whole, their gradients are all-reduced.
         prefetch: so many units are gathered ahead; 0: each one when it is needed.
         compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
 
     `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself, as SGD and Adam do.
-    Group parameters by name, not by `p.ndim`, which is 1 for all. Clip with `clip_grad_norm_` of
-    the model, scale losses with labkit.GradScaler (torch's is refused). All ranks use the same
-    units in the same order. torch.compile leaves the model as it is.
+    optimizer of them, after wrapping. It must treat every element by itself. Clip with the model's
+    `clip_grad_norm_`, scale by labkit.GradScaler. All ranks use the same units in the same order.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -79,11 +70,9 @@ class ZeRO3(WholeState, nn.Module):
         compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        validation.check_module(module, prefetch, persist_below)
         self.module, self.comm, self.prefetch = module, Comm.of(comm), prefetch
         self.compute_dtype, self.peak_gathered_bytes = compute_dtype, 0
-        claim(module.named_parameters(), self)
-        check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        validation.check_module(self, prefetch, persist_below)
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         self._flats = [flat for unit in self.units for flat in unit.flats]
         claim(module.named_parameters(), self)  # the shards, which now stand there
@@ -91,15 +80,13 @@ class ZeRO3(WholeState, nn.Module):
         broadcast_tensors(module.buffers(), self.comm)
         self._unchanged = ParamSnapshot(module)
         self._named = list(module.named_parameters())
-        self._flat_of: dict[torch.Tensor, tuple[Unit, Flat]] = {}
+        self._flat_of: dict[Tensor, tuple[Unit, Flat]] = {}
         self._orders = {False: passes.Order(), True: passes.Order()}  # of forward, of backward
         self._pending = passes.PendingGradients()
         self._in_forward = False
         self._saved_parameters = passes.SavedParameters(self.units, self._use)
         for unit in self.units:
             register_hooks(unit, self)
-
-    # --- forward ---
 
     @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,8 +135,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.free()
 
     def _use(self, unit: Unit, stays: bool = False) -> None:
-        """Have the unit here, to the end of the pass if it `stays`, and those that come next on
-        their way."""
+        """Have the unit here, to the end of the pass if it `stays`, and the next ones under way."""
         unit.stays |= stays
         task = running_backward()
         if task is not None:
@@ -158,15 +144,11 @@ class ZeRO3(WholeState, nn.Module):
             return
         unit.start_gather(async_op=False)
         unit.finish_gather()
-        order = self._orders[task is not None]
-        for coming in order.after(unit, self.prefetch):
+        for coming in self._orders[task is not None].after(unit, self.prefetch):
             coming.start_gather(async_op=True)
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
 
-    # --- backward ---
-
     def _note_backward(self, task: int, unit: Unit | None = None) -> None:
-        """A backward has begun, or `unit` takes part in it."""
         if self._pending.begin(task):
             for other in self.units:
                 other.rest(in_pass=True)
@@ -174,12 +156,11 @@ class ZeRO3(WholeState, nn.Module):
         if unit:
             self._pending.expect(task, unit)
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         validation.check_first_order()
         self._use(unit)
 
-    def _on_grad_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has finished the gradient of a gathered parameter."""
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         unit, flat = self._flat_of[parameter]
         self.awaits_gradients = False
         flat.take_gradient(parameter)
@@ -204,8 +185,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.end_pass()
 
     def _clean_up(self) -> None:
-        """Free what an error has left of the last pass."""
-        self._free_all()
+        self._free_all()  # what an error has left of the last pass
         for unit in self.units:
             unit.inputs = 0
         if self._pending:

@@ -172,11 +172,11 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# The naive way, from the library. Autograd calls `_schedule` when a parameter's gradient is there;
-# the first call has `_average` run at the end of this backward.
+# The naive way, from the library. Autograd calls `_on_grad_ready` when a parameter's gradient is
+# there; the first call has `_average` run at the end of this backward.
 
 # %%
-show("parallel/naive_ddp.py:NaiveDDP._schedule")
+show("parallel/naive_ddp.py:NaiveDDP._on_grad_ready")
 
 # %%
 show("parallel/naive_ddp.py:NaiveDDP._average")

@@ -213,7 +213,7 @@ show("parallel/zero/shares.py:ParamShare.__init__", since="self.layout", until="
 # `GradBuffer`. First it is noted: **a gradient that comes twice is an error**. Section 6 shows why.
 
 # %%
-show("parallel/common/flat.py:GradBuffer.note")
+show("parallel/common/flat.py:GradBuffer.take")
 
 # %% [markdown]
 # What DDP does by an all-reduce, ZeRO does by a reduce-scatter, which stops halfway: each rank has

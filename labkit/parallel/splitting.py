@@ -108,10 +108,9 @@ def _even(paths: list[str], stages: int) -> list[int]:
 def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
-    """Seconds of forward and backward of each layer, of `layers_of(model)`: the least of several
-    turns on x [rows, ...], best one micro-batch. Gradients and buffers are left as they were. On
-    ranks, measure on one and broadcast: all must cut alike.
-    """
+    """Seconds of forward and backward of each layer of `layers_of(model)`, the least of several
+    turns on x [rows, ...], one micro-batch. Gradients and buffers are left as they were. On ranks,
+    measure on one and broadcast: all must cut alike."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]

@@ -73,11 +73,7 @@ from labkit.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """The same list for every stage. Raises ValueError for less than 1 of either.
-
-    >>> [str(action) for action in naive(stages=3, microbatches=2)[0]]
-    ['F0', 'B0', 'F1', 'B1']
-    """
+    """The same list for every stage. Raises ValueError for less than 1 of either."""
     check_sizes(stages, microbatches)
     return [
         [Action(phase, k) for k in range(microbatches) for phase in ("forward", "backward")]
@@ -86,11 +82,7 @@ def naive(stages: int, microbatches: int) -> Schedule:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """The same list for every stage. Raises ValueError for less than 1 of either.
-
-    >>> [str(action) for action in gpipe(stages=3, microbatches=2)[0]]
-    ['F0', 'F1', 'B0', 'B1']
-    """
+    """The same list for every stage. Raises ValueError for less than 1 of either."""
     check_sizes(stages, microbatches)
     return [
         [Action(phase, k) for phase in ("forward", "backward") for k in range(microbatches)]
@@ -99,11 +91,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """The actions of each stage. Raises ValueError for less than 1 of either.
-
-    >>> [str(action) for action in one_f_one_b(stages=3, microbatches=4)[1]]
-    ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
-    """
+    """The actions of each stage. Raises ValueError for less than 1 of either."""
     check_sizes(stages, microbatches)
     order = [(k, 0) for k in range(microbatches)]
     return [_in_turns(order, order, stages - 1 - stage) for stage in range(stages)]
@@ -122,13 +110,8 @@ def _in_turns(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B whose warm-up is longer by the forwards of p (v - 1) pieces, and by one for each stage
-    that follows. Raises ValueError for less than 2 chunks, and where micro-batches make no whole
-    groups.
-
-    >>> [str(action) for action in interleaved(stages=2, microbatches=2, chunks=2)[1]]
-    ['F0', 'F1', 'F0.1', 'B0.1', 'F1.1', 'B1.1', 'B0', 'B1']
-    """
+    """1F1B with a longer warm-up, by p (v - 1) pieces and one for each stage that follows. Raises
+    ValueError for less than 2 chunks, and where micro-batches make no whole groups."""
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
@@ -150,11 +133,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def pipedream(stages: int, microbatches: int) -> Schedule:
-    """1F1B with an update behind each backward. Raises ValueError for less than 1 of either.
-
-    >>> [str(action) for action in pipedream(stages=2, microbatches=2)[0]]
-    ['F0', 'F1', 'B0', 'U0', 'B1', 'U1']
-    """
+    """1F1B with an update behind each backward. Raises ValueError for less than 1 of either."""
     schedule: Schedule = []
     for actions in one_f_one_b(stages, microbatches):
         schedule.append([])

@@ -74,10 +74,8 @@ def run_order(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """How many activations each stage holds at most, one for each micro-batch and chunk: from its
-    forward until its backward, or until "weight", which needs them too.
-
-    With v chunks each is of 1/v of the stage's layers, so v of them are as much as one without.
+    """How many activations each stage holds at most, one for each micro-batch and chunk (1/v of the
+    stage's layers): from its forward until its backward, or until "weight", which needs them too.
     """
     peaks = []
     for actions in schedule:

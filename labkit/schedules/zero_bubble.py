@@ -51,11 +51,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
-    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches.
-
-    >>> [str(action) for action in zero_bubble_h2(stages=2, microbatches=3)[1]]
-    ['F0', 'I0', 'F1', 'I1', 'F2', 'I2', 'W0', 'W1', 'W2']
-    """
+    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches."""
     _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)
     return [
         _stage(microbatches, 2 * (stages - stage) - 1, late=2 * stage) for stage in range(stages)

@@ -165,9 +165,8 @@ def _gradient_of(parameter: nn.Parameter, group: Any) -> TiedGradient:
 def check_ties(
     stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
 ) -> None:
-    """Raises ValueError, on all ranks, where a tied parameter is in a ZeRO3, which cuts it together
-    with its neighbours, elsewhere on each owner. One that is cut already has left a parameter in
-    another stage that belongs to it."""
+    """Raises ValueError, on all ranks, where a tied parameter is in a ZeRO3, which cuts it at
+    another place on each owner. (One that is cut already is a parameter of another stage.)"""
     own = ""
     for index, stage in enumerate(stages):
         parameters = {*stage.parameters()}

@@ -162,9 +162,9 @@ def _tied_names(model: nn.Module) -> set[frozenset[str]]:
 
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Inside, what torch draws is this rank's own. One number is drawn, the same on all ranks, and
-    seeds the generators with the rank; afterwards they are again where those of the others are. So
-    there is no state beside torch's, which recompute and checkpoints restore."""
+    """Inside, what torch draws is this rank's own. One number, the same on all ranks, and the rank
+    seed the generators; afterwards they go on as those of the others, with no state beside torch's.
+    """
     if comm.size == 1:
         yield
         return
@@ -234,9 +234,8 @@ def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
 
 
 class SummedGradients:
-    """In place of `module.forward`, of a module that sees a shard of the sequence, as a norm does:
-    the gradients of its own parameters are parts as well, and backward sums them over the ranks, in
-    one all-reduce."""
+    """In place of the forward of a norm, say, that sees a shard of the sequence: backward sums the
+    gradients of its own parameters over the ranks, in one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm

@@ -255,9 +255,10 @@ def _of_mesh(
     trained = [p for stage in stages for p in stage if p.requires_grad]
     gradient_bytes = sum(held[p] for p in trained)
     sent = bytes_by_axis(
-        **sizes, vocab=module.vocab, width=module.width, depth=module.depth,
-        context=module.context, key_width=module.width // module.heads * module.kv_heads,
-        tied=module.tied, rows=1, sequence=tokens // sizes["dp"], microbatches=microbatches,
+        pp=sizes["pp"], dp=sizes["dp"], tp=sizes["tp"], vocab=module.vocab, width=module.width,
+        depth=module.depth, context=module.context,
+        key_width=module.width // module.heads * module.kv_heads, tied=module.tied,
+        rows=1, sequence=tokens // sizes["dp"], microbatches=microbatches,
         sequence_parallel=sequence, element_bytes=module.head.weight.element_size(),
     )  # fmt: skip
     return Footprint(

@@ -1,5 +1,6 @@
-"""Which parts of a model are computed again, or offloaded, decided from outside its file.
+"""What is computed again, or offloaded: a function, or parts of a model, decided from outside.
 
+    recompute(fn, x)                              a function, from its inputs
     Recompute(model)                              each block, from its input         2sbh a layer
     Recompute(model, what="selective")            the core of attention, from q k v   34sbh
     Recompute(model, what=keep_products)          each block, but for the matrix products
@@ -14,15 +15,47 @@ Source: Korthikanti et al., arXiv 2205.05198, section 5.
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
 
 from torch import nn
 
 from labkit.memory.offload import Offload
-from labkit.memory.policies import Policy
+from labkit.memory.policies import Kept, Policy
 from labkit.memory.recompute import Check, Recomputed
 
 CHOICES = ("none", "selective", "full", "offload")
+Result = TypeVar("Result")
+
+
+def recompute(
+    fn: Callable[..., Result],
+    *args: Any,
+    policy: Policy | None = None,
+    preserve_rng: bool = True,
+    check: Check = "shapes",
+    **kwargs: Any,
+) -> Result:
+    """`fn(*args, **kwargs)`, of which only the inputs are kept for backward.
+
+    Args:
+        fn: a function or module. It must do the same when it is called again, and not change its
+            inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
+        policy: of which operations the results are kept, too: `policy(op) -> bool`.
+        preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
+            something is drawn. Known are torch's own generators; with a `generator=` of your own
+            draw outside, and hand in what was drawn.
+        check: of what the second run saves, number, shape, dtype and device are compared with the
+            first's; with "values" the numbers as well, which takes time; with "none" nothing.
+
+    Gradients are those without, bit for bit where the same kernels run. Works with any outputs,
+    inside another recompute, for several backwards, and where no input has a gradient.
+
+    Raises ValueError where `fn` changes an input, and, during backward, where it did something else
+    when it was called again; RuntimeError where a parameter that backward needs was changed since
+    forward. (That of a bias is not seen: backward does not ask for it.)
+    """
+    return Recomputed(fn, _kept_by(policy), preserve_rng, check)(*args, **kwargs)
 
 
 class _ForwardEdits:
@@ -91,9 +124,9 @@ class Recompute(_ForwardEdits):
                     f"this {type(module).__name__} is computed again already; call remove() of the "
                     "first Recompute, or give other blocks"
                 )
-        policy = what if callable(what) else None
+        kept = _kept_by(what if callable(what) else None)
         for module in chosen:
-            self._replace(module, Recomputed(module.forward, policy, preserve_rng, check))
+            self._replace(module, Recomputed(module.forward, kept, preserve_rng, check))
 
 
 class Choices(_ForwardEdits):
@@ -154,6 +187,10 @@ class _Offloaded:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Offloaded":
         """In a copy of the model: the copy's own method, over the same bus to the same memory."""
         return _Offloaded(deepcopy(self.forward, memo), self.offload)
+
+
+def _kept_by(policy: Policy | None) -> Callable[[], Kept] | None:
+    return None if policy is None else partial(Kept, policy)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

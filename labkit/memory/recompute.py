@@ -10,7 +10,7 @@
     time          one forward more: 4/3 of a step where backward takes twice a forward
 
 Dropout must draw the same mask again, and casts must be the same: conditions.py. Results of some
-operations can be kept all the same: policies.py. Which parts of a model: `Recompute`, edits.py.
+operations can be kept all the same: policies.py. `recompute` and `Recompute` of a model: edits.py.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; bytes:
 Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, use_reentrant=False.
@@ -18,7 +18,7 @@ Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, 
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -26,57 +26,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.memory.conditions import Conditions
-from labkit.memory.policies import Kept, Policy
 
-Result = TypeVar("Result")
 Check = Literal["shapes", "values", "none"]
 
 
-def recompute(
-    fn: Callable[..., Result],
-    *args: Any,
-    policy: Policy | None = None,
-    preserve_rng: bool = True,
-    check: Check = "shapes",
-    **kwargs: Any,
-) -> Result:
-    """`fn(*args, **kwargs)`, of which only the inputs are kept for backward.
-
-    Args:
-        fn: a function or module. It must do the same when it is called again, and not change its
-            inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
-        policy: of which operations the results are kept, too: `policy(op) -> bool`.
-        preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
-            something is drawn. Known are torch's own generators; with a `generator=` of your own
-            draw outside, and hand in what was drawn.
-        check: of what the second run saves, number, shape, dtype and device are compared with the
-            first's; with "values" the numbers as well, which takes time; with "none" nothing.
-
-    Gradients are those without, bit for bit where the same kernels run. Works with any outputs,
-    inside another recompute, for several backwards, and where no input has a gradient.
-
-    Raises ValueError where `fn` changes an input, and, during backward, where it did something else
-    when it was called again; RuntimeError where a parameter that backward needs was changed since
-    forward. (That of a bias is not seen: backward does not ask for it.)
-    """
-    return Recomputed(fn, policy, preserve_rng, check)(*args, **kwargs)
-
-
 class Recomputed:
-    """`recompute` of a function, to be called with the function's own arguments."""
+    """`recompute` of a function, to be called with the function's own arguments. `kept()` makes
+    what keeps some results of a call: `keeping()` is around forward, `serving()` around its rerun.
+    """
 
     runs_again_in_backward = True  # what context_parallel asks a forward
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        policy: Policy | None = None,
+        kept: Callable[[], Any] | None = None,
         preserve_rng: bool = True,
         check: Check = "shapes",
     ):
         if check not in ("shapes", "values", "none"):
             raise ValueError(f"check={check!r}: choose shapes, values or none")
-        self.fn, self.policy, self.preserve_rng, self.check = fn, policy, preserve_rng, check
+        self.fn, self.kept, self.preserve_rng, self.check = fn, kept, preserve_rng, check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -113,7 +83,7 @@ class _Call:
     def __init__(self, what: Recomputed, inputs: "_Inputs", conditions: Conditions):
         self.fn, self.check = what.fn, what.check
         self.inputs, self.conditions = inputs, conditions
-        self.kept = Kept(what.policy) if what.policy else None
+        self.kept = what.kept() if what.kept else None
         self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 

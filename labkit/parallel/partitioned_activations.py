@@ -4,14 +4,11 @@
                                                                   rank 1 keeps  ▫ ▪
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
-Under tensor parallelism with full recompute, what is kept of a block is its input, 2sbh bytes in
-2-byte types, and every rank has the same. Cut over the t ranks it is 2sbh/t.
-
-    each rank holds   1/t of every kept input
+    each rank holds   1/t of every kept input: 2sbh/t bytes a block in 2-byte types
     travels           an all-gather of x for each block in backward, (t-1)/t b s w elements, beside
-                      what tensor parallelism with full recompute sends anyway (tensor.py)
+                      what tensor parallelism with full recompute sends anyway
 
-Sequence parallelism comes to the same without these bytes: there x is in parts all the time.
+Sequence parallelism needs no such bytes: there x is in parts all the time.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
 """
 

@@ -7,9 +7,7 @@
     vocabulary costs 2.9)
 
 A step takes as long as the dearest stage, m times, so cut by cost where layers differ:
-`split(model, 4, measure_costs(model, x))`. Layers stay in order, so a choice is where to cut; the
-best is found exactly, by what is best for the first layers on fewer stages. Of several that are
-equally good there, the evenest is taken, whose sum of squares is the least.
+`split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
 """
@@ -38,9 +36,8 @@ def split(
         model: one with `embed`, `blocks`, (`norm`,) and `head`, as a GPT; an nn.Sequential; or a
             list of layers.
         stages: how many; ranks times chunks.
-        costs: of each layer (`layers_of` lists them), in any unit: cut so that the dearest stage
-            is cheapest. Without them stages have equally many layers, the first ones one more
-            where that does not divide; of a GPT its blocks count, and its ends go along.
+        costs: of each layer of `layers_of(model)`, in any unit. Without them stages have equally
+            many layers, the first ones one more; of a GPT its blocks count, and its ends go along.
 
     Raises ValueError for more stages than layers, costs that are not one for each layer, and a
     model that is none of these.
@@ -111,12 +108,9 @@ def _even(paths: list[str], stages: int) -> list[int]:
 def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
-    """Seconds of forward and backward of each layer, of `layers_of(model)`: the least of several
-    turns on x [rows, ...], best one micro-batch. Gradients and buffers are left as they were.
-
-    What it says holds for this machine and this moment; on ranks, measure on one and broadcast:
-    all must cut alike.
-    """
+    """Seconds of forward and backward of each layer of `layers_of(model)`, the least of several
+    turns on x [rows, ...], one micro-batch. Gradients and buffers are left as they were. On ranks,
+    measure on one and broadcast: all must cut alike."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
@@ -143,7 +137,8 @@ def measure_costs(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """How many consecutive layers each stage gets, 1 or more. `costs`: of each layer, in any unit.
+    """How many consecutive layers each stage gets, 1 or more, so that the dearest is cheapest; of
+    equally good choices the one with the least sum of squares. `costs`: of each layer, in any unit.
 
     Raises ValueError for more stages than layers, and for costs below 0 or not finite.
 

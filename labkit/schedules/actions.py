@@ -1,7 +1,5 @@
 """What a pipeline schedule is made of, and what travels between its stages.
 
-A schedule says for each stage what it computes, in which order. No torch, no times, no ranks.
-
     F  forward    of a micro-batch
     B  backward   the gradients of its input and of the weights, in one
     I  input      the first half of that: the gradient of the input, which the stage before waits
@@ -10,23 +8,17 @@ A schedule says for each stage what it computes, in which order. No torch, no ti
     U  update     the optimizer's step of this stage with the gradient of this micro-batch alone
 
 With v chunks, each of p stages has v pieces of the model, and the model goes round v times: chunk
-c of stage r is *virtual stage* c p + r. Of 2 stages with 2 chunks, stage 0 has the virtual stages 0
-and 2, stage 1 has 1 and 3.
-
-Messages follow from the schedule alone. From the last stage, chunk 0 sends to chunk 1 of stage 0:
+c of stage r is *virtual stage* c p + r, and the last stage's chunk 0 sends to chunk 1 of stage 0.
 
     virtual stage 0  -- activation -->  1  -- activation -->  2       after each forward
                      <--  gradient  --     <--  gradient  --          after each backward or input
 
-What one action sends and another receives is the same `Message`. The pipeline sends it, the rules
-ask whether it can come in time, the replay when.
+What one action sends and another receives is the same `Message`.
 """
 
-import re
 from typing import NamedTuple
 
 LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W", "update": "U"}
-PHASES = {letter: phase for phase, letter in LETTERS.items()}
 
 
 class Action(NamedTuple):
@@ -113,37 +105,6 @@ def chunks_of(schedule: Schedule) -> int:
 def microbatches_of(schedule: Schedule) -> int:
     """Micro-batches: 1 more than the highest number of one."""
     return 1 + max((action.microbatch for actions in schedule for action in actions), default=-1)
-
-
-def parse(text: str) -> list[Action]:
-    """The actions of one stage: "F0 F1 B0 B1", or "F0.1" with a chunk. Idle columns ("..") are
-    skipped. Raises ValueError for a word that is no action.
-
-    >>> parse("F0 .. I0.1")
-    [Action(phase='forward', microbatch=0, chunk=0), Action(phase='input', microbatch=0, chunk=1)]
-    """
-    actions = []
-    for place, word in enumerate(text.split()):
-        if set(word) == {"."}:
-            continue
-        match = re.fullmatch(r"([A-Za-z])(\d+)(?:\.(\d+))?", word)
-        if match is None or match[1].upper() not in PHASES:
-            raise ValueError(
-                f"{word!r}, word {place} of {text!r}, is no action; write a letter of "
-                f"{' '.join(PHASES)} and a micro-batch, as F0, or with a chunk F0.1"
-            )
-        actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))
-    return actions
-
-
-def parse_schedule(text: str) -> Schedule:
-    """A line for each stage, with or without "stage 0" before it; `check` says whether it is valid.
-
-    >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
-    True
-    """
-    lines = [re.sub(r"^\s*stage \d+", "", line) for line in text.splitlines()]
-    return [parse(line) for line in lines if line.strip()]
 
 
 def check_sizes(stages: int, microbatches: int) -> None:

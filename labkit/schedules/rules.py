@@ -73,42 +73,9 @@ def run_order(schedule: Schedule) -> list[tuple[int, int]]:
     return _simulate(schedule)[0]
 
 
-def show(schedule: Schedule) -> str:
-    """A table with a line for each stage, as `parse_schedule` reads it: each action as early as it
-    can be where all take equally long and messages no time. Raises ScheduleError as `check`.
-
-    >>> print(show([[Action("forward", 0), Action("backward", 0)]]))
-    stage 0  F0 B0
-    """
-    stages, chunks = len(schedule), chunks_of(schedule)
-    columns: list[list[int]] = [[] for _ in schedule]
-    made: dict[Message | None, int] = {None: -1}  # in which column
-    for stage, position in run_order(schedule):
-        action = schedule[stage][position]
-        before = columns[stage][-1] if position else -1
-        column = 1 + max(before, made[received(action, stage, stages, chunks)])
-        columns[stage].append(column)
-        made.setdefault(sent(action, stage, stages, chunks), column)
-    chunk = ".{0.chunk}" if chunks > 1 else ""
-    words = [
-        [f"{LETTERS[a.phase]}{a.microbatch}{chunk.format(a)}" for a in actions]
-        for actions in schedule
-    ]
-    width = max(len(word) for line in words for word in line)
-    lines = []
-    for stage, line in enumerate(words):
-        cells = ["." * width] * (1 + columns[stage][-1])
-        for column, word in zip(columns[stage], line, strict=True):
-            cells[column] = word.ljust(width)
-        lines.append(f"stage {stage:<{len(str(stages - 1))}}  {' '.join(cells)}".rstrip())
-    return "\n".join(lines)
-
-
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """How many activations each stage holds at most, one for each micro-batch and chunk: from its
-    forward until its backward, or until "weight", which needs them too.
-
-    With v chunks each is of 1/v of the stage's layers, so v of them are as much as one without.
+    """How many activations each stage holds at most, one for each micro-batch and chunk (1/v of the
+    stage's layers): from its forward until its backward, or until "weight", which needs them too.
     """
     peaks = []
     for actions in schedule:

@@ -16,9 +16,9 @@ for stage r of p; a micro-batch is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-1F1B's bubble is (p-1)(F+I+W). The way back is I now and not both, so (p-1)(F+I) is left;
-late W fill one W of that for each of p-1 stages, in the memory of 1F1B's first stage (on all stages
-now). ZB-H2 fills two for each, in almost twice the memory:
+1F1B's bubble is (p-1)(F+I+W). The way back is I now and not both, so (p-1)(F+I) is left; late W
+fill one W of that for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two for
+each, in almost twice the memory:
 
     3 stages, 5 micro-batches
 
@@ -26,15 +26,13 @@ now). ZB-H2 fills two for each, in almost twice the memory:
         stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-More forwards fill the time until the first I comes back, and the late W fill the end. No column
-between a stage's first and last action is empty. The stages still begin one after the other, and
-end so: the next step follows at once, if no stage waits for the others between steps (as it does
-for the norm of all gradients). So the bubble is counted on the stage that takes longest from its
-own first action to its own last: that is what a step adds to those before.
+No column between a stage's first and last action is empty, and the next step follows at once, if
+no stage waits for the others between steps (as for the norm of all gradients). So the bubble is
+counted on the stage that takes longest from its own first action to its last.
 
-F, I and W need not be equal. The bubble of ZB-H1 is as above while W <= F, that of ZB-H2 (never
-below 0) while W <= F or I <= F. Elsewhere it is (p-1) I, and (p-1)(I-F): the first stage has done
-as many forwards as it may hold, and waits for the first I. No order does better in that memory.
+The bubble of ZB-H1 is as above while W <= F, that of ZB-H2 (never below 0) while W <= F or I <= F.
+Elsewhere it is (p-1) I, and (p-1)(I-F): the first stage waits for the first I with as many forwards
+as it may hold. No order does better in that memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
 """
@@ -53,11 +51,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
-    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches.
-
-    >>> [str(action) for action in zero_bubble_h2(stages=2, microbatches=3)[1]]
-    ['F0', 'I0', 'F1', 'I1', 'F2', 'I2', 'W0', 'W1', 'W2']
-    """
+    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches."""
     _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)
     return [
         _stage(microbatches, 2 * (stages - stage) - 1, late=2 * stage) for stage in range(stages)

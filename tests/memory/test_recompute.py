@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from labkit import predict, record
-from labkit.memory.edits import Recompute
+from labkit.memory.edits import Recompute, recompute
 from labkit.memory.policies import keep_products
-from labkit.memory.recompute import recompute
 from labkit.models import GPT, PlainAttention
 from labkit.precision.autocasting import autocast
 from labkit.trace import CATEGORIES
@@ -742,7 +741,7 @@ def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
     names, forwards = list(model.state_dict()), [block.forward for block in model.blocks]
     with Recompute(model):
         assert list(model.state_dict()) == names
-        assert all(hasattr(block.forward, "policy") for block in model.blocks)
+        assert all(hasattr(block.forward, "runs_again_in_backward") for block in model.blocks)
         with pytest.raises(ValueError, match="this Block is computed again already"):
             Recompute(model, blocks=model.blocks[1:])
     assert [block.forward for block in model.blocks] == forwards

@@ -14,9 +14,8 @@ from labkit import Comm, World
 from labkit.parallel.pipeline import deferred_weights, virtual_stage
 from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.tied import Tied
-from labkit.parallel.pipeline.virtual_stage import VirtualStage
-from labkit.parallel.pipeline.weight_versions import WeightVersions
+from labkit.parallel.pipeline.synchronising import Tied
+from labkit.parallel.pipeline.virtual_stage import VirtualStage, WeightVersions
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from labkit.parallel.common import agreement, clipping
 from labkit.parallel.common.shards import Shard
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.tied import Tied
+from labkit.parallel.pipeline.synchronising import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer

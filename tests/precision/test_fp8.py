@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
-from labkit.memory.recompute import recompute
+from labkit.memory.edits import recompute
 from labkit.precision import fp8
 from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
 

@@ -202,9 +202,9 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [*(f"schedules.{file}" for file in (*FILES, "actions", "rules")), "schedules",
-               "parallel.splitting"],
-)  # fmt: skip
+    "module",
+    [*(f"schedules.{file}" for file in (*FILES, "actions", "text")), "parallel.splitting"],
+)
 def test_the_examples_in_a_file_are_right(module: str) -> None:
     found = doctest.testmod(import_module(f"labkit.{module}"))
     assert found.attempted > 0 and found.failed == 0

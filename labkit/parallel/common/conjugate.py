@@ -14,9 +14,8 @@ of an MLP, whose weights A and B are cut, stand f and g:
     x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
     x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
 
-Backward runs the other way: what f sums there are the ranks' parts of the gradient of x, each by
-its own columns of A. A parameter that every rank has whole, but uses on a part of the sequence
-only, has a gradient in parts as well: it goes through f where it is used.
+A parameter that every rank has whole, but uses on a shard of the sequence only, has a gradient in
+parts, and goes through f, too.
 
 Bus bytes of a rank, for S bytes of the whole tensor: all-reduce 2(t-1)/t S, the others (t-1)/t S.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
@@ -51,18 +50,14 @@ def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """All ranks' `x`, of one shape, beside each other along `dim`; in backward the own part.
-
-    For what is the same on all ranks from there on, so that they all have its whole gradient.
-    """
+    """All ranks' `x`, of one shape, concatenated along `dim`; in backward the own part. For what is
+    the same on all ranks from there on, so that they all have its whole gradient."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
 def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """Of `x`, the same on all ranks, the own part along `dim`; in backward all ranks' parts.
-
-    Raises ValueError where `dim` does not divide over the ranks.
-    """
+    """Of `x`, the same on all ranks, the own part along `dim`; in backward all ranks' parts. Raises
+    ValueError where `dim` does not divide over the ranks."""
     check_divides(x, comm, dim)
     return x if comm.size == 1 else Exchange.apply(x, own_part, gathered, comm, dim)
 
@@ -123,16 +118,13 @@ class Exchange(torch.autograd.Function):
 
 
 def summed(x: Tensor, comm: Comm) -> Tensor:
-    """The sum of all ranks' `x`, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(x)
     return x
 
 
 def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """All ranks' `x` beside each other along `dim`."""
-    parts, _ = gather_parts(x, comm)
-    return torch.cat(parts, dim)
+    return torch.cat(gather_parts(x, comm)[0], dim)
 
 
 def gather_parts(
@@ -144,14 +136,13 @@ def gather_parts(
 
 
 def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' `x`."""
     return sum_scattered(x, comm, dim)[0]
 
 
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """As `own_sum`, which waits."""
+    """This rank's part along `dim` of the sum of all ranks' `x`."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)

@@ -5,9 +5,9 @@ Checkpoints do without: there each rank writes its part (labkit/checkpoints).
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from labkit.parallel.common.conjugate import gathered
 from labkit.parallel.common.sharder import InStages, Sharder, fulfils, shards_parameters
 from labkit.parallel.common.shards import Shard, shard_of
 
@@ -54,5 +54,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 def _joined(x: Tensor, shard: Shard) -> Tensor:
     """All ranks' parts beside each other, without the padding at the end."""
-    there = gathered(x.to(shard.comm.own_device()), shard.comm, shard.dim)
-    return there.narrow(shard.dim, 0, shard.whole).to(x.device)
+    own = x.to(shard.comm.own_device())
+    parts = list(own.new_empty([shard.comm.size, *own.shape]))
+    shard.comm.all_gather(parts, own)
+    return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole).to(x.device)

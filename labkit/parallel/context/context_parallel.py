@@ -4,9 +4,8 @@
     rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
     rank 1         quick brown │ fox jumps           chunks 1 and 2
 
-Embedding, norms, MLP and loss look at one token at a time: with s/n of them a rank does 1/n of the
-work, and holds 1/n of the activations, and nothing travels. Attention alone looks across, so
-attention alone is replaced:
+Embedding, norms, MLP and loss look at one token at a time: a rank does 1/n of the work and holds
+1/n of the activations. Attention alone looks across, and is replaced:
 
     way="ring"      blocks of k and v travel past the queries       ring_attention.py
     way="ulysses"   ranks swap tokens for heads, and back           ulysses.py
@@ -16,16 +15,12 @@ attention alone is replaced:
     x, y = (sequence_shard(t, comm) for t in (x, y))        # its own tokens, as many as on others,
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
 
-That is what data parallelism does with rows; so DDP, ZeroOptimizer and ZeRO3 do it with tokens. On
-a mesh, give them the data-parallel and the context-parallel ranks together, `mesh["dp", "cp"]`:
-every parameter is marked with `comm` (common/shards.py), and strategies over fewer ranks refuse it.
+On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data-parallel and the context-parallel ranks
+together, `mesh["dp", "cp"]`: every parameter is marked with `comm` (common/shards.py), and
+strategies over fewer ranks refuse it.
 
-    each rank holds   the model, and 1/n of all activations
-    travels           per layer, what the two files say; per step, the gradients, as for rows
-
-Dropout inside attention: not with "ring", whose tiles draw no masks (ValueError); with "ulysses" as
-the model's own core does it. That, and all other dropout, draws from the random numbers of each
-rank: seed the ranks differently after the model is built, as for rows.
+Dropout draws from the random numbers of each rank: seed the ranks differently after the model is
+built, as for rows. Inside attention, the tiles of "ring" draw no masks (ValueError).
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
 Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -50,18 +45,17 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     """Have `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
 
     Args:
-        model: a plain GPT, edited in place: each `attn.core` becomes another. It must be causal,
-            as that of labkit.GPT is.
+        model: a plain GPT, edited in place: each `attn.core`, which must be causal, is replaced.
         comm: the ranks that share each sequence.
         way: "ring": any heads, s must split into 2n chunks; "ulysses": n must also divide the heads
             and the key-value heads.
 
-    Returns the model. Weights and their names stay what they are. Where `model(tokens)` is called
-    without `positions`, they are filled in: those of this rank's shard.
+    Returns the model, its weights and names unchanged. Where `model(tokens)` is called without
+    `positions`, those of this rank's shard are filled in.
 
-    Raises ValueError where there is no `attn.core`, or what is there cannot be replaced; where a
-    strategy that has the parameters already is over fewer ranks; in forward where a sequence does
-    not split, or is longer than the model's context.
+    Raises ValueError where there is no `attn.core`, or it cannot be replaced; where a strategy that
+    has the parameters already is over fewer ranks; in forward where a sequence does not split, or
+    is longer than the model's context.
     """
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):

@@ -8,8 +8,8 @@
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-What a rank finds in one step is attention to some keys, as FlashAttention gives it: out, and for
-each query L, the logarithm of the sum of exp(score). Two such results become one:
+One step gives attention to some keys, as FlashAttention does: out, and for each query L, the
+logarithm of the sum of exp(score). Two such results become one:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 
@@ -21,18 +21,16 @@ With zig-zag shards (zigzag.py) each half of a block is before all queries of a 
 
 So nothing is masked but on the diagonal, and in every step all ranks do the same work.
 
-Backward lets k and v travel again. The gradient of a block grows where the block is: it follows it
-from rank to rank, and comes home in the end, where the owner's own part has waited.
+In backward k and v travel again. The gradient of a block follows it from rank to rank, and is added
+to the owner's own part in the end.
 
     kept      q, k, v, out, and L: 4 bytes a row. Linear in s/n; no score is kept
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
     hidden    where computing with a block takes longer than its way: labkit/predict/context.py
 
-Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
-Context", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv 2407.21783, section 3.3.2, which cuts
-the sequence so but gathers all k and v at once. Each step: labkit/memory/flash_attention.py.
-
+Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
+2407.21783, section 3.3.2, which cuts the sequence so but gathers all k and v at once.
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 
@@ -65,11 +63,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE
     """Causal attention to a whole sequence, of which each rank gives its `sequence_shard`.
 
     Args:
-        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are,
-            are computed in float32 and rounded at the end.
-        tile: queries and keys whose scores are there at once; memory at work goes with its square.
+        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are
+            and are computed in float32.
+        tile: queries and keys whose scores are computed at once; memory grows with its square.
 
-    Returns [b, h, s/n, e], in the type of q. All ranks call it. Has a first derivative, no second.
+    Returns [b, h, s/n, e], in the dtype of q. Has a first derivative, no second.
     Raises ValueError for shapes or types that do not fit together, or a shard without two halves.
     """
     check_fit(q, k, v, tile)

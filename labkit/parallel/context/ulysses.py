@@ -8,9 +8,8 @@
            2  ░  ░  ░  ░   rank 1    <──────────    3   ▪  ▪ │ ░  ░
            3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
 
-Heads do not know each other: with h/n of them and all tokens, a rank computes attention by any
-kernel, as a single process would, dropout included. q, k and v go there, the result comes back:
-four all-to-alls forward, and the same four, the other way round, backward.
+With h/n heads and all tokens, a rank computes attention by any kernel, dropout included. q, k and v
+go there, the result comes back: four all-to-alls forward, and the same four reversed backward.
 
     travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
               less and less with more ranks, where the ring's blocks sum up to (n-1)/n · 2 g b s e

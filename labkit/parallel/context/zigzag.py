@@ -7,13 +7,12 @@ The sequence is cut into 2n chunks, and rank r has two of them, r and 2n-1-r:
     rank                     0     1     2     2     1     0
     chunks of keys it sees   1     2     3     4     5     6
 
-A query sees the keys before it, so late chunks are more work than early ones. Each rank has an
-early and a late one, and both together see 2n+1 chunks of keys, whoever it is: 7 here. Had rank r
-the chunks 2r and 2r+1, the last rank would see 11, and the others would wait for it.
+A query sees the keys before it, so late chunks are more work than early ones. The early and the
+late one of any rank see 2n+1 chunks of keys together, 7 here. Had rank r the chunks 2r and 2r+1,
+the last rank would see 11, and the others would wait for it.
 
-Source: Llama Team, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2 (context
-parallelism). "Striped Attention", Brandon et al., arXiv 2311.09431, section 3, balances the same
-work by other shards: rank r has every n-th token, from r on.
+Source: Llama Team, arXiv 2407.21783, section 3.3.2. "Striped Attention", Brandon et al., arXiv
+2311.09431, balances the same work by other shards: rank r has every n-th token, from r on.
 """
 
 from collections.abc import Sequence
@@ -25,20 +24,15 @@ from labkit.comm import Comm
 
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """This rank's part of `x`, which is whole on every rank: chunks r and 2n-1-r of 2n along `dim`.
-
-    Tokens and targets are cut alike: [b, s] -> [b, s/n].
-    Raises ValueError when `dim` does not split into 2n equal chunks. One rank has all, of any
-    length.
-    """
+    """This rank's part of `x`, which is whole on every rank: chunks r and 2n-1-r of 2n along `dim`,
+    [b, s] -> [b, s/n]. Raises ValueError when `dim` does not split into 2n equal chunks; one rank
+    has all, of any length."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 
 def positions_of(length: int, comm: Comm, device: torch.device | str | None = None) -> Tensor:
-    """Where in a whole sequence of `length` tokens this rank's tokens stand: [length / n] integers.
-
-    Raises ValueError as `sequence_shard` does.
-    """
+    """The positions of this rank's tokens in a sequence of `length`: [length / n] integers. Raises
+    ValueError as `sequence_shard` does."""
     return sequence_shard(torch.arange(length, device=device), comm, dim=0)
 
 

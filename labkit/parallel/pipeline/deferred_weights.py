@@ -1,15 +1,12 @@
 """The two halves of backward apart: the gradient of the input now, that of the weights later.
 
     backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
-                                  weight   dW = dyᵀ x, db = Σ dy     nobody waits for it
+                                  weight   dW = dyᵀ x, db = Σ dy     no stage waits for it
 
-Inside `deferring`, each plain nn.Linear (and whoever else has a `_labkit_later`) puts its second
-half on a list instead of computing it; it keeps x and dy for that. What else has parameters, a
-norm or an embedding, gets their gradients with the first half: they cost little. `run_later` then
-computes what is on the list as a backward of its own, so that gradients arrive as they always do,
-with every hook that waits for them.
-
-The first half runs inside `deferring`, too: what is computed again there is put off as well.
+Inside `deferring`, each plain nn.Linear (and any module with a `_labkit_later`) puts its second
+half on a list instead of computing it, with the x and dy that it needs. Other parameters, of norms
+and embeddings, get their gradients with the first half: they cost little. `run_later` runs the list
+as a backward, with every hook. The first half runs inside `deferring`, too, for recompute.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -79,8 +76,8 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; its backward computes dx, and keeps x and dy for dW.
 
-    Parameters are no inputs of it: autograd would call their hooks here already, with nothing. The
-    anchor has the backward run where x wants no gradient."""
+    Parameters are no inputs: autograd would call their hooks here already, with nothing. The anchor
+    has the backward run where x needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:
@@ -94,25 +91,30 @@ class _InputHalf(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.later.append(partial(_WeightHalf.apply, ctx.weight, ctx.bias, x.detach(), dy))
+        parameters = [p for p in (ctx.weight, ctx.bias) if p is not None and p.requires_grad]
+        ctx.later.append(partial(WeightHalf.apply, _of_linear, x.detach(), dy, *parameters))
         dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[1] else None
         return None, dx, None, None
 
 
-class _WeightHalf(torch.autograd.Function):
-    """Computes nothing; its backward makes dW and db."""
+class WeightHalf(torch.autograd.Function):
+    """Computes nothing; its backward returns the gradients of the parameters, which
+    `gradients(x, dy)` yields in their order."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: Any, x: Tensor, dy: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x, dy)
-        ctx.dtype = weight.dtype
+        ctx.gradients, ctx.dtypes = gradients, [p.dtype for p in parameters]
         return dy.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> Any:
-        x, dy = ctx.saved_tensors
-        dy = dy.reshape(-1, dy.shape[-1])
-        dw = dy.T @ x.reshape(-1, x.shape[-1]).to(dy.dtype)
-        db = dy.sum(0).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        return dw.to(ctx.dtype), db, None, None
+        gradients = ctx.gradients(*ctx.saved_tensors)
+        return None, None, None, *(g.to(dtype) for dtype, g in zip(ctx.dtypes, gradients))
+
+
+def _of_linear(x: Tensor, dy: Tensor) -> Iterator[Tensor]:
+    dy = dy.reshape(-1, dy.shape[-1])
+    yield dy.T @ x.reshape(-1, x.shape[-1]).to(dy.dtype)
+    yield dy.sum(0)

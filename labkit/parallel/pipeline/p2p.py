@@ -1,19 +1,15 @@
-"""The messages of a pipeline: nobody waits in order to send, and receives are posted ahead.
+"""The messages of a pipeline: no rank waits in order to send, and receives are posted ahead.
 
-    rank 0     F0 F1 ────────── F2                  every rank knows the lists of all: rank 1
+    rank 0     F0 F1 ────────── F2                  every rank knows the actions of all: rank 1
                  ╲  ╲             ╲                 knows what rank 0 sends, and in which order
     rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
                      └ posted before F0 runs        before it computes
 
-A receive that is asked for posts those before it, and one ahead: a message arrives while its
-receiver computes, and no two ranks wait for each other in a wrong order. A send leaves at once; its
-tensor belongs to it until it is over, and is let go then.
+A message arrives while its receiver computes, and no two ranks wait for each other. A send starts
+at once and keeps its tensor until it has completed.
 
-What travels is [rows, ...]: the rows of each micro-batch are known to all, the rest (its shape, its
-type, whether a gradient comes back) is told once for each boundary, before its first message.
-
-Where tensor-parallel ranks have the same to send, each can send a part (scatter_gather.py). A part
-arrives in its place in the whole, and the others join it when the message is taken.
+What travels is [rows, ...]: the rows of each micro-batch are known to all; the rest (shape, dtype,
+whether a gradient comes back) is sent once for each boundary, before its first message.
 """
 
 from collections import deque
@@ -25,7 +21,7 @@ from torch import Tensor
 
 from labkit.comm import Comm, CommError, Handle
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
-from labkit.schedules.actions import Message, Schedule, chunks_of, sent
+from labkit.schedules.actions import Action, Message, Schedule, chunks_of, sent
 
 TAGS = {"activation": 101, "gradient": 102, "meta": 103}
 MOST_DIMS = 8
@@ -44,19 +40,22 @@ class TensorMeta(NamedTuple):
 
     def to_tensor(self) -> Tensor:
         """[11] int64."""
-        room = [0] * (MOST_DIMS - len(self.rest))
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
-        return torch.tensor([*head, *self.rest, *room])
+        return torch.tensor([*head, *self.rest, *[0] * (MOST_DIMS - len(self.rest))])
 
     @staticmethod
     def from_tensor(numbers: Tensor) -> "TensorMeta":
-        """The way back."""
         dtype, has_gradient, dims, *rest = numbers.tolist()
         return TensorMeta(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
 
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        shape = ", ".join(["rows", *map(str, self.rest)])
+        return f"{kind} [{shape}]" + ("" if self.has_gradient else " without a gradient")
+
 
 class PendingSend(NamedTuple):
-    """A send that is under way. Until it is over, its tensor must stay what it is."""
+    """A send under way. Until it has completed, its tensor must not change."""
 
     handle: Handle
     x: Tensor
@@ -64,7 +63,7 @@ class PendingSend(NamedTuple):
     what: str
 
     def wait(self) -> None:
-        """Let go. Raises ValueError where somebody wrote into the tensor meanwhile."""
+        """Release the tensor. Raises ValueError where it was written to meanwhile."""
         self.handle.wait()
         if _version(self.x) != self.version:
             raise ValueError(
@@ -79,24 +78,26 @@ def _version(x: Tensor) -> int:
 
 
 class P2PChannel:
-    """What this rank sends and receives in one step after the other of `schedule`: whole tensors,
-    or its `parts` of them."""
+    """What this rank sends and receives in each step of `schedule`: tensors, or `parts` of them."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
-        self.comm, self._chunks, self._parts = comm, chunks_of(schedule), parts
-        self._orders = {source: self._from(source, schedule[source]) for source in range(comm.size)}
+        self.comm, self._parts = comm, parts
+        self._orders = {
+            source: self._from(source, actions, chunks_of(schedule))
+            for source, actions in enumerate(schedule)
+        }
         self._metas: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
         self._leaving: deque[PendingSend] = deque()
         self._in_step = False
 
-    def _from(self, source: int, actions: Sequence[object]) -> list[Message]:
+    def _from(self, source: int, actions: Sequence[Action], chunks: int) -> list[Message]:
         """The messages from that rank to this one, in the order in which it sends them."""
         size, rank = self.comm.size, self.comm.rank
-        messages = (sent(one, source, size, self._chunks) for one in actions)  # type: ignore[arg-type]
-        return [one for one in messages if one and one.target % size == rank != source]
+        messages = [sent(action, source, size, chunks) for action in actions]
+        return [m for m in messages if m and m.target % size == rank != source]
 
     def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
-        """A step, with so many rows in each micro-batch; `afresh`: what travels looks different.
+        """A step, with so many rows in each micro-batch; `afresh`: shapes or dtypes have changed.
         Raises RuntimeError where the step before was cut short."""
         if self._in_step:
             raise RuntimeError(
@@ -104,14 +105,13 @@ class P2PChannel:
                 "under way; make a new Pipeline (on a new World or group)"
             )
         self._in_step, self._rows, self._device = True, rows, device
-        self._coming = {source: deque(order) for source, order in self._orders.items()}
+        self._expected = {source: deque(order) for source, order in self._orders.items()}
         self._posted: dict[Message, tuple[Handle, Tensor]] = {}
-        self._here: dict[Message, Tensor] = {}  # from this rank to itself
+        self._local: dict[Message, Tensor] = {}  # from this rank to itself
         if afresh:
             self._metas.clear()
 
     def end(self) -> None:
-        """All that was sent has arrived."""
         while self._leaving:
             self._leaving.popleft().wait()
         self._in_step = False
@@ -119,7 +119,7 @@ class P2PChannel:
     # --- sending ------------------------------------------------------------------------------
 
     def send(self, message: Message, x: Tensor | None) -> None:
-        """Let `x` leave, and go on. (None: there is no gradient.)"""
+        """Start to send `x`; None: there is no gradient."""
         self._let_go()
         if message.what == "activation":
             assert x is not None
@@ -128,22 +128,22 @@ class P2PChannel:
             return
         x = x.detach()
         if message.target % self.comm.size == self.comm.rank:
-            self._here[message] = x
+            self._local[message] = x
         else:
             self._post_send(x, message)
 
     def _post_send(self, x: Tensor, message: Message) -> None:
-        target = message.target % self.comm.size
-        what = "output" if message.what == "activation" else "gradient"
-        what = f"{what} of stage {message.source} (rank {self.comm.rank}), micro-batch "
+        kind = "output" if message.what == "activation" else "gradient"
+        what = f"{kind} of stage {message.source} (rank {self.comm.rank}), micro-batch "
         what += f"{message.microbatch},"
         if self._parts:
             x = self._parts.own_part(x, what)
-        self._leave(x, target, message.what, f"the {what}")
+        self._start(x, message, message.what, f"the {what}")
 
-    def _leave(self, x: Tensor, target: int, kind: str, what: str) -> None:
-        before = _version(x)
-        self._leaving.append(PendingSend(self.comm.isend(x, target, TAGS[kind]), x, before, what))
+    def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
+        version = _version(x)
+        handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
+        self._leaving.append(PendingSend(handle, x, version, what))
 
     def _let_go(self) -> None:
         """Of tensors that have arrived."""
@@ -164,12 +164,11 @@ class P2PChannel:
         meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._metas.setdefault(boundary, meta)
         if known is meta and message.target % self.comm.size != self.comm.rank:
-            target = message.target % self.comm.size
-            self._leave(meta.to_tensor(), target, "meta", f"{at}: what its output looks like")
+            self._start(meta.to_tensor(), message, "meta", f"{at}: what its output looks like")
         if known != meta:
             raise ValueError(
-                f"{at}: its output is {_describe(meta)}, and was {_describe(known)} before; what a "
-                "stage hands on has the same shape and type for every micro-batch, but for its rows"
+                f"{at}: its output is {meta}, and was {known} before; what a stage hands on has "
+                "the same shape and type for every micro-batch, but for its rows"
             )
 
     # --- receiving ----------------------------------------------------------------------------
@@ -179,15 +178,15 @@ class P2PChannel:
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
-        """What this message brings: [rows, ...], an activation with `requires_grad` where the
-        stage before wants a gradient; None for a gradient that nobody wants.
+        """Returns [rows, ...], an activation with `requires_grad` where the stage before needs a
+        gradient; None for a gradient that it does not need.
 
-        Raises CommError where it does not come: its sender died, or did not come in time.
+        Raises CommError where the message does not arrive: its sender died, or was too late.
         """
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:
-            x = self._here.pop(message)
+            x = self._local.pop(message)
         else:
             x = self._received(message)
         if message.what == "activation" and self._metas[message.source].has_gradient:
@@ -213,11 +212,11 @@ class P2PChannel:
         return x
 
     def _post_next(self, source: int, wanted: bool) -> None:
-        """Be ready for the next message from that rank. If it is not `wanted` yet, only where it
-        is known what it looks like."""
-        if not self._coming[source]:
+        """Post the receive of the next message from that rank. If it is not `wanted` yet, only
+        where its shape is known."""
+        if not self._expected[source]:
             return
-        message = self._coming[source][0]
+        message = self._expected[source][0]
         boundary = min(message.source, message.target)
         if boundary not in self._metas:
             if not wanted:
@@ -225,17 +224,10 @@ class P2PChannel:
             numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
             self.comm.recv(numbers, source, TAGS["meta"])
             self._metas[boundary] = TensorMeta.from_tensor(numbers)
-        self._coming[source].popleft()
+        self._expected[source].popleft()
         meta = self._metas[boundary]
         if message.what == "activation" or meta.has_gradient:
             shape = self._rows[message.microbatch], *meta.rest
             x = torch.empty(shape, dtype=meta.dtype, device=self._device)
             room = self._parts.room(x) if self._parts else x
             self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
-
-
-def _describe(meta: TensorMeta) -> str:
-    kind = str(meta.dtype).removeprefix("torch.")
-    return f"{kind} [rows{''.join(f', {n}' for n in meta.rest)}]" + (
-        "" if meta.has_gradient else " without a gradient"
-    )

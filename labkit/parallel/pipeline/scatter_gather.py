@@ -4,18 +4,15 @@
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
-After g (common/conjugate.py) all t ranks of a stage have the same x, and the next stage needs it on
-all of its own. Sent whole, it goes t times over the wires between the stages, which are the slow
-ones; so each rank sends its part to the rank of the same tp index, and the parts are put together
-over the wires inside a node. Gradients go back likewise.
+After g (common/conjugate.py) all t ranks of a stage have the same x. Sent whole, it goes t times
+over the slow wires between the stages; so each rank sends a part to the rank of the same tp index,
+and the parts are gathered over the wires inside a node. Gradients go back likewise.
 
     travels     b s h / t elements a boundary, direction, micro-batch and rank, instead of b s h;
                 and an all-gather over tp where it arrives: b s h (t-1)/t (bus bytes)
 
-A part is a range of x lying flat, so any shape is cut; where t does not divide, the first ranks'
-parts have one element more. Nothing is computed: the numbers are the same to the bit.
-
-With sequence parallelism x is cut already, and each rank's part is another. There it is refused.
+A part is a range of x lying flat, so any shape is cut. With sequence parallelism x is cut already,
+and scatter/gather is refused.
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
@@ -40,18 +37,18 @@ class ScatterGather:
     def own_part(self, x: Tensor, what: str) -> Tensor:
         """What this rank sends of x [rows, ...]: its range, flat. A view, where x lies flat.
 
-        Raises ValueError where calls are compared (`World(check=True)`) and x, which is `what`
-        in words, is not the same on all."""
+        Raises ValueError, naming `what`, where calls are compared (`World(check=True)`) and x is
+        not the same on all."""
         advice = "scatter_gather sends a part of each and needs them equal to the bit"
         check_same(self.comm, what, lambda: checksum([x]), advice)
-        return self.parts(x.contiguous())[self.comm.rank]
+        return self.room(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
         """The ranges of a contiguous tensor, one for each rank; views, [numel / t]."""
         return whole.view(-1).split(events.chunk_sizes(whole.numel(), self.comm.size))
 
     def room(self, whole: Tensor) -> Tensor:
-        """Where in `whole` this rank's part arrives."""
+        """This rank's part of `whole`, a view."""
         return self.parts(whole)[self.comm.rank]
 
     def gather(self, whole: Tensor) -> None:
@@ -69,28 +66,24 @@ def scatter_gather_over(
     Raises ValueError, on all of them, where some rank gave other ranks to it, where those have
     different parts of what travels, or where stages are cut over others."""
     comm = None if comm is None else Comm.of(comm)
-    mine = None if comm is None else (comm.rank, comm.size)
+    own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
     wrong = _wrong(comm, pipeline, list(stages)) if comm is not None and comm.size > 1 else ""
-    every = pipeline.all_gather_object((mine, wrong))
-    for rank, (_, said) in enumerate(every):
-        if said:
-            raise ValueError(f"scatter_gather, stage of rank {rank}: {said}")
-    for rank, (other, _) in enumerate(every):
-        if other != every[0][0]:
+    every = pipeline.all_gather_object((own, wrong))
+    for rank, (_, wrong) in enumerate(every):
+        if wrong:
+            raise ValueError(f"scatter_gather, stage of rank {rank}: {wrong}")
+    for rank, (place, _) in enumerate(every):
+        if place != every[0][0]:
             raise ValueError(
-                f"scatter_gather is {_told(other)} on rank {rank} of the pipeline and "
-                f"{_told(every[0][0])} on rank 0; a part goes to the rank of the same index: give "
-                "mesh.tp of one Mesh(pp=..., tp=...) on every rank"
+                f"scatter_gather is {place} on rank {rank} of the pipeline and {every[0][0]} on "
+                "rank 0; a part goes to the rank of the same index: give mesh.tp of one "
+                "Mesh(pp=..., tp=...) on every rank"
             )
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None
 
 
-def _told(place: tuple[int, int] | None) -> str:
-    return "not given" if place is None else f"rank {place[0]} of {place[1]}"
-
-
 def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
-    """Why these ranks do not have the same tensor to send, in words."""
+    """Why these ranks do not have the same tensor to send."""
     ranks = list(comm.ranks)
     if len({*ranks} & {*pipeline.ranks}) > 1:
         return (
@@ -98,22 +91,21 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
         )
     for stage in stages:
         for path, part in stage.named_modules():
-            if getattr(part, "sequence", False) is True and _over(part) == ranks:
+            if getattr(part, "sequence", False) is True and _ranks_of(part) == ranks:
                 return (
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
                 )
-        cut = [one.ranks for one in comms_of(stage.parameters()) if list(one.ranks) != ranks]
-        if cut:
+        cut = [list(other.ranks) for other in comms_of(stage.parameters())]
+        if others := [other for other in cut if other != ranks]:
             return (
-                f"parameters are cut over ranks {[*cut[0]]}, and it is over {ranks}; give mesh.tp"
+                f"parameters are cut over ranks {others[0]}, and it is over {ranks}; give mesh.tp"
             )
-        sharing = [one for p in stage.parameters() if (one := sequence_comm_of(p)) is not None]
-        if any(len({*one.ranks} & {*ranks}) > 1 for one in sharing):
+        sequences = [c.ranks for p in stage.parameters() if (c := sequence_comm_of(p)) is not None]
+        if any(len({*shared} & {*ranks}) > 1 for shared in sequences):
             return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""
 
 
-def _over(part: Any) -> list[int]:
-    """The ranks over which a layer is cut."""
+def _ranks_of(part: Any) -> list[int]:
     return list(getattr(getattr(part, "comm", None), "ranks", ()))

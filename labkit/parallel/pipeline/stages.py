@@ -1,12 +1,12 @@
 """The stages of a pipeline: layers of one model, each under its name in the whole.
 
-A stage takes consecutive whole layers: its parameters are called `blocks.3.attn.q.weight`, wherever
-block 3 is. Layers are the same objects, not copies. A stage that is no `Layers` has the names that
-it would have in nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
+Parameters are called `blocks.3.attn.q.weight`, wherever block 3 is; those of a stage that is no
+`Layers` as in nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from functools import reduce
+from typing import Any
 
 from torch import nn
 
@@ -35,28 +35,23 @@ class Layers(nn.Module):
     @property
     def layers(self) -> dict[str, nn.Module]:
         """Each with its path."""
-        return {path: self._at(path) for path in self._paths}
-
-    def _at(self, path: str) -> nn.Module:
-        place: Any = self
-        for name in path.split("."):
-            place = place._modules[name]
-        return cast(nn.Module, place)
+        return {path: reduce(_child, path.split("."), self) for path in self._paths}
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """What one rank, which has the stages `own`, has of a model, under the names of the whole:
-        of stages of `split` those of the model, of others those of nn.Sequential(*stages). A
-        wrapper, as DDP, is passed over.
-
-        Raises ValueError where a name stands for two layers, in any stages."""
+        """The stages `own` of one rank, under their names in the whole model, without wrappers, as
+        DDP. Raises ValueError where two layers of any stages have one name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         _check_names(layers)
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
 
 
+def _child(module: Any, name: str) -> Any:
+    return module._modules[name]
+
+
 def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
-    """The layers of stage `index` by their names in the whole model; a wrapper is passed over."""
+    """The layers of stage `index` by their names in the whole model, without a wrapper."""
     inner = unwrapped(stage)
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 
@@ -68,8 +63,8 @@ def prefix_of(index: int, stage: nn.Module) -> str:
 
 
 def further_names(stages: Sequence[nn.Module]) -> dict[str, str]:
-    """Of parameters and buffers that are in the whole model several times, wherever it is cut, the
-    further names, each with the first: {"head.weight": "embed.tokens.weight"}."""
+    """Each further name of a parameter or buffer that is in the whole model several times, with the
+    first: {"head.weight": "embed.tokens.weight"}."""
     first: dict[int, str] = {}
     further: dict[str, str] = {}
     for index, stage in enumerate(stages):

@@ -1,47 +1,62 @@
-"""When the replicas of a stage average their gradients: a pipeline runs many backwards in a step.
+"""Gradients that several ranks have: averaged over replicas, summed over copies of a parameter.
+
+Replicas of a stage average theirs. A pipeline runs many backwards in a step:
 
     1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
     DDP, stage 1 of ZeRO                         └ here, once          2 (d-1)/d G
     stage 2 of ZeRO                  B0    B1    B2 in each      (m+1) (d-1)/d G
     ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
 
-Legend: d replicas, m micro-batches, G bytes of the stage's parameters, and of their gradients; what
-one rank sends in a step.
+Stages 2 and 3 hold no whole gradients, or weights, so they must send as often as these are made and
+used. DeepSpeed's PipelineEngine refuses both; here they run. Refused is what would be wrong, or
+cost more still: a schedule that defers the gradients of weights, with either; a tied embedding in
+ZeRO-3; updates without a flush, with any of them.
 
-Stages 2 and 3 do without whole gradients, or weights, so they must send as often as these are made
-and used. That is right, and in a pipeline, whose micro-batches are many, dear: (m+1)/2 and 3m/2
-times what DDP sends. DeepSpeed's PipelineEngine refuses both; Megatron-LM's distributed optimizer
-is stage 1. Here they run, and `predict.bytes_by_axis` says what they cost. Refused is what would be
-wrong, or dearer still: a schedule that puts the gradients of weights off, with either; a tied
-embedding in ZeRO-3 (tied.py); updates without a flush, with any of them.
+A tied parameter, as an embedding that is the head, too, is on several stages:
+
+    stage 0   embed ─ ...          dE from looking tokens up      ╲
+    stage 3   ... ─ head           dE from scoring tokens         ╱  one all-reduce of the two ranks
+
+Each owner has a copy, all start as the first owner's, and all take the same step by the same sum.
+The owners are a group, the embedding group; on a mesh one for each data- and tensor-parallel index:
+
+    Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
+
+    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after its replicas are averaged;
+                of a ZeroOptimizer's, which has it in a bucket of its own, this rank's share, 1/dp
+
+Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
+Source: Megatron-LM, the embedding groups of `initialize_model_parallel`, and the bucket of its own
+that a shared embedding has under the distributed optimizer (`_ParamAndGradBuffer`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from labkit.comm import Comm
 from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.common.sharder import Sharder, fulfils
+from labkit.parallel.common.sharder import Sharder, TiedGradient, fulfils, shards_parameters
 from labkit.schedules.actions import Action, Schedule
 
-BACKWARD = ("backward", "weight")
+TAG = 104
+
+# ---- replicas
 
 
 def wrapped(
-    stages: Sequence[nn.Module],
-    own: Sequence[int],
-    size: int,
+    stages: Sequence[nn.Module], own: Sequence[int], size: int,
     wrap: Callable[[nn.Module], nn.Module] | None,
-) -> list[nn.Module]:
-    """`stages`, those of this rank in what `wrap` makes of them: what has nothing to train needs
-    nothing around it.
+) -> list[nn.Module]:  # fmt: skip
+    """`stages`, those of this rank that have something to train inside what `wrap` returns.
 
-    Raises ValueError, on all ranks, where two stages of one rank have a parameter in common: each
-    wrapper would average it for itself."""
-    found = list(stages)
+    Raises ValueError, on all ranks, where two stages of one rank share a parameter: each wrapper
+    would average it for itself."""
+    stages = list(stages)
     if wrap is None:
-        return found
+        return stages
     for index, stage in enumerate(stages):
         for other in range(index + size, len(stages), size):
             if not {*stage.parameters()}.isdisjoint(stages[other].parameters()):
@@ -51,31 +66,153 @@ def wrapped(
                     "tied=False), or choose chunks that put the two on different ranks"
                 )
     for index in own:
-        if any(p.requires_grad for p in found[index].parameters()):
-            found[index] = wrap(found[index])
-    return found
+        if any(p.requires_grad for p in stages[index].parameters()):
+            stages[index] = wrap(stages[index])
+    return stages
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
-    """The last action of this rank that makes gradients of parameters."""
-    makes = [any(p.requires_grad for p in one.module.parameters()) for one in stages]
-    found = [one for one in actions if one.phase in BACKWARD and makes[one.chunk]]
-    return found[-1] if found else None
+    """The last action of this rank that computes gradients of parameters."""
+    trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
+    backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
+    return backwards[-1] if backwards else None
 
 
 def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any]:
-    """Those whose averages can wait for the last backward, of all that have parameters here.
+    """The sharders of the parameters here whose averages can wait for the last backward.
 
     Raises ValueError for one that sends in each, in a schedule of which every backward is two."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
-    found = [one for one in owners if fulfils(one, Sharder)]
+    sharders = [owner for owner in owners if fulfils(owner, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
-    for one in found:
-        if halves and not one.sends_once:
+    for sharder in sharders:
+        if halves and not sharder.sends_once:
             raise ValueError(
-                f"a {type(one).__name__} of stage 2 sends gradients in every backward and frees "
-                "them, and this schedule has two for each micro-batch; choose one that does not "
-                'put the gradients of weights off, as "1f1b", or stage 1, which sends once in a '
-                "step"
+                f"a {type(sharder).__name__} of stage 2 sends gradients in every backward and "
+                "frees them, and this schedule has two for each micro-batch; choose one that does "
+                'not put the gradients of weights off, as "1f1b", or stage 1, which sends once in '
+                "a step"
             )
-    return [one for one in found if one.sends_once]
+    return [sharder for sharder in sharders if sharder.sends_once]
+
+
+# ---- tied parameters
+
+
+def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The parameters that are on several ranks, with these ranks; stage s is on rank s % size."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for index, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            ranks.setdefault(parameter, set()).add(index % size)
+    return {p: tuple(sorted(owners)) for p, owners in ranks.items() if len(owners) > 1}
+
+
+class Tied:
+    """The tied parameters of this rank. All ranks of `comm` make it at once."""
+
+    def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
+        groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
+        self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
+        self._gradients: list[tuple[TiedGradient, Any]] = []  # of the step, each with its group
+        for parameter, group in self._copies:
+            group.broadcast(parameter.detach(), 0)
+
+    def begin(self) -> None:
+        """Before a step: the gradients of earlier steps, summed already, are put aside."""
+        self._gradients = [
+            (_gradient_of(parameter, group), group)
+            for parameter, group in self._copies
+            if parameter.requires_grad and torch.is_grad_enabled()
+        ]
+        for gradient, _ in self._gradients:
+            gradient.put_aside()
+
+    def sum_gradients(self) -> None:
+        """After the last backward: every owner gets the sum of all owners' gradients."""
+        for gradient, group in self._gradients:
+            gradient.sum_copies(group)
+
+
+class WholeGradient:
+    """That of `parameter`, as it lies in `.grad`: in DDP's bucket, which each step fills anew."""
+
+    def __init__(self, parameter: nn.Parameter, group: Any):
+        self.parameter, self.is_first = parameter, group.rank == 0
+
+    def put_aside(self) -> None:
+        """The sum of earlier steps is on all owners: the first one adds to it where it lies, the
+        others begin with zeros."""
+        if self.parameter.grad is not None and not self.is_first:
+            self.parameter.grad.zero_()
+
+    def sum_copies(self, group: Any) -> None:
+        """All owners' gradients of this step, and the first one's of the steps before."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        group.all_reduce(parameter.grad)
+
+
+def _gradient_of(parameter: nn.Parameter, group: Any) -> TiedGradient:
+    """Whole, or this rank's share of it."""
+    owner = owner_of(parameter)
+    if fulfils(owner, Sharder):
+        return owner.gradient_of_copy(parameter)
+    return WholeGradient(parameter, group)
+
+
+def check_ties(
+    stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
+) -> None:
+    """Raises ValueError, on all ranks, where a tied parameter is in a ZeRO3, which cuts it at
+    another place on each owner. (One that is cut already is a parameter of another stage.)"""
+    own = ""
+    for index, stage in enumerate(stages):
+        parameters = {*stage.parameters()}
+        for name, p in stage.named_parameters():
+            owner = owner_of(p)
+            strange = isinstance(owner, nn.Module) and parameters.isdisjoint(owner.parameters())
+            if shards_parameters(owner) and (p in owners or strange):
+                own = own or f"{name} {list(p.shape)} of stage {index}"
+    for tied in comm.all_gather_object(own):
+        if tied:
+            raise ValueError(
+                f"{tied} is tied over stages, and one of them is in ZeRO3, which keeps another "
+                "part of it on each owner, so that the copies would come apart; untie it (as "
+                "tied=False), or use DDP or a ZeroOptimizer"
+            )
+
+
+def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
+    """The owners as a group of their own; None on the others."""
+    if len(ranks) == comm.size:
+        return comm
+    if comm.parallel is not None or comm.size == Comm().size:
+        return comm.subgroup(ranks, shared=True)
+    return Owners(ranks, comm) if comm.rank in ranks else None
+
+
+class Owners:
+    """Some ranks of a group that is a part of the world, as one line of a mesh: the others cannot
+    help to make a group, so each sends to each. (Two send what an all-reduce does.)"""
+
+    def __init__(self, ranks: tuple[int, ...], comm: Comm):
+        self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)
+
+    def broadcast(self, x: Tensor, src: int) -> None:
+        """Replace `x` on all owners by that of owner `src`."""
+        x.copy_(self._of_all(x)[src])
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace `x` by the sum of all owners' `x`, added up in the same order everywhere."""
+        x.copy_(torch.stack(self._of_all(x)).sum(0))
+
+    def _of_all(self, x: Tensor) -> list[Tensor]:
+        others = [rank for rank in self.ranks if rank != self.comm.rank]
+        room = {rank: torch.empty_like(x) if rank in others else x for rank in self.ranks}
+        handles = [self.comm.irecv(room[rank], rank, TAG) for rank in others]
+        handles += [self.comm.isend(x, rank, TAG) for rank in others]
+        for handle in handles:
+            handle.wait()
+        return list(room.values())

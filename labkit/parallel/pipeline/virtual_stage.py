@@ -1,14 +1,23 @@
-"""One piece of the model on its rank: what it does for a micro-batch, and keeps for the way back.
+"""One stage on its rank: what it computes for a micro-batch, and keeps until its backward.
 
     forward    x ─▶ module ─▶ y      kept: x, and the end of autograd's graph, which has the
                                      activations
-    backward   dx ◀─────────── dy    and the graph is gone
-    input      dx ◀─────────── dy    the gradients of weights are put off (deferred_weights.py)
+    backward   dx ◀─────────── dy    and the graph is freed
+    input      dx ◀─────────── dy    the gradients of weights are deferred (deferred_weights.py)
     weight     dW                    ... until here
-    update                           PipeDream: one step by this micro-batch (weight_versions.py)
+    update                           PipeDream: one step by this micro-batch
 
 Of y only its place in the graph is kept (torch's GradientEdge), from which backward begins: its
-memory goes when it is sent, if no operation has saved it.
+memory is freed when it is sent, if no operation has saved it.
+
+PipeDream's weight versions (weight stashing): each micro-batch goes back through the weights of its
+forward, so its gradient is a true one, of the loss at weights of some updates ago. The price is a
+copy of the weights for each version in use.
+
+    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
+               v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still
+
+Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,19 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.agreement import ParamSnapshot, owner_of
-from labkit.parallel.common.flat import running_backward
 from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
-from labkit.parallel.pipeline.weight_versions import WeightVersions
 from labkit.schedules.actions import Action
 
-# What has nothing to compute is a backward all the same: whoever records a step finds one for each
-# action.
+# An action with nothing to compute runs a backward all the same: a recording has one for each.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
+
+
+Version = dict[str, Tensor]
 
 
 class StageError(RuntimeError):
@@ -44,55 +54,50 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     x: Tensor
-    end: GradientEdge | None  # where backward begins; None: nothing here wants a gradient
+    end: GradientEdge | None  # where backward begins; None: nothing here needs a gradient
     later: Later
 
 
 class VirtualStage:
     """`module`, which is virtual stage `index` of the pipeline, on rank `rank`.
 
-    `actions`: what it does in a step. `ends_in(y, microbatch)`: on the last stage, the loss.
+    `actions`: its actions of a step. `loss_of(y, microbatch)`: on the last stage.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        rank: int,
-        actions: Iterable[Action],
-        recompute: bool,
+        self, module: nn.Module, index: int, rank: int, actions: Iterable[Action], recompute: bool,
         optimizer: torch.optim.Optimizer | None,
-        ends_in: Callable[[Tensor, int], Tensor] | None,
-    ):
+        loss_of: Callable[[Tensor, int], Tensor] | None,
+    ):  # fmt: skip
         self.module, self.index, self.rank = module, index, rank
-        self.recompute, self._ends_in = recompute, ends_in
+        self.recompute, self._loss_of = recompute, loss_of
         self._unwrapped = unwrapped(module)
         self.unchanged = ParamSnapshot(module)
         self.versions = WeightVersions(module, optimizer) if optimizer else None
         self.in_flight: dict[int, InFlight] = {}
         actions = list(actions)
-        self._in_halves = {one.microbatch for one in actions if one.phase == "input"}
-        last_of = {one.phase in ("backward", "weight"): one for one in actions
-                   if one.phase in ("forward", "backward", "weight")}  # fmt: skip
+        self._in_halves = {action.microbatch for action in actions if action.phase == "input"}
+        last_of = {action.phase != "forward": action for action in actions
+                   if action.phase in ("forward", "backward", "weight")}  # fmt: skip
         self._synchronised = set(last_of.values())
 
-    def do(self, action: Action, came: Tensor | None) -> Tensor | None:
-        """Compute `action` with what came for it: the input of a forward, the gradient of the
-        output for a backward. Returns what the next stage (or the one before) waits for."""
+    def do(self, action: Action, message: Tensor | None) -> Tensor | None:
+        """Compute `action` from its message: the input of a forward, the gradient of the output for
+        a backward. Returns what to send to the next stage (or the one before)."""
         k = action.microbatch
         with self._without_sync(action):
             match action.phase:
                 case "forward":
-                    assert came is not None
-                    return self._forward(k, came)
+                    assert message is not None
+                    return self._forward(k, message)
                 case "backward":
                     flight = self.in_flight.pop(k)
                     with _without_autocast(flight.x):
-                        return self._backward(flight, came, k)
+                        return self._backward(flight, message, k)
                 case "input":
                     flight = self.in_flight[k]
                     with _without_autocast(flight.x), deferring(self.module, flight.later):
-                        return self._backward(flight, came, k)
+                        return self._backward(flight, message, k)
                 case "weight":
                     flight = self.in_flight.pop(k)
                     with _without_autocast(flight.x):
@@ -110,46 +115,42 @@ class VirtualStage:
 
     def _forward(self, k: int, x: Tensor) -> Tensor:
         later: Later = []
-        y = self._computed(k, x, later)
-        out = y if self._ends_in is None else self._ends_in(y, k)
-        self.in_flight[k] = InFlight(
-            x, get_gradient_edge(out) if out.requires_grad else None, later
-        )
+        y = self._compute(k, x, later)
+        out = y if self._loss_of is None else self._loss_of(y, k)
+        end = get_gradient_edge(out) if out.requires_grad else None
+        self.in_flight[k] = InFlight(x, end, later)
         return y
 
-    def _computed(self, k: int, x: Tensor, later: Later) -> Tensor:
+    def _compute(self, k: int, x: Tensor, later: Later) -> Tensor:
         def function(x: Tensor) -> Any:
-            again = running_backward() is not None
-            module = self._unwrapped if again else self.module  # DDP is entered once
+            in_backward = torch._C._current_graph_task_id() != -1
+            module = self._unwrapped if in_backward else self.module  # DDP is entered once
             if k in self._in_halves:
                 with deferring(module, later):
                     return module(x)
             return self.versions.forward(k, x) if self.versions else module(x)
 
+        at = f"stage {self.index} (rank {self.rank}), micro-batch {k}"
+        name = type(self.module).__name__
         try:
             y = (Recomputed(function) if self.recompute else function)(x)
         except CommError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            came = f"from stage {self.index - 1}" if self.index else "of the batch"
+            source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"stage {self.index} (rank {self.rank}), micro-batch {k}: "
-                    f"{type(self.module).__name__} changes in place what a gradient goes "
-                    f"back to: its input, which came {came}, as nn.ReLU(inplace=True) at its "
-                    "beginning does (or a parameter); let the stage begin with an operation that "
-                    f"makes a new tensor (inplace=False). {error}"
+                    f"{at}: {name} changes in place what a gradient goes back to: its input, which "
+                    f"came {source}, as nn.ReLU(inplace=True) at its beginning does (or a "
+                    "parameter); let the stage begin with an operation that makes a new tensor "
+                    f"(inplace=False). {error}"
                 ) from error
+            dtype = str(x.dtype).removeprefix("torch.")
             raise StageError(
-                f"stage {self.index} (rank {self.rank}), micro-batch {k}: "
-                f"{type(self.module).__name__} cannot take {list(x.shape)} "
-                f"{str(x.dtype).removeprefix('torch.')} {came}: {error}"
+                f"{at}: {name} cannot take {list(x.shape)} {dtype} {source}: {error}"
             ) from error
         if not isinstance(y, Tensor):
-            raise StageError(
-                f"stage {self.index} (rank {self.rank}), micro-batch {k}: it returned a "
-                f"{type(y).__name__}; a stage hands on one tensor"
-            )
+            raise StageError(f"{at}: it returned a {type(y).__name__}; a stage hands on one tensor")
         return y
 
     def _backward(self, flight: InFlight, dy: Tensor | None, k: int) -> Tensor | None:
@@ -166,23 +167,65 @@ class VirtualStage:
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weight(self, flight: InFlight, action: Action, k: int) -> None:
-        synchronised = action in self._synchronised and self._is_shared()
-        if not flight.later:
-            flight.later.append(NOTHING)
-        run_later(flight.later, self._with_gradient() if synchronised else ())
+        parameters = list(self.module.parameters())
+        is_averaged = fulfils(self.module, DataParallel)
+        is_averaged |= any(owner_of(p) is not None for p in parameters)
+        ready = []  # whose hooks must run in this backward
+        if action in self._synchronised and is_averaged:
+            ready = [p for p in parameters if p.requires_grad and p.grad is not None]
+        run_later(flight.later or [NOTHING], ready)
         if self.versions:
             self.versions.backward_done(k)
 
-    def _is_shared(self) -> bool:
-        """Whether somebody waits for gradients, to send them."""
-        owned = any(owner_of(p) is not None for p in self.module.parameters())
-        return owned or fulfils(self.module, DataParallel)
-
-    def _with_gradient(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
-
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Backward runs in the types that forward took: autocast, torch's and labkit's, is around
-    forward alone. (What is computed again is cast again, see memory/conditions.py.)"""
+    """Backward runs in forward's dtypes: autocast, torch's or labkit's, is around forward alone.
+    (Recompute restores it, see memory/conditions.py.)"""
     return torch.autocast(x.device.type, enabled=False)
+
+
+class WeightVersions:
+    """The weights of `module` that micro-batches in flight still need. The module's own
+    parameters are the newest."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
+        self.module, self.optimizer = module, optimizer
+        self._newest: Version | None = None  # a copy of the module's weights
+        self._used: dict[int, Version] = {}  # by micro-batch
+        self._gradients: dict[int, Version] = {}
+
+    def forward(self, microbatch: int, x: Tensor) -> Any:
+        """The module's output by the newest weights. Called again, by those of the first time."""
+        if microbatch not in self._used:
+            if self._newest is None:
+                self._newest = {
+                    name: p.detach().clone().requires_grad_()
+                    for name, p in self.module.named_parameters()
+                    if p.requires_grad
+                }
+            self._used[microbatch] = self._newest
+        return functional_call(self.module, self._used[microbatch], (x,))
+
+    def backward_done(self, microbatch: int) -> None:
+        """The gradients of the version belong to this micro-batch."""
+        total = self._gradients.setdefault(microbatch, {})
+        for name, weight in self._used[microbatch].items():
+            if weight.grad is not None:
+                total[name] = weight.grad if name not in total else total[name] + weight.grad
+                weight.grad = None
+
+    def update(self, microbatch: int) -> None:
+        """One step of the optimizer on the newest weights, by the gradient of this micro-batch."""
+        del self._used[microbatch]
+        gradients = self._gradients.pop(microbatch)
+        for name, p in self.module.named_parameters():
+            p.grad = gradients.get(name)
+        self.optimizer.step()
+        for p in self.module.parameters():
+            p.grad = None
+        self._newest = None
+
+    @property
+    def in_use(self) -> int:
+        """How many versions micro-batches in flight need."""
+        return len({id(version) for version in self._used.values()})

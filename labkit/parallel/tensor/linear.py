@@ -8,17 +8,15 @@
     backward sends                    all-reduce of dx                -
 
 A column-parallel layer's output is a row-parallel one's input, so the pair sends one all-reduce
-forward and one backward. (torch stores A transposed, weight [out, in]: the columns of A are the
-rows of `weight`.)
-
-Backward of the first hides its all-reduce behind the other matmul:
+forward and one backward, which hides behind the other matmul. (torch stores A transposed, weight
+[out, in]: the columns of A are the rows of `weight`.)
 
     dx = g Aᵀ │ all-reduce of dx ................... │ wait
               │ dA = xᵀ g                            │
 
-With `sequence=True` what lies outside of the two is cut along the sequence, x [b, s/t, in]: the
-first gathers it, the second reduce-scatters y. Together these are as many bytes as the all-reduce.
-The shard of x is saved for backward, and gathered again there, behind dx = g Aᵀ.
+With `sequence=True` x is cut along the sequence outside of the two, [b, s/t, in]: the first gathers
+it, the second reduce-scatters y, together as many bytes as the all-reduce. The shard of x is saved
+for backward, and gathered again there, behind dx = g Aᵀ.
 
 Legend: b rows, s positions, in and out features, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
@@ -48,7 +46,7 @@ from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 
 
 class ShardedLinear(nn.Module):
-    """What both layers share: they are made from sizes, or from an nn.Linear."""
+    """What both layers share: they are made from sizes, or by `from_linear`."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -80,7 +78,6 @@ class ShardedLinear(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """What print(model) shows: the shapes of this rank's shard and of the whole."""
         shape, bias = tuple(self.weight.shape), self.bias is not None
         return f"weight {shape} of {(self.out_features, self.in_features)}, {bias=}"
 
@@ -88,11 +85,10 @@ class ShardedLinear(nn.Module):
 class ColumnParallelLinear(ShardedLinear):
     """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
 
-    sequence  the input is this rank's shard of the sequence, [b, s/t, in], the output of all of it,
-              [b, s, out/t].
+    sequence  this rank's shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]
 
-    Built from sizes, it has the shard of the nn.Linear that all ranks, with one seed, would make;
-    `from_linear` cuts a given one. Raises ValueError where `out` does not divide over the ranks.
+    Built from sizes, it has the shard of the nn.Linear that all ranks, with one seed, would make.
+    Raises ValueError where `out` does not divide over the ranks.
     """
 
     one_input: "OneInput | None" = None
@@ -114,10 +110,10 @@ class ColumnParallelLinear(ShardedLinear):
 class RowParallelLinear(ShardedLinear):
     """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
 
-    sequence  each rank gets its shard of the output's sequence: [b, s, in/t] -> [b, s/t, out].
+    sequence  [b, s, in/t] -> this rank's shard of the sequence, [b, s/t, out]
 
-    Every rank has the whole bias, and it is added once, to the sum. Raises ValueError where `in`
-    does not divide over the ranks or, with `sequence`, s does not.
+    Every rank has the whole bias. Raises ValueError where `in` does not divide over the ranks or,
+    with `sequence`, s does not.
     """
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:

@@ -15,10 +15,9 @@ Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t ti
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
 
     travels           f becomes all-gather forward and reduce-scatter backward, g the other way
-                      round: the same bytes. As the part of x is kept, not the whole, backward
-                      gathers it again before q k v and up: 10(t-1)/t b s w in all.
-                      Norms and biases see a part of the sequence: their gradients are summed,
-                      6 w elements a layer in four small all-reduces.
+                      round: the same bytes. The shard of x is kept, so backward gathers it again
+                      before q k v and up: 10(t-1)/t b s w in all. Norms and biases see a shard of
+                      the sequence: four small all-reduces sum their gradients, 6 w elements a layer
     kept              s b w (34 + 5 h s / w) / t bytes a layer
 
 Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
@@ -29,9 +28,6 @@ Random numbers are the same where ranks hold replicas, and differ where they hol
     dropout on                        rank 0     rank 1     so that
     a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
     a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
-
-All ranks have one seed, and draw for shards inside `own_numbers`. There is no state beside torch's,
-so recompute and checkpoints, which restore that, restore all of it.
 
 Legend: b rows, s positions, w width, h heads, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
@@ -70,10 +66,9 @@ def tensor_parallel(
     """Cut `model` over the ranks of `comm`, in place, and return it.
 
     Args:
-        model: it starts as rank 0's. Found by name: attention, which is a module with `q`, `k`,
-            `v`, `out` and `head_width`; an MLP, one with `up` and `down`, and `gate` where it is
-            gated; the embedding, one with `tokens`, and `positions` if it has any; the `head`. All
-            else stays whole.
+        model: it starts as rank 0's. Cut are, by name: attention, a module with `q`, `k`, `v`,
+            `out` and `head_width`; an MLP, one with `up` and `down`, and `gate` where it is gated;
+            the embedding, one with `tokens`, and `positions` if it has any; the `head`.
         comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
             seed: then replicas drop the same elements, and shards do not.
         sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
@@ -82,10 +77,10 @@ def tensor_parallel(
     Edit a model first, then make its optimizer and wrap it in DDP or ZeRO: its parameters are new.
     With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
 
-    Raises ValueError where heads or widths do not divide over the ranks, naming the sizes that
-    would; where nothing is found to cut, a layer was cut before, has parameters that are not known
-    here, or computes something else on a slice of its features (as with a fused gate), or tied
-    parameters would not stay so; in forward where a sequence does not divide or inputs differ.
+    Raises ValueError where heads or widths do not divide over the ranks; where there is nothing to
+    cut, a layer was cut before, has unknown parameters, or computes something else on a slice of
+    its features (as with a fused gate), or tied parameters would not stay so; in forward where a
+    sequence does not divide or inputs differ.
     """
     comm = Comm.of(comm)
     trials = check_fits(model, comm)
@@ -167,8 +162,9 @@ def _tied_names(model: nn.Module) -> set[frozenset[str]]:
 
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Inside, what torch draws is this rank's own. One number is drawn, the same on all ranks, and
-    seeds the generators with the rank; afterwards they are again where those of the others are."""
+    """Inside, what torch draws is this rank's own. One number, the same on all ranks, and the rank
+    seed the generators; afterwards they go on as those of the others, with no state beside torch's.
+    """
     if comm.size == 1:
         yield
         return
@@ -238,9 +234,8 @@ def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
 
 
 class SummedGradients:
-    """In place of `module.forward`, of a module that sees a shard of the sequence, as a norm does:
-    the gradients of its own parameters are parts as well, and backward sums them over the ranks, in
-    one all-reduce."""
+    """In place of the forward of a norm, say, that sees a shard of the sequence: backward sums the
+    gradients of its own parameters over the ranks, in one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm

@@ -61,7 +61,7 @@ def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
         for name in (*columns, row):
             _check_plain(f"{path}.{name}".lstrip("."), getattr(layer, name))
         _check_parameters(path, layer, [*columns, row])
-        counts = _heads_of(path, layer) if is_attention(layer) else _hidden_of(path, layer)
+        counts = _counts_of(path, layer)
         for what, count in counts.items():
             if count % comm.size:
                 fits = gcd(*counts.values())
@@ -111,26 +111,23 @@ def _check_parameters(path: str, layer: nn.Module, known: list[str]) -> None:
             )
 
 
-def _hidden_of(path: str, mlp: Any) -> dict[str, int]:
-    hidden: int = mlp.up.out_features
-    if hasattr(mlp, "gate") and mlp.gate.out_features != hidden:
+def _counts_of(path: str, layer: Any) -> dict[str, int]:
+    """What must divide over the ranks, by its name."""
+    if is_attention(layer):
+        if not isinstance(width := getattr(layer, "head_width", None), int):
+            raise ValueError(
+                f"{path} has q, k, v and out, and no head_width: attention is cut by heads; give "
+                "it `head_width`, the features of one head"
+            )
+        heads = {"query heads": layer.q, "key-value heads": layer.k}
+        return {what: linear.out_features // width for what, linear in heads.items()}
+    hidden: int = layer.up.out_features
+    if hasattr(layer, "gate") and layer.gate.out_features != hidden:
         raise ValueError(
-            f"{path}.gate".lstrip(".") + f" has {mlp.gate.out_features} features and up {hidden}: "
-            "a gate is cut as what it is multiplied with; make them equal, or give it another name"
+            f"{path}.gate".lstrip(".") + f" has {layer.gate.out_features} features and up {hidden}:"
+            " a gate is cut as what it is multiplied with; make them equal, or give it another name"
         )
     return {"hidden features": hidden}
-
-
-def _heads_of(path: str, attention: Any) -> dict[str, int]:
-    if not isinstance(width := getattr(attention, "head_width", None), int):
-        raise ValueError(
-            f"{path} has q, k, v and out, and no head_width: attention is cut by heads; give it "
-            "`head_width`, the features of one head"
-        )
-    return {
-        "query heads": attention.q.out_features // width,
-        "key-value heads": attention.k.out_features // width,
-    }
 
 
 # ---- what the ranks compute with

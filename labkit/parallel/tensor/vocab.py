@@ -6,16 +6,14 @@
                                                          :
              the same rows as the head        x ──> own logits [b, s, V/t] ──> loss
 
-    each rank holds   V/t rows of w numbers, V = v rounded up to a multiple of t, and V/t logits
-                      for each token
+    each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
     travels           embedding  forward an all-reduce of b s w, backward nothing
                       head       forward nothing, backward an all-reduce of b s w
                       loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s
 
 The loss of a token is log(sum of exp(its logits)) - the logit of its target. Each rank has a part
-of the sum, and one has the target, so 3 elements a token travel where the logits would be v. Rows
-of padding are zeros: no token looks them up, their logits are -inf or cut off, and so their
-gradients are zero.
+of the sum, and one has the target. Rows of padding are zeros, and so are their gradients: no token
+looks them up, their logits are -inf or cut off.
 
 Legend: b rows, s positions, w width, v vocabulary, t ranks.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, fused cross-entropy).
@@ -69,9 +67,8 @@ class VocabParallelEmbedding(nn.Module):
     tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks; with
     `sequence`, this rank's shard of the positions, [b, s/t, w], by a reduce-scatter.
 
-    Built from sizes, as nn.Embedding takes them, it has the rows that all ranks, with one seed,
-    would make; `from_embedding` cuts a given one. Raises ValueError for a token outside the
-    vocabulary (on a GPU the device asserts).
+    Built from sizes, it has the rows that all ranks, with one seed, would make. Raises ValueError
+    for a token outside the vocabulary (on a GPU the device asserts).
     """
 
     def __init__(
@@ -122,14 +119,13 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """nn.Linear from x to logits, of which each rank has the columns of its part of the vocabulary:
-    a `ColumnParallelLinear` whose columns need not divide, without a bias by default.
+    """nn.Linear from x to logits: a `ColumnParallelLinear` whose columns, one for each token, need
+    not divide; without a bias by default.
 
     gather_output  give every rank all logits, [b, s, v]. Else each has its own, [b, s, V/t], those
                    of padding -inf: for `vocab_parallel_cross_entropy`.
 
-    Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding` over the same
-    ranks; both have the same rows.
+    Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
     """
 
     def __init__(

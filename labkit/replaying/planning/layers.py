@@ -188,7 +188,7 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     with ExitStack() as patches:  # parameters without values: none are drawn, none copied
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(tensor, "copy_from_rank_0", _do_nothing))
+        patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))
         patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)

@@ -23,9 +23,8 @@ from labkit import predict as formulas
 from labkit.course import predict, report, show
 from labkit.labs.lab_11 import checks as check
 from labkit.memory.chooser import plan_of
-from labkit.memory.edits import CHOICES, Choices
+from labkit.memory.edits import CHOICES, Choices, recompute
 from labkit.memory.flash_attention import FlashAttention
-from labkit.memory.recompute import recompute
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
 from labkit.trace.measures import peak_memory

@@ -225,7 +225,7 @@ sends
 # A schedule is data: for each stage a list of what it does, in order. GPipe is the same list for all.
 
 # %%
-show("schedules/gpipe.py:gpipe", since="check_sizes")
+show("schedules/catalogue.py:gpipe", since="check_sizes")
 
 # %% [markdown]
 # What travels follows from it. Before an action, a stage waits for at most one message:
@@ -262,7 +262,7 @@ show("parallel/pipeline/pipeline.py:Pipeline._loss_of", since="self._loss +=")
 # steps, summed already, were put aside before the step):
 
 # %%
-show("parallel/pipeline/tied.py:WholeGradient.sum_copies")
+show("parallel/pipeline/synchronising.py:WholeGradient.sum_copies")
 
 # %% [markdown]
 # ## 5. Run it

@@ -223,7 +223,7 @@ show("parallel/pipeline/deferred_weights.py:_InputHalf.backward")
 # And PipeDream's versions. A forward takes the newest weights and notes them for its micro-batch:
 
 # %%
-show("parallel/pipeline/weight_versions.py:WeightVersions.forward")
+show("parallel/pipeline/virtual_stage.py:WeightVersions.forward")
 
 # %% [markdown]
 # ### A score

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import pipeline_cases as cases
 from labkit import Comm, Link, World
+from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.deferred_weights import deferring, run_later
-from labkit.parallel.pipeline.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.schedules import parse_schedule

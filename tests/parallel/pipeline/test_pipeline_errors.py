@@ -13,7 +13,7 @@ from torch import nn
 
 import pipeline_cases as cases
 from labkit import DDP, Comm, CommError, RankError, World
-from labkit.parallel.pipeline.paced_stage import PacedStage
+from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.virtual_stage import StageError
 from labkit.parallel.splitting import split
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two models": (
         lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
-        "stage 0 is another on rank 1 than on rank 0: it has weight [4, 3] float32, and not "
+        "stage 0 differs between ranks 0 and 1, which has weight [4, 3] float32, and not "
         "weight [3, 3] float32",
     ),
     "an update without an optimizer": (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
-from labkit.memory.recompute import recompute
+from labkit.memory.edits import recompute
 from labkit.parallel.pipeline import virtual_stage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.stages import Layers

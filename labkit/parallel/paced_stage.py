@@ -1,15 +1,16 @@
-"""A stage that takes the time it is told: it sleeps where a real one computes (paced).
+"""A pipeline stage of a given duration: it sleeps where a real one computes (paced).
 
 Four ranks on two cores compute against each other, so a bubble that is measured there shows the
 machine, not the schedule. Ranks that sleep do not disturb each other. What they hand on is computed
-all the same, y = x * weight, with true gradients: a schedule that loses one is found out.
+all the same, y = x * weight, with true gradients: a schedule that loses one is noticed.
 
     forward   sleeps forward_s
-    backward  sleeps input_s, then weight_s: 2 forward_s together unless told
+    backward  sleeps input_s, then weight_s: 2 forward_s together by default
     input     sleeps input_s; weight, wherever the schedule puts it, weight_s
 """
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from labkit.parallel.pipeline.deferred_weights import Later
+from labkit.parallel.pipeline.deferred_weights import Later, WeightHalf
 
 
 class PacedStage(nn.Module):
@@ -58,7 +59,7 @@ class PacedStage(nn.Module):
             )
         self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
         self.weight = nn.Parameter(torch.ones(width))
-        self._labkit_later: Later | None = None  # see deferred_weights.py
+        self._labkit_later: Later | None = None  # see pipeline/deferred_weights.py
 
     @property
     def backward_s(self) -> float:
@@ -67,6 +68,11 @@ class PacedStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Paced.apply(x, self.weight, self, self._labkit_later)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Iterator[Tensor]:
+        """Sleeps weight_s for it."""
+        time.sleep(self.weight_s)
+        yield (dy * x).reshape(-1, x.shape[-1]).sum(0)
 
     def extra_repr(self) -> str:
         return f"paced: {self.forward_s=}, {self.input_s=}, {self.weight_s=}".replace("self.", "")
@@ -89,27 +95,7 @@ class _Paced(torch.autograd.Function):
         time.sleep(ctx.stage.input_s)
         dx = dy * weight if ctx.needs_input_grad[0] else None
         if ctx.later is None:
-            return dx, _weight_gradient(x, dy, ctx.stage), None, None
-        ctx.later.append(partial(_WeightHalf.apply, ctx.weight, x.detach(), dy, ctx.stage))
+            return dx, *ctx.stage.weight_gradient(x, dy), None, None
+        half = partial(WeightHalf.apply, ctx.stage.weight_gradient, x.detach(), dy, ctx.weight)
+        ctx.later.append(half)
         return dx, None, None, None
-
-
-class _WeightHalf(torch.autograd.Function):
-    """Computes nothing; its backward makes the gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, dy: Tensor, stage: PacedStage) -> Tensor:
-        ctx.save_for_backward(x, dy)
-        ctx.stage = stage
-        return dy.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> Any:
-        x, dy = ctx.saved_tensors
-        return _weight_gradient(x, dy, ctx.stage), None, None, None
-
-
-def _weight_gradient(x: Tensor, dy: Tensor, stage: PacedStage) -> Tensor:
-    time.sleep(stage.weight_s)
-    return (dy * x).reshape(-1, x.shape[-1]).sum(0)

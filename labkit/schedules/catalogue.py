@@ -1,0 +1,174 @@
+"""The schedules by name, and those whose backward is whole. In halves: zero_bubble.py.
+
+Naive: each micro-batch goes forward through all stages and back before the next begins.
+
+    3 stages, 2 micro-batches; F1 is the forward of micro-batch 1, B1 its backward
+
+        stage 0  F0 .. .. .. .. B0 F1 .. .. .. .. B1
+        stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
+        stage 2  .. .. F0 B0 .. .. .. .. F1 B1
+
+A stage holds one of them, and works 1/p of the time, as a model moved over several devices layer by
+layer (`.to("cuda:1")`): the bubble is m (p - 1)(F + B) for m micro-batches on p stages.
+
+GPipe: all forwards, then all backwards.
+
+    3 stages, 4 micro-batches
+
+        stage 0  F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3
+        stage 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3
+        stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
+
+The bubble is filling and draining, (p - 1)(F + B): (p - 1)/(m + p - 1) of the total, the less the
+more micro-batches. But each stage holds the activations of all m. (GPipe's own backwards run last
+in, first out; bubble and memory are the same.)
+
+1F1B: after a warm-up, each stage does one forward, one backward, in turns.
+
+    3 stages, 4 micro-batches
+
+        stage 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+        stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        stage 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
+
+Stage r holds the activations of at most p - r micro-batches, however many there are. The bubble is
+that of GPipe.
+
+Interleaved: the model goes round the stages several times, in smaller pieces.
+
+  2 stages, 4 micro-batches, 2 chunks
+
+  stage 0  F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 .... B2.1 .... B3.1 B2.0 B3.0
+  stage 1  .... F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0
+
+F1.0 is the forward of micro-batch 1 on chunk 0 of a stage, F1.1 on chunk 1. A piece is 1/v of a
+stage, so filling and draining take 1/v of the time: a bubble of (p - 1)(F + B)/v, where F and B are
+of a whole stage. The price is v times the messages, and activations: stage 0 holds v p + p - 1
+pieces, p (1 + (p - 1)/(p v)) micro-batches. A group of p micro-batches goes through chunk 0, then
+chunk 1, ..., then the next group comes; backwards likewise, from the last chunk on.
+
+PipeDream: 1F1B without a flush. Each stage updates its weights after each backward.
+
+    3 stages, 4 micro-batches
+
+        stage 0  F0 F1 F2 .. .. B0 U0 F3 B1 U1 .. B2 U2 .. B3 U3
+        stage 1  .. F0 F1 .. B0 U0 F2 B1 U1 F3 B2 U2 .. B3 U3
+        stage 2  .. .. F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
+
+U0 is the step of the optimizer with the gradient of micro-batch 0. No stage waits for the others
+before it, so the bubble is paid once in a training. The price: weights are *stale*, on stage r by
+p - 1 - r updates. A backward needs the weights of its own forward, so a stage keeps a version for
+each micro-batch in flight, p - r at most: *weight stashing*. The weights are not those of one
+device, as with all others here.
+
+Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, as here in arXiv 2104.04473,
+figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1 and
+2.2.2 (interleaved); PipeDream, arXiv 1806.03377, sections 3.2 and 3.3.
+"""
+
+from collections.abc import Callable
+
+from labkit.schedules.actions import Action, Schedule, check_sizes
+from labkit.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
+
+
+def naive(stages: int, microbatches: int) -> Schedule:
+    """The same list for every stage. Raises ValueError for less than 1 of either."""
+    check_sizes(stages, microbatches)
+    return [
+        [Action(phase, k) for k in range(microbatches) for phase in ("forward", "backward")]
+        for _ in range(stages)
+    ]
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """The same list for every stage. Raises ValueError for less than 1 of either."""
+    check_sizes(stages, microbatches)
+    return [
+        [Action(phase, k) for phase in ("forward", "backward") for k in range(microbatches)]
+        for _ in range(stages)
+    ]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """The actions of each stage. Raises ValueError for less than 1 of either."""
+    check_sizes(stages, microbatches)
+    order = [(k, 0) for k in range(microbatches)]
+    return [_in_turns(order, order, stages - 1 - stage) for stage in range(stages)]
+
+
+def _in_turns(
+    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
+) -> list[Action]:
+    """`warm_up` forwards, then one forward and one backward in turns, then the other backwards.
+    Each is (micro-batch, chunk)."""
+    actions = [Action("forward", *place) for place in forwards[:warm_up]]
+    for ahead, back in zip(forwards[warm_up:], backwards, strict=False):
+        actions += [Action("forward", *ahead), Action("backward", *back)]
+    turns = max(len(forwards) - warm_up, 0)
+    return actions + [Action("backward", *place) for place in backwards[turns:]]
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B with a longer warm-up, by p (v - 1) pieces and one for each stage that follows. Raises
+    ValueError for less than 2 chunks, and where micro-batches make no whole groups."""
+    check_sizes(stages, microbatches)
+    if chunks < 2:
+        raise ValueError(
+            f"chunks={chunks}: interleaved needs at least 2 pieces of the model on each stage; "
+            "with 1 it is 1f1b"
+        )
+    if microbatches % stages:
+        raise ValueError(
+            f"microbatches={microbatches} with {stages} stages: interleaved sends micro-batches "
+            f"round in groups of {stages}; take a multiple of {stages}"
+        )
+    groups = range(0, microbatches, stages)
+    forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + stages)]
+    backwards = [(k, chunks - 1 - c) for k, c in forwards]
+    pieces = (chunks - 1) * stages
+    return [
+        _in_turns(forwards, backwards, pieces + 2 * (stages - 1 - stage)) for stage in range(stages)
+    ]
+
+
+def pipedream(stages: int, microbatches: int) -> Schedule:
+    """1F1B with an update behind each backward. Raises ValueError for less than 1 of either."""
+    schedule: Schedule = []
+    for actions in one_f_one_b(stages, microbatches):
+        schedule.append([])
+        for action in actions:
+            schedule[-1].append(action)
+            if action.phase == "backward":
+                schedule[-1].append(Action("update", action.microbatch))
+    return schedule
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-h2": zero_bubble_h2,
+    "pipedream": pipedream,
+}
+
+
+def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of this name. Raises ValueError for an unknown name, and for numbers that it
+    cannot do, with the rule that they break.
+
+    >>> [str(action) for action in schedule("1f1b", stages=2, microbatches=2)[0]]
+    ['F0', 'F1', 'B0', 'B1']
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r}: there are {', '.join(SCHEDULES)}")
+    if name == "interleaved":
+        return interleaved(stages, microbatches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"chunks={chunks}: {name} has one piece of the model on each stage; for several, take "
+            "interleaved"
+        )
+    return SCHEDULES[name](stages, microbatches)

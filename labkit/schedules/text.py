@@ -1,0 +1,73 @@
+"""Schedules as text: what `show` prints, `parse_schedule` reads.
+
+    stage 0  F0 F1 .. B0 .. B1
+    stage 1  .. F0 B0 F1 B1
+
+A column is a unit of time, an action takes one, and ".." is a stage that waits. F is forward, B
+backward, I and W its two halves (input, weight), U update; a chunk follows a point: F0.1.
+"""
+
+import re
+
+from labkit.schedules.actions import LETTERS, Action, Message, Schedule, chunks_of, received, sent
+from labkit.schedules.rules import run_order
+
+PHASES = {letter: phase for phase, letter in LETTERS.items()}
+
+
+def parse(text: str) -> list[Action]:
+    """The actions of one stage: "F0 F1 B0 B1", or "F0.1" with a chunk. Idle columns ("..") are
+    skipped. Raises ValueError for a word that is no action.
+
+    >>> parse("F0 .. I0.1")
+    [Action(phase='forward', microbatch=0, chunk=0), Action(phase='input', microbatch=0, chunk=1)]
+    """
+    actions = []
+    for place, word in enumerate(text.split()):
+        if set(word) == {"."}:
+            continue
+        match = re.fullmatch(r"([A-Za-z])(\d+)(?:\.(\d+))?", word)
+        if match is None or match[1].upper() not in PHASES:
+            raise ValueError(
+                f"{word!r}, word {place} of {text!r}, is no action; write a letter of "
+                f"{' '.join(PHASES)} and a micro-batch, as F0, or with a chunk F0.1"
+            )
+        actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))
+    return actions
+
+
+def parse_schedule(text: str) -> Schedule:
+    """A line for each stage, with or without "stage 0" before it; `check` says whether it is valid.
+
+    >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
+    True
+    """
+    lines = [re.sub(r"^\s*stage \d+", "", line) for line in text.splitlines()]
+    return [parse(line) for line in lines if line.strip()]
+
+
+def show(schedule: Schedule) -> str:
+    """A table with a line for each stage, as above: each action as early as it can be where all
+    take equally long and messages no time. Raises ScheduleError as `check`."""
+    stages, chunks = len(schedule), chunks_of(schedule)
+    columns: list[list[int]] = [[] for _ in schedule]
+    made: dict[Message | None, int] = {None: -1}  # in which column
+    for stage, position in run_order(schedule):
+        action = schedule[stage][position]
+        before = columns[stage][-1] if position else -1
+        column = 1 + max(before, made[received(action, stage, stages, chunks)])
+        columns[stage].append(column)
+        made.setdefault(sent(action, stage, stages, chunks), column)
+    chunk = ".{0.chunk}" if chunks > 1 else ""
+    words = [
+        [f"{LETTERS[a.phase]}{a.microbatch}{chunk.format(a)}" for a in actions]
+        for actions in schedule
+    ]
+    width = max(len(word) for line in words for word in line)
+    lines = []
+    for stage, line in enumerate(words):
+        cells = ["." * width] * (1 + columns[stage][-1])
+        for column, word in zip(columns[stage], line, strict=True):
+            cells[column] = word.ljust(width)
+        lines.append(f"stage {stage:<{len(str(stages - 1))}}  {' '.join(cells)}".rstrip())
+    return "\n".join(lines)

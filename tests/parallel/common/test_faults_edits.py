@@ -259,93 +259,57 @@ def without_biases() -> nn.Module:
     return Custom(lambda m, x: m.down(F.silu(m.up(x), inplace=True)).mul_(2), **ends)
 
 
-class Heads(nn.Module):
-    def __init__(self, kv_heads: int = 4) -> None:
-        super().__init__()
-        self.head_width = 4
-        self.q, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.k, self.v = nn.Linear(8, 4 * kv_heads), nn.Linear(8, 4 * kv_heads)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core(self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x)))
+def split_heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 4)).transpose(1, 2)
 
 
-class FixedHeads(Heads):
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (4, -1)).transpose(1, 2)
+def attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class HeadsLast(Heads):
-    """The features of a head do not lie side by side."""
+def heads(
+    split: Callable[[Tensor], Tensor] = split_heads,
+    adapt: Callable[..., Any] = lambda m, q, k, v: (q, k, v),
+    kv_heads: int = 4,
+    forward: Any = None,
+    **parts: Any,
+) -> Callable[[], nn.Module]:
+    """4 heads of width 4; `adapt` changes queries, keys and values before they meet."""
 
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.head_width, -1)).permute(0, 3, 1, 2)
+    def plain(m: Any, x: Tensor) -> Tensor:
+        return attention(m, *adapt(m, split(m.q(x)), split(m.k(x)), split(m.v(x))))
 
+    def make() -> nn.Module:
+        ends = {"q": nn.Linear(8, 16), "out": nn.Linear(16, 8), "head_width": 4}
+        keys = {name: nn.Linear(8, 4 * kv_heads) for name in "kv"}
+        return Custom(forward or plain, **ends, **keys, **parts)
 
-class Grouped(Heads):
-    how = "repeat_interleave"
-
-    def __init__(self) -> None:
-        super().__init__(kv_heads=2)
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.how == "repeat":
-            return super().core(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)))
-        return super().core(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
-
-
-class Tiled(Grouped):
-    how = "repeat"
+    return make
 
 
-class Slopes(Heads):
-    """A bias for each head, in a buffer that has all heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.arange(4.0)[:, None, None])
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().core(q * self.slopes, k, v)
-
-
-class NormedHeads(Heads):
-    """A norm of each head is one's own affair, of all heads together not."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return F.layer_norm(super().split(x), (self.head_width,))
-
-
-class NormedWidth(Heads):
-    def split(self, x: Tensor) -> Tensor:
-        return super().split(F.layer_norm(x, x.shape[-1:]))
-
-
-class Rotary(Heads):
+def rotary(wrong: bool = False) -> Callable[[], nn.Module]:
     """It takes more than x, so that it is tried on the first real input."""
 
-    wrong = False
+    def forward(m: Any, x: Tensor, cos: Tensor, *, scale: Tensor) -> Tensor:
+        q, k, v = m.q(x), m.k(x), m.v(x)
+        q = q.flip(-1) if wrong else q
+        return attention(m, split_heads(q) * cos, split_heads(k) * cos * scale, split_heads(v))
 
-    def forward(self, x: Tensor, cos: Tensor, *, scale: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        q = q.flip(-1) if self.wrong else q
-        return self.core(self.split(q) * cos, self.split(k) * cos * scale, self.split(v))
+    return heads(forward=forward, takes_more=True)
 
 
-class WrongRotary(Rotary):
-    wrong = True
+def grouped(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+
+
+def tiled(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
 
 
 def around(layer: nn.Module) -> Any:
-    def forward(model: Any, x: Tensor) -> Tensor:
-        if isinstance(model.layer, Rotary):
+    def forward(model: Any, x: Tensor) -> Any:
+        if hasattr(model.layer, "takes_more"):
             return x + model.layer(x, torch.linspace(0, 1, 4), scale=torch.tensor(0.5))
         return x + model.layer(x)
 
@@ -376,12 +340,22 @@ REFUSED = {
     ),
     "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
     "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
-    "fixed heads": (FixedHeads, "from q, k, v to out"),
-    "heads last": (HeadsLast, "something else on a slice"),
-    "tiled groups": (Tiled, "something else on a slice"),
-    "slopes of all heads": (Slopes, "forward fails on a slice"),
-    "norm of all heads": (NormedWidth, "something else on a slice"),
-    "on the first input": (WrongRotary, "something else on a slice"),
+    "fixed heads": (
+        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out",
+    ),
+    "heads last": (  # the features of a head do not lie side by side
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice",
+    ),
+    "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),
+    "slopes of all heads": (
+        heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
+              slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
+        "forward fails on a slice",
+    ),
+    "norm of all heads": (
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice",
+    ),
+    "on the first input": (rotary(wrong=True), "something else on a slice"),
     "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip
 
@@ -406,10 +380,10 @@ CUT = {
     "two inputs": mlp(lambda m, x: m.down(F.relu(m.up(x)) * m.up(x * 2))),
     "residual inside": mlp(lambda m, x: x.mul(2) + m.down(F.silu(m.up(F.layer_norm(x, (8,)))))),
     "interleaved gate": mlp(interleaved, up=48),
-    "attention": Heads,
-    "grouped": Grouped,
-    "norm of a head": NormedHeads,
-    "more inputs": Rotary,
+    "attention": heads(),
+    "grouped": heads(adapt=grouped, kv_heads=2),
+    "norm of a head": heads(lambda x: F.layer_norm(split_heads(x), (4,))),
+    "more inputs": rotary(),
 }
 
 
@@ -451,10 +425,10 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
     def step() -> list[int]:
-        model = tensor_parallel(around(Rotary()), Comm())
+        model = tensor_parallel(around(rotary()()), Comm())
         model(torch.randn(2, 3, 8)).sum().backward()
         with torch.device("meta"):
-            meta: Any = tensor_parallel(around(Heads()).bfloat16(), Comm())
+            meta: Any = tensor_parallel(around(heads()()).bfloat16(), Comm())
         assert meta.layer.q.weight.shape == (8, 8)
         return []
 

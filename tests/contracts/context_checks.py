@@ -3,7 +3,8 @@ the real one in test_context_parallel.py, and on faulty ones in test_context_mut
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from labkit.parallel.context import context_parallel as context
 from labkit.parallel.context import ring_attention as ring
 from labkit.parallel.context import ulysses, zigzag
 from labkit.predict.context import ring_attention_bytes, ring_step_scores, ulysses_bytes
+from small_models import difference
 
 AGREE = 1e-10
 STEPS, ROWS, LENGTH, VOCAB = 3, 2, 48, 31  # 48 splits into 2n chunks for 1, 2, 3 and 4 ranks
@@ -108,7 +110,7 @@ def trained(way: str, strategy: str, recompute: str | None = None, **sizes: Any)
             F.cross_entropy(one(x_).flatten(0, 1), y_.flatten()).backward()
             optimizer.step()
     state: Any = getattr(model, "full_state_dict", module.state_dict)()
-    return max((x - state[name]).abs().max().item() for name, x in alone.state_dict().items())
+    return difference(state, alone.state_dict())
 
 
 def training_equals_one_process(way: str, strategy: str = "ddp", **how: Any) -> None:
@@ -145,6 +147,20 @@ def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> N
 # ---- what the ring is for
 
 
+@contextmanager
+def around_compute(note: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Each piece of attention that the ring computes is handed to `note`, which calls it."""
+
+    def noted(compute: Any) -> Callable[..., Any]:
+        return lambda *args: note(lambda: compute(*args))
+
+    with (
+        patch.object(ring, "flash_forward", noted(ring.flash_forward)),
+        patch.object(ring, "flash_backward", noted(ring.flash_backward)),
+    ):
+        yield
+
+
 def every_rank_computes_as_much(length: int = 96) -> None:
     """Counted in operations: of the whole, and of each step, which is what goes on between two
     blocks. A single process computes n times as much, but for the diagonal."""
@@ -152,21 +168,14 @@ def every_rank_computes_as_much(length: int = 96) -> None:
     block, tile = length // comm.size, length // comm.size // 4
     mine = shards(some(4, 2, length))
     steps: list[list[int]] = []
-    forward, backward = ring.flash_forward, ring.flash_backward
 
-    def counted(what: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with FlopCounterMode(display=False) as flops:
-                found = what(*args)
-            steps[-1].append(flops.get_total_flops())
-            return found
+    def counted(compute: Callable[[], Any]) -> Any:
+        with FlopCounterMode(display=False) as flops:
+            found = compute()
+        steps[-1].append(flops.get_total_flops())
+        return found
 
-        return call
-
-    with (
-        patch.object(ring, "flash_forward", counted(forward)),
-        patch.object(ring, "flash_backward", counted(backward)),
-    ):
+    with around_compute(counted):
         steps.append([])
         out = ring.ring_attention(*mine[:3], comm, tile)
         steps.append([])
@@ -186,16 +195,12 @@ def blocks_travel_while_the_rank_computes() -> None:
     comm = Comm()
     mine = shards(some(4, 2, LENGTH))
     spans: list[tuple[float, float]] = []
-    forward, backward = ring.flash_forward, ring.flash_backward
 
-    def timed(what: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            began_s = time.monotonic()
-            found = what(*args)
-            spans.append((began_s, time.monotonic()))
-            return found
-
-        return call
+    def timed(compute: Callable[[], Any]) -> Any:
+        began_s = time.monotonic()
+        found = compute()
+        spans.append((began_s, time.monotonic()))
+        return found
 
     def beside(events: list[CommEvent]) -> list[list[int]]:
         """The steps whose computing lies between an exchange's issue and the wait for it."""
@@ -204,10 +209,7 @@ def blocks_travel_while_the_rank_computes() -> None:
             for e in events
         ]
 
-    with (
-        patch.object(ring, "flash_forward", timed(forward)),
-        patch.object(ring, "flash_backward", timed(backward)),
-    ):
+    with around_compute(timed):
         with listen() as events:
             out = ring.ring_attention(*mine[:3], comm, 8)
         assert beside(events) == [[step] for step in range(comm.size - 1)], beside(events)

@@ -16,6 +16,7 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.linear import ColumnParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import padded_vocab
+from shard_cases import joined
 
 AGREE = 1e-10
 STEPS, ROWS, LENGTH, WIDTH, DEPTH, VOCAB = 3, 2, 12, 24, 2, 256
@@ -43,11 +44,7 @@ def model_of(**changes: Any) -> GPT:
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter put together from all ranks' parts."""
-    if (shard := shard_of(parameter)) is None:
-        return parameter.detach().clone()
-    parts = [torch.empty_like(parameter) for _ in range(shard.comm.size)]
-    shard.comm.all_gather(parts, parameter.detach().contiguous())
-    return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole)
+    return joined(parameter, shard_of(parameter))
 
 
 def trained(edit: Edit | None, recompute: Any = None, rows: int = ROWS, **changes: Any) -> Run:

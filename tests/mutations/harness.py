@@ -208,20 +208,3 @@ def noticed(
             raise AssertionError(f"{mutation}: no check noticed the fault") from error
 
     return test
-
-
-def unnoticed(
-    mutations: Iterable[Mutation], meets: Meets, real: Any, size: int = 0, **world: Any
-) -> Callable[..., None]:
-    """The control: every check of `mutations` passes on `real`, or under a change of nothing."""
-
-    def test(worlds: Callable[..., Any]) -> None:
-        ranks = worlds(size, **world) if size else None
-        checks: list[tuple[Any, ...]] = []
-        for mutation in mutations:
-            check = (mutation.check, *mutation.args)
-            if check not in checks:
-                checks.append(check)
-                meets(ranks, real, *check)
-
-    return test

@@ -244,12 +244,12 @@ REPLICAS = [
 
 
 def in_pipeline(world: World, change: Change, check: Any, *args: Any) -> None:
-    """The check itself makes the change, while its pipeline works. Ranks that fail a promise end
-    what they do, so that the others need not wait for them."""
+    """Ranks that fail a promise end what they do, so that the others need not wait for them."""
 
     def run() -> str:
         try:
-            check(*args, fault=change)
+            with change():
+                check(*args)
         except AssertionError as error:
             return str(error) or "an assertion"
         return ""

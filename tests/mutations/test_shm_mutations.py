@@ -42,7 +42,7 @@ def in_tiny_pieces(world: World, change: Change, part: Callable[[Comm], None]) -
     on_ranks(world, change, lambda: part(Comm()))
 
 
-shm = {"size": 4, "transport": "shm", "timeout_s": 5}
+shm = {"size": 4, "transport": "shm", "timeout_s": 3}
 test_a_wrong_result_is_noticed = noticed(WRONG_RESULTS, in_tiny_pieces, RankError, **shm)
 
 

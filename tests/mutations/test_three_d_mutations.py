@@ -8,26 +8,21 @@ from unittest.mock import patch
 import pytest
 
 import three_d_cases as cases
-from harness import Change, Mutation, instead, noticed, replaces
+from harness import Change, Mutation, instead, noticed, on_ranks, replaces
 from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import agreement, clipping
 from labkit.parallel.common.shards import Shard
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.synchronising import Tied
-from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer
+from test_pipeline_mutations import never_sums_the_tie, synchronises_on_every_micro_batch
 from three_d_cases import Case
 
 pytestmark = pytest.mark.slow
 DEEP = Case(2, 2, 1)
 FLAT = Case(2, 1, 2, tied=False)
-
-
-never_sums_the_embedding = instead(
-    "never_sums_the_embedding", Tied, "sum_gradients", lambda self: None
-)
 
 
 @replaces(Tied, "sum_gradients")
@@ -64,9 +59,6 @@ def decides_by_its_own_stage() -> Iterator[None]:
         yield
 
 
-averages_in_every_micro_batch = instead(
-    "averages_in_every_micro_batch", VirtualStage, "_without_sync", lambda *_: nullcontext()
-)
 sends_in_every_micro_batch = instead(
     "sends_in_every_micro_batch", Pipeline, "_without_sync", lambda *_: nullcontext()
 )
@@ -111,7 +103,7 @@ sends_whole_activations_from_each_rank = instead(
 
 
 def trains(world: World, change: Change, check: Any, case: Case) -> None:
-    check(case, world.run(lambda: cases.train(case, change)))
+    check(case, on_ranks(world, change, cases.train, case))
 
 
 NUMBERS = "losses|norm of step|is off by"
@@ -119,8 +111,8 @@ ZERO_1 = Case(2, 2, 1, "zero-1")
 FAULTS = [
     Mutation(fault, cases.check, case, match=match)
     for fault, case, match in (
-        (never_sums_the_embedding, DEEP, "norm of step|is off by"),
-        (never_sums_the_embedding, ZERO_1, "norm of step|is off by"),
+        (never_sums_the_tie, DEEP, "norm of step|is off by"),
+        (never_sums_the_tie, ZERO_1, "norm of step|is off by"),
         (sums_the_embedding_over_one_rank, DEEP, "norm of step|is off by"),
         (cuts_ties_where_they_fall, ZERO_1, "ranks disagree about collective"),
         (counts_tied_parameters_twice, DEEP, "norm of step"),
@@ -128,7 +120,7 @@ FAULTS = [
         (counts_replicated_parameters_on_each_rank, Case(1, 2, 2), "norm of step"),
         (counts_its_own_stage, DEEP, "norm of step"),
         (decides_by_its_own_stage, FLAT, "scales"),
-        (averages_in_every_micro_batch, DEEP, "data .* bytes, not"),
+        (synchronises_on_every_micro_batch, DEEP, "data .* bytes, not"),
         (sends_in_every_micro_batch, ZERO_1, "data .* bytes, not"),
         (averages_over_the_wrong_ranks, Case(), NUMBERS),
         (

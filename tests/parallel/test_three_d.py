@@ -11,8 +11,9 @@ import three_d_cases as cases
 from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
+from small_models import refused
 from three_d_cases import Case
-from worlds import world_fixture
+from worlds import on_each_rank, world_fixture
 
 eight = world_fixture(8, timeout_s=30)
 
@@ -26,36 +27,35 @@ def held_to_one_process(world: World, some: list[Case]) -> None:
         cases.check(case, list(seen))
 
 
-def test_the_covering_part_has_every_pair_of_choices() -> None:
-    every = set().union(*map(cases.pairs_of, cases.every_case()))
-    chosen = cases.covering()
-    assert set().union(*map(cases.pairs_of, chosen)) == every
-    assert len(chosen) < len(cases.every_case()) / 8
+@pytest.mark.parametrize("together", [2, 3])
+def test_the_covering_part_has_every_combination(together: int) -> None:
+    every = set().union(*(cases.choices(case, together) for case in cases.every_case()))
+    chosen = cases.covering(together)
+    assert set().union(*(cases.choices(case, together) for case in chosen)) == every
+    assert len(chosen) < len(cases.every_case()) / 2
 
 
 def test_every_pair_of_choices_trains_as_one_process(eight: World) -> None:
-    held_to_one_process(eight, cases.covering())
+    held_to_one_process(eight, cases.covering(2))
+
+
+@pytest.mark.slow
+def test_every_three_choices_train_as_one_process(eight: World) -> None:
+    held_to_one_process(eight, cases.covering(3))
 
 
 @pytest.mark.slow
 def test_what_does_not_divide_or_is_not_trained(eight: World) -> None:
-    hard = list(cases.hard_cases().values())
+    hard = cases.hard_cases()
     with World(6, timeout_s=30) as six:
         held_to_one_process(six, [case for case in hard if case.pp == 3])
     held_to_one_process(eight, [case for case in hard if case.pp < 3])
 
 
-MESHES = sorted({(case.pp, case.dp, case.tp) for case in cases.every_case()})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("pp", "dp", "tp"), MESHES, ids=str)
-def test_the_whole_grid_trains_as_one_process(eight: World, pp: int, dp: int, tp: int) -> None:
-    some = [case for case in cases.every_case() if (case.pp, case.dp, case.tp) == (pp, dp, tp)]
-    held_to_one_process(eight, some)
-
-
 # ---- what is refused, on every rank
+
+
+X = torch.ones(2, 4, dtype=torch.int64)
 
 
 def tied_stages() -> Any:
@@ -66,21 +66,18 @@ def mean(out: Tensor, y: Tensor) -> Tensor:
     return cases.Weighted()(out, y)
 
 
-def stages_in_zero3() -> None:
-    mesh = cases.mesh_of(2, 2, 1)
+def stages_in_zero3(mesh: Mesh) -> None:
     Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean, wrap=lambda one: ZeRO3(one, mesh.dp))
 
 
-def stage_2_in_halves() -> None:
-    mesh, x = cases.mesh_of(2, 2, 1), torch.ones(2, 4, dtype=torch.int64)
+def stage_2_in_halves(mesh: Mesh) -> None:
     pipe = Pipeline(tied_stages(), mesh.pp, "zb-h1", 2, mean)
     zero = ZeroOptimizer(pipe.parameters(), torch.optim.SGD, 2, mesh.dp, lr=0.1)
-    pipe.step(x, x)
+    pipe.step(X, X)
     zero.step()
 
 
-def stage_1_without_a_flush() -> None:
-    mesh = cases.mesh_of(2, 2, 1)
+def stage_1_without_a_flush(mesh: Mesh) -> None:
     stages = split(cases.model(Case(tied=False)), 2)
     Pipeline(
         stages, mesh.pp, "pipedream", 2, mean,
@@ -88,14 +85,13 @@ def stage_1_without_a_flush() -> None:
     )  # fmt: skip
 
 
-def scaler_of_a_stage() -> None:
-    mesh, x = cases.mesh_of(2, 2, 1), torch.ones(2, 4, dtype=torch.int64)
+def scaler_of_a_stage(mesh: Mesh) -> None:
     pipe = Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean)
-    pipe.step(x, x, scaler=GradScaler(comm=mesh.dp))
+    pipe.step(X, X, scaler=GradScaler(comm=mesh.dp))
 
 
-def two_owners_on_a_rank() -> None:
-    mesh, tied = cases.mesh_of(2, 2, 1), nn.Linear(3, 3)
+def two_owners_on_a_rank(mesh: Mesh) -> None:
+    tied = nn.Linear(3, 3)
     stages = [tied, nn.Linear(3, 3), nn.Sequential(nn.ReLU(), tied), nn.Linear(3, 3)]
     Pipeline(
         stages, mesh.pp, "interleaved", 2, mean, chunks=2, wrap=lambda one: DDP(one, mesh.dp)
@@ -103,7 +99,7 @@ def two_owners_on_a_rank() -> None:
 
 
 ALL = "ranks 0, 1, 2 and 3 raised ValueError: "
-REFUSED: list[tuple[Callable[[], None], str]] = [
+REFUSED: list[tuple[Callable[[Mesh], None], str]] = [
     (stages_in_zero3, f"{ALL}head.weight [11, 8] of stage 1 is tied over stages, and one of them"),
     (stage_2_in_halves, f"{ALL}a ZeroOptimizer of stage 2 sends gradients in every backward"),
     (stage_1_without_a_flush, f"{ALL}a ZeroOptimizer averages once in a step, and this schedule"),
@@ -114,25 +110,19 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "told"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_what_makes_no_sense_is_refused(world4: World, run: Callable[[], None], told: str) -> None:
-    with pytest.raises(RankError) as caught:
-        world4.run(run)
-    assert told in str(caught.value)
+def test_what_makes_no_sense_is_refused(world4: World, run: Any, told: str) -> None:
+    refused(lambda: world4.run(lambda: run(cases.mesh_of(2, 2, 1))), told, error=RankError)
 
 
 # ---- groups
 
 
-def test_the_ends_of_each_line_are_a_group(eight: World) -> None:
+@on_each_rank("eight")
+def test_the_ends_of_each_line_are_a_group() -> None:
     """The embedding groups: one for each line of stages, made by all ranks at once."""
-
-    def run() -> tuple[int, ...]:
-        ends = Mesh(pp=4, tp=2).pp.subgroup([0, 3])
-        if ends is None:
-            return ()
-        x = torch.full((2,), float(Comm().rank))
+    rank, ends = Comm().rank, Mesh(pp=4, tp=2).pp.subgroup([0, 3])
+    assert (ends is None) == (2 <= rank < 6)
+    if ends is not None:
+        x = torch.full((2,), float(rank))
         ends.all_reduce(x)
-        assert x.tolist() == [sum(ends.ranks)] * 2
-        return ends.ranks
-
-    assert eight.run(run) == [(0, 6), (1, 7), (), (), (), (), (0, 6), (1, 7)]
+        assert ends.ranks == (rank % 6, rank % 6 + 6) and x.tolist() == [sum(ends.ranks)] * 2

@@ -1,14 +1,13 @@
 """What a pipeline promises, as functions on ranks that raise AssertionError: they run on the real
 one in test_pipeline.py, and under faults in test_pipeline_mutations.py.
-
-Each takes `fault`, a context that is entered while the pipeline works.
 """
 
+import copy
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from labkit import DDP, GPT, Comm, Mesh, full_state_dict, listen, tensor_parallel
-from labkit.events import CommEvent
+from labkit import DDP, GPT, Comm, Mesh, listen
+from labkit.comm import listen_with
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
-from labkit.schedules import Schedule, peak_in_flight, schedule
+from labkit.schedules import Action, Schedule, peak_in_flight, run_order, schedule
 from labkit.schedules.actions import chunks_of
+from small_models import Custom
 
-Fault = Callable[[], AbstractContextManager[Any]]
 SYNCHRONOUS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1}
 DATA = {"activation": 101, "gradient": 102}  # tags
 
@@ -97,9 +96,7 @@ def admissible(name: str, size: int) -> list[int]:
     return [m for m in range(least, 10) if name != "interleaved" or m % size == 0]
 
 
-def equals_one_process(
-    sizes: Sequence[int], names: Sequence[str], fault: Fault = nullcontext, ms: Any = None
-) -> int:
+def equals_one_process(sizes: Sequence[int], names: Sequence[str], ms: Any = None) -> int:
     """Every admissible number of micro-batches, 9 rows: weights and losses of two steps to
     1e-10. Returns how many pipelines were compared."""
     compared = 0
@@ -113,9 +110,8 @@ def equals_one_process(
             whole = nn.Sequential(*layers(count))
             losses = trained(whole, x, y, F.mse_loss, 2)
             for m in ms or admissible(name, size):
-                with fault():
-                    pipe = Pipeline(layers(count), comm, name, m, F.mse_loss)
-                    mine = piped(pipe, x, y, 2)
+                pipe = Pipeline(layers(count), comm, name, m, F.mse_loss)
+                mine = piped(pipe, x, y, 2)
                 assert (len(mine) == 2) == (comm.rank == size - 1)
                 assert_same(pipe, whole, mine, losses, f"{name}, {size} stages, {m} micro-batches")
                 compared += 1
@@ -132,7 +128,7 @@ def gpt(blocks: int = 4, **how: Any) -> GPT:
 
 
 def a_gpt_with_a_tied_embedding(
-    size: int, name: str = "1f1b", m: int = 4, fault: Fault = nullcontext, freeze: bool = False
+    size: int, name: str = "1f1b", m: int = 4, freeze: bool = False
 ) -> None:
     """The embedding is the head; with `freeze`, the first block and all norms are frozen, too."""
     comm = line(size)
@@ -150,45 +146,79 @@ def a_gpt_with_a_tied_embedding(
 
     whole = model()
     losses = trained(whole, x, y, tokens_loss, 3)
-    with fault():
-        torch.manual_seed(5 + comm.rank)
-        own = model()
-        if comm.rank == size - 1 and size > 1:  # an owner's copy begins as the first owner's
-            own.head.weight.data.zero_()
-        pipe = Pipeline(split(own, size * SYNCHRONOUS[name]), comm, name, m, tokens_loss)
-        mine = piped(pipe, x, y, 3)
+    torch.manual_seed(5 + comm.rank)
+    own = model()
+    if comm.rank == size - 1 and size > 1:  # an owner's copy begins as the first owner's
+        own.head.weight.data.zero_()
+    pipe = Pipeline(split(own, size * SYNCHRONOUS[name]), comm, name, m, tokens_loss)
+    mine = piped(pipe, x, y, 3)
     assert_same(pipe, whole, mine, losses, f"tied, {name}, {size} stages")
 
 
-def sends_exactly_its_bytes(name: str, fault: Fault = nullcontext) -> None:
+def sends_exactly_its_bytes(name: str) -> None:
     """rows x rest x itemsize for each boundary, direction and micro-batch, and nothing else but, in
     the first step, what travels looks like."""
     comm = Comm()
     size, chunks, m = comm.size, SYNCHRONOUS[name], 6
     x, y = batch(rows=8)  # micro-batches of 2, 2, 1, 1, 1, 1
     rows = [2, 2, 1, 1, 1, 1]
-    with fault():
-        pipe = Pipeline(layers(size * chunks), comm, name, m, F.mse_loss)
-        for step in range(2):
-            with listen() as events:
-                pipe.step(x, y)
-            found = Counter(
-                (e.tag, e.peer, e.bus_bytes) for e in events if e.op == "send" and e.tag != 103
-            )
-            wanted: Counter[Any] = Counter()
-            for chunk in range(chunks):
-                index = chunk * size + comm.rank
-                for n in rows:
-                    nbytes = n * 2 * 3 * 8
-                    if index < size * chunks - 1:
-                        wanted[DATA["activation"], (comm.rank + 1) % size, nbytes] += 1
-                    if index > 0:
-                        wanted[DATA["gradient"], (comm.rank - 1) % size, nbytes] += 1
-            assert found == wanted, f"{name}: {found - wanted} too many, {wanted - found} missing"
-            looks = sum(e.tag == 103 and e.op == "send" for e in events)
-            boundaries = chunks - (comm.rank == size - 1)
-            assert looks == (boundaries if step == 0 else 0), f"{looks} looks in step {step}"
-            assert {e.op for e in events} <= {"send", "recv"}
+    pipe = Pipeline(layers(size * chunks), comm, name, m, F.mse_loss)
+    for step in range(2):
+        with listen() as events:
+            pipe.step(x, y)
+        found = Counter(
+            (e.tag, e.peer, e.bus_bytes) for e in events if e.op == "send" and e.tag != 103
+        )
+        wanted: Counter[Any] = Counter()
+        for chunk in range(chunks):
+            index = chunk * size + comm.rank
+            for n in rows:
+                nbytes = n * 2 * 3 * 8
+                if index < size * chunks - 1:
+                    wanted[DATA["activation"], (comm.rank + 1) % size, nbytes] += 1
+                if index > 0:
+                    wanted[DATA["gradient"], (comm.rank - 1) % size, nbytes] += 1
+        assert found == wanted, f"{name}: {found - wanted} too many, {wanted - found} missing"
+        looks = sum(e.tag == 103 and e.op == "send" for e in events)
+        boundaries = chunks - (comm.rank == size - 1)
+        assert looks == (boundaries if step == 0 else 0), f"{looks} looks in step {step}"
+        assert {e.op for e in events} <= {"send", "recv"}
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What is freed in this block is freed without the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class SavedBox:
+    """A tensor that autograd saved, as long as its graph lives."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Saved(saved_tensors_hooks):
+    """The tensors that autograd saves in this block and still holds, but for `weights`."""
+
+    def __init__(self, weights: Sequence[Tensor] = ()) -> None:
+        self.alive: weakref.WeakSet[SavedBox] = weakref.WeakSet()
+        self.peak = self.peak_bytes = 0
+        self.places = {p.untyped_storage().data_ptr() for p in weights}
+        super().__init__(self.save, lambda box: box.x)
+
+    def save(self, x: Tensor) -> SavedBox:
+        box = SavedBox(x)
+        if x.untyped_storage().data_ptr() not in self.places:
+            self.alive.add(box)
+            self.peak = max(self.peak, len(self.alive))
+            self.peak_bytes = max(self.peak_bytes, sum(one.x.nbytes for one in self.alive))
+        return box
 
 
 class Counted(nn.Module):
@@ -205,14 +235,12 @@ class Counted(nn.Module):
         return self.linear(_Watched.apply(self.linear(x)))
 
 
-def note_in_flight(stage: Any, stages: Any, held: list[int]) -> None:
-    """How many micro-batches are kept after each action: input, graph, and what a second half of
-    backward needs."""
+def after_each_action(stage: Any, note: Callable[[], None]) -> None:
     do = stage.do
 
     def noting(action: Any, came: Any) -> Any:
         result = do(action, came)
-        held.append(sum(len(one.in_flight) for one in stages))
+        note()
         return result
 
     stage.do = noting
@@ -235,7 +263,7 @@ class _Watched(torch.autograd.Function):
         return grads[0]
 
 
-def frees_activations(name: str, m: int, fault: Fault = nullcontext) -> None:
+def frees_activations(name: str, m: int) -> None:
     """At no time are the graphs of more micro-batches alive than the schedule says, and none after
     the step: counted with the collector of cycles off. (Where backward comes in halves, a graph
     goes with the first, and what the second needs, with it.)"""
@@ -246,108 +274,75 @@ def frees_activations(name: str, m: int, fault: Fault = nullcontext) -> None:
     x, y = batch(rows=m)
     Counted.alive.clear()
     Counted.peak = 0
-    with fault():
-        pipe = Pipeline(stages, comm, name, m, F.mse_loss)
-        held: list[int] = []
-        for stage in pipe._stages:
-            note_in_flight(stage, pipe._stages, held)
-        gc.collect()
-        gc.disable()
-        try:
-            pipe.step(x, y)
-            left = len(Counted.alive)
-        finally:
-            gc.enable()
+    pipe = Pipeline(stages, comm, name, m, F.mse_loss)
+    held: list[int] = []  # micro-batches kept: input, graph, what a second half of backward needs
+    for stage in pipe._stages:
+        after_each_action(stage, lambda: held.append(sum(len(s.in_flight) for s in pipe._stages)))
+    with without_collector():
+        pipe.step(x, y)
+        left = len(Counted.alive)
     lists = pipe.schedule
-    in_halves = any(one.phase == "input" for one in lists[comm.rank])
     promised = peak_in_flight(lists)[comm.rank]
     assert left == 0, f"{name}: {left} graphs outlive the step"
     assert max(held) == promised and held[-1] == 0, f"{name}: {held} kept, not {promised}"
-    if in_halves:
-        assert Counted.peak <= promised, f"{name}: {Counted.peak} in flight, not {promised}"
-    else:
-        assert Counted.peak == promised, f"{name}: {Counted.peak} in flight, not {promised}"
+    in_halves = any(one.phase == "input" for one in lists[comm.rank])
+    as_promised = Counted.peak <= promised if in_halves else Counted.peak == promised
+    assert as_promised, f"{name}: {Counted.peak} in flight, not {promised}"
 
 
-def frees_what_is_saved(name: str, m: int, fault: Fault = nullcontext) -> None:
+def frees_what_is_saved(name: str, m: int) -> None:
     """Of all that linear layers save, inputs and gradients for the second half too, no more lives
     than the micro-batches in flight have; nothing but the weights after the step."""
     comm = Comm()
     torch.manual_seed(0)
     stages = [nn.Linear(3, 3).double() for _ in range(comm.size)]
     x, y = batch(rows=m)
-    alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-    weights = {p.untyped_storage().data_ptr() for one in stages for p in one.parameters()}
-    peak = 0
-    numbers = iter(range(10**6))
-
-    class Box:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-    def save(x: Tensor) -> Any:
-        nonlocal peak
-        box = Box(x)
-        if x.untyped_storage().data_ptr() not in weights:
-            alive[next(numbers)] = box
-            peak = max(peak, len(alive))
-        return box
-
-    with fault():
-        pipe = Pipeline(stages, comm, name, m, lambda out, y: (out * y).mean())
-        pipe.step(x, y)
-        gc.collect()
-        gc.disable()
-        try:
-            with saved_tensors_hooks(save, lambda box: box.x):
-                pipe.step(x, y)
-            left = len(alive)
-        finally:
-            gc.enable()
+    saved = Saved([p for one in stages for p in one.parameters()])
+    pipe = Pipeline(stages, comm, name, m, lambda out, y: (out * y).mean())
+    pipe.step(x, y)
+    with without_collector():
+        with saved:
+            pipe.step(x, y)
+        left = len(saved.alive)
     assert left == 0, f"{name}: {left} saved tensors outlive the step"
     each = 2 if comm.rank == comm.size - 1 else 1  # the loss saves its target
     promised = peak_in_flight(pipe.schedule)[comm.rank]
-    assert peak <= each * promised + 2, f"{name}: {peak} saved at once, for {promised} in flight"
+    assert saved.peak <= each * promised + 2, f"{name}: {saved.peak} saved, {promised} in flight"
 
 
-def outputs_go_when_they_are_sent(fault: Fault = nullcontext) -> None:
+def outputs_go_when_they_are_sent() -> None:
     """An output that no backward needs is not kept beside the graph: only what is under way."""
     comm = Comm()
     made: list[Any] = []
 
-    class Output(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x + self.weight  # saves nothing
-            made.append(weakref.ref(y.untyped_storage()))
-            return y
+    def output(stage: Any, x: Tensor) -> Tensor:
+        y = x + stage.weight  # saves nothing
+        made.append(weakref.ref(y.untyped_storage()))
+        return y
 
     held: list[int] = []
+    stages = [Custom(output, weight=nn.Parameter(torch.ones(3).double())) for _ in range(comm.size)]
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return (out * y).mean()
 
-    with fault():
-        pipe = Pipeline([Output() for _ in range(comm.size)], comm, "gpipe", 8, loss)
-        mail = pipe._p2p
-        receive = mail.receive
+    pipe = Pipeline(stages, comm, "gpipe", 8, loss)
+    mail = pipe._p2p
+    receive = mail.receive
 
-        def counting(message: Any) -> Any:
-            if message.what == "gradient":
-                mail._let_go()
-                held.append(sum(one() is not None for one in made) - len(mail._leaving))
-            return receive(message)
+    def counting(message: Any) -> Any:
+        if message.what == "gradient":
+            mail._let_go()
+            held.append(sum(one() is not None for one in made) - len(mail._leaving))
+        return receive(message)
 
-        mail.receive = counting  # type: ignore[method-assign]
-        pipe.step(*batch(rows=8))
+    mail.receive = counting  # type: ignore[method-assign]
+    pipe.step(*batch(rows=8))
     if comm.rank == 0:
         assert max(held) <= 1, f"{held} outputs are kept after they were sent"
 
 
-def sends_overlap_compute(fault: Fault = nullcontext) -> None:
+def sends_overlap_compute() -> None:
     """By the order of events: a stage begins its next forward before the message of the last is
     waited for, receives are posted before the compute they arrive behind, and no send is waited for
     while there is something to compute."""
@@ -355,27 +350,17 @@ def sends_overlap_compute(fault: Fault = nullcontext) -> None:
     m = 6
     log: list[Any] = []
 
-    class Noted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3).double()
+    def noted(stage: Any, x: Tensor) -> Any:
+        log.append(("forward", None))
+        return stage.linear(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            log.append(("forward", len([1 for what, *_ in log if what == "forward"])))
-            return self.linear(x)
-
-    def heard(event: CommEvent) -> None:
-        log.append((event.op, event))
-
-    from labkit import comm as door
-
-    with fault():
-        pipe = Pipeline([Noted() for _ in range(comm.size)], comm, "gpipe", m, F.mse_loss)
-        x, y = batch(rows=m)
+    stages = [Custom(noted, linear=nn.Linear(3, 3).double()) for _ in range(comm.size)]
+    pipe = Pipeline(stages, comm, "gpipe", m, F.mse_loss)
+    x, y = batch(rows=m)
+    pipe.step(x, y)
+    log.clear()
+    with listen_with(lambda event: log.append((event.op, event))):
         pipe.step(x, y)
-        log.clear()
-        with door.listen_with(heard):
-            pipe.step(x, y)
     kinds = [what for what, *_ in log]
     events = [one[1] for one in log if one[0] in ("send", "recv")]
     sends = [one for one in events if one.op == "send"]
@@ -398,74 +383,51 @@ def sends_overlap_compute(fault: Fault = nullcontext) -> None:
     assert all(one.ended_s <= one.wait_ended_s for one in early)
 
 
-def does_not_wait_for_sends(fault: Fault = nullcontext) -> None:
+def does_not_wait_for_sends() -> None:
     """Stage 0 has done all its forwards before stage 1 takes the first message: it never waits to
     send. (Messages here stay under way until they are taken.)"""
     comm = Comm()
     m = 4
     done: list[bool] = []
 
-    class Held(nn.Module):
+    def held(stage: Any, x: Tensor) -> Any:
         """Stage 1's first forward runs only when stage 0 says that it has computed all of its."""
+        y = stage.linear(x)
+        done.append(True)
+        if comm.rank == 0 and len(done) == m:
+            comm.isend(torch.ones(1), 1, 7).wait()
+        if comm.rank == 1 and len(done) == 1:
+            comm.recv(torch.ones(1), 0, 7)
+        return y
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            done.append(True)
-            if comm.rank == 0 and len(done) == m:
-                comm.isend(torch.ones(1), 1, 7).wait()
-            if comm.rank == 1 and len(done) == 1:
-                comm.recv(torch.ones(1), 0, 7)
-            return y
-
-    with fault():
-        pipe = Pipeline([Held() for _ in range(comm.size)], comm, "gpipe", m, F.mse_loss)
-        pipe.step(*batch(rows=m))
+    stages = [Custom(held, linear=nn.Linear(3, 3).double()) for _ in range(comm.size)]
+    pipe = Pipeline(stages, comm, "gpipe", m, F.mse_loss)
+    pipe.step(*batch(rows=m))
     assert len(done) == m
 
 
-def recompute_is_equal_to_the_bit(name: str, fault: Fault = nullcontext) -> None:
+def recompute_is_equal_to_the_bit(name: str) -> None:
     """With dropout: the same masks again; and less is saved between forward and backward."""
     comm = Comm()
     x, y = batch(rows=5)
     found, saved_bytes = [], []
     for again in (False, True):
-        kept: weakref.WeakSet[Any] = weakref.WeakSet()
-        peak = 0
-
-        class Box:
-            def __init__(self, x: Tensor) -> None:
-                self.x = x
-
-        def save(x: Tensor, kept: Any = kept, box_of: Any = Box) -> Any:
-            nonlocal peak
-            box = box_of(x)
-            kept.add(box)
-            peak = max(peak, sum(one.x.nbytes for one in kept))
-            return box
-
         stages = [nn.Sequential(one, nn.Dropout(0.3)) for one in layers(comm.size)]
-        with fault():
-            pipe = Pipeline(stages, comm, name, 5, F.mse_loss, recompute=again)
-            torch.manual_seed(7 + comm.rank)
-            losses = piped(pipe, x, y, 3)
-            if comm.rank == 0:  # (the last one's backward follows at once)
-                with saved_tensors_hooks(save, lambda box: box.x):
-                    pipe.step(x, y)
-            else:
-                pipe.step(x, y)
-            saved_bytes.append(peak)
+        pipe = Pipeline(stages, comm, name, 5, F.mse_loss, recompute=again)
+        torch.manual_seed(7 + comm.rank)
+        losses = piped(pipe, x, y, 3)
+        with (saved := Saved()):
+            pipe.step(x, y)
+        saved_bytes.append(saved.peak_bytes)
         found.append((losses, [p.detach().clone() for p in pipe.parameters()]))
     (losses, weights), (others, again_weights) = found
     assert losses == others, "the losses are others"
+    # (On the others, the last stage's backward follows at once.)
     assert comm.rank or saved_bytes[1] < saved_bytes[0] / 2, f"{saved_bytes} bytes are saved"
     assert all(torch.equal(a, b) for a, b in zip(weights, again_weights, strict=True))
 
 
-def replicas_synchronise_once(name: str, fault: Fault = nullcontext) -> None:
+def replicas_synchronise_once(name: str) -> None:
     """2 stages x 2 replicas: each bucket of a stage is reduced once in a step, and weights are
     those of one process with both replicas' rows."""
     mesh = Mesh(pp=2, dp=2)
@@ -474,44 +436,22 @@ def replicas_synchronise_once(name: str, fault: Fault = nullcontext) -> None:
     whole = nn.Sequential(*layers(2 * chunks))
     trained(whole, x, y, F.mse_loss, 3)
     mine_x, mine_y = (one.split(4)[mesh.dp.rank] for one in (x, y))
-    with fault():
-        stages = [
-            DDP(one, mesh.dp) if index % 2 == mesh.pp.rank else one
-            for index, one in enumerate(layers(2 * chunks))
-        ]
-        pipe = Pipeline(stages, mesh.pp, name, m, F.mse_loss)
-        for step in range(3):
-            pipe.zero_grad()
-            with listen() as events:
-                pipe.step(mine_x, mine_y)
-            reduced = sum(e.op == "all_reduce" for e in events)
-            assert reduced == chunks or step == 0, f"{reduced} all-reduces in a step, not {chunks}"
-            descend(pipe)
+    stages = [
+        DDP(one, mesh.dp) if index % 2 == mesh.pp.rank else one
+        for index, one in enumerate(layers(2 * chunks))
+    ]
+    pipe = Pipeline(stages, mesh.pp, name, m, F.mse_loss)
+    for step in range(3):
+        pipe.zero_grad()
+        with listen() as events:
+            pipe.step(mine_x, mine_y)
+        reduced = sum(e.op == "all_reduce" for e in events)
+        assert reduced == chunks or step == 0, f"{reduced} all-reduces in a step, not {chunks}"
+        descend(pipe)
     assert_same(pipe, whole, [], [], f"{name} in DDP")
 
 
-def stages_cut_by_tensor_parallelism(name: str, fault: Fault = nullcontext) -> None:
-    """2 stages x 2 ranks that share each layer, with a tied embedding cut over them."""
-    mesh = Mesh(pp=2, tp=2)
-    tokens = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(1))
-
-    def model() -> GPT:
-        torch.manual_seed(3)
-        return GPT(12, 8, 4, 2, 5).double()
-
-    whole = model()
-    losses = trained(whole, tokens, tokens, tokens_loss, 2)
-    with fault():
-        cut = split(tensor_parallel(model(), mesh.tp), 2 * SYNCHRONOUS[name])
-        pipe = Pipeline(cut, mesh.pp, name, 2, tokens_loss)
-        mine = piped(pipe, tokens, tokens, 2)
-    named = dict(whole.named_parameters(remove_duplicate=False))
-    for key, x in full_state_dict(pipe.module).items():
-        assert (x - named[key]).abs().max() <= 1e-10, f"{name}: {key}"
-    assert all(abs(one - other) <= 1e-10 for one, other in zip(mine, losses))
-
-
-def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
+def pipedream_equals_stale_weights(m: int) -> None:
     """One process does what the schedule says, micro-batch by micro-batch, each at the weights
     that its stage had in its forward; and these are stale: a synchronous run ends elsewhere."""
     comm = Comm()
@@ -519,24 +459,16 @@ def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
     x, y = batch(rows=m)
     made = layers(size)
 
-    with fault():
-        pipe = Pipeline(
-            layers(size), comm, "pipedream", m, F.mse_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
-        )  # fmt: skip
-        versions = pipe._stages[0].versions
-        assert versions is not None
-        kept: list[int] = []
-        do = pipe._stages[0].do
-
-        def noting(action: Any, came: Any) -> Any:
-            result = do(action, came)
-            kept.append(versions.in_use)
-            return result
-
-        pipe._stages[0].do = noting  # type: ignore[method-assign]
-        pipe.step(x, y)
-        loss = pipe.step(x, y)
+    pipe = Pipeline(
+        layers(size), comm, "pipedream", m, F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
+    )  # fmt: skip
+    versions = pipe._stages[0].versions
+    assert versions is not None
+    kept: list[int] = []
+    after_each_action(pipe._stages[0], lambda: kept.append(versions.in_use))
+    pipe.step(x, y)
+    loss = pipe.step(x, y)
 
     stale, losses = oracle_of_pipedream(made, schedule("pipedream", size, m), x, y, rounds=2)
     for name, p in pipe.module.named_parameters():
@@ -554,8 +486,6 @@ def pipedream_equals_stale_weights(m: int, fault: Fault = nullcontext) -> None:
 
 
 def one_at_a_time(size: int, m: int) -> Schedule:
-    from labkit.schedules import Action
-
     one = [Action(phase, k) for k in range(m) for phase in ("forward", "backward", "update")]
     return [list(one) for _ in range(size)]
 
@@ -564,10 +494,6 @@ def oracle_of_pipedream(
     stages: list[nn.Module], lists: Schedule, x: Tensor, y: Tensor, rounds: int
 ) -> tuple[list[nn.Module], list[float]]:
     """The order of one process: by hand, with copies of weights, and no code of the pipeline."""
-    import copy
-
-    from labkit.schedules import run_order
-
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.3, momentum=0.5) for one in stages]
     losses = []
     for _ in range(rounds):
@@ -599,14 +525,13 @@ def oracle_of_pipedream(
     return stages, losses
 
 
-def own_schedule(lists: Schedule, fault: Fault = nullcontext) -> None:
+def own_schedule(lists: Schedule) -> None:
     """A student's lists give what one process does."""
     comm = Comm()
     x, y = batch()
     count = comm.size * chunks_of(lists)
     whole = nn.Sequential(*layers(count))
     losses = trained(whole, x, y, F.mse_loss, 2)
-    with fault():
-        pipe = Pipeline(layers(count), comm, lists, loss_fn=F.mse_loss)
-        mine = piped(pipe, x, y, 2)
+    pipe = Pipeline(layers(count), comm, lists, loss_fn=F.mse_loss)
+    mine = piped(pipe, x, y, 2)
     assert_same(pipe, whole, mine, losses, "a schedule of one's own")

@@ -17,51 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit import DDP, Comm, MasterWeights, Mesh, ZeRO3, ZeroOptimizer
+from labkit.parallel.common.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 
 VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
-
-
-class CopyToRanks(torch.autograd.Function):
-    """f: forward nothing, backward all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].clone()
-        ctx.comm.all_reduce(gradient)
-        return gradient, None
-
-
-class ReduceFromRanks(torch.autograd.Function):
-    """g: forward all-reduce, backward nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        x = x.clone()
-        comm.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        parts = [torch.empty_like(x) for _ in range(comm.size)]
-        comm.all_gather(parts, x)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].chunk(ctx.comm.size, -1)[ctx.comm.rank].contiguous(), None
 
 
 class Part(nn.Module):
@@ -70,10 +29,10 @@ class Part(nn.Module):
     comm: Comm | None = None
 
     def f(self, x: Tensor) -> Tensor:
-        return x if self.comm is None else CopyToRanks.apply(x, self.comm)
+        return x if self.comm is None else copy_to_ranks(x, self.comm)
 
     def g(self, x: Tensor) -> Tensor:
-        return x if self.comm is None else ReduceFromRanks.apply(x, self.comm)
+        return x if self.comm is None else reduce_from_ranks(x, self.comm)
 
 
 class Rows(Part):
@@ -120,7 +79,7 @@ class Model(nn.Module):
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
         logits = self.cuts(x)
         if self.cuts.comm is not None:
-            logits = GatherLastDim.apply(logits, self.cuts.comm)
+            logits = gather_from_ranks(logits, self.cuts.comm, dim=-1)
         return logits[..., :VOCAB]
 
 
@@ -135,10 +94,8 @@ def cut(model: Model, comm: Comm) -> Model:
         part.comm = comm
     tied = cut_along(model.rows.weight, 0, comm)
     model.rows.weight = model.cuts.weight = tied
-    model.up.weight, model.down.weight = (
-        cut_along(model.up.weight, 0, comm),
-        cut_along(model.down.weight, 1, comm),
-    )
+    model.up.weight = cut_along(model.up.weight, 0, comm)
+    model.down.weight = cut_along(model.down.weight, 1, comm)
     model.up.bias = cut_along(model.up.bias, 0, comm)  # type: ignore[arg-type]
     return model
 

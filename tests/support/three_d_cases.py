@@ -7,8 +7,6 @@ norms, scales and weights are those of one process, and each axis carries the by
 """
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, product
@@ -40,7 +38,6 @@ from labkit.parallel.splitting import split
 from labkit.predict.three_d import AXES, bytes_by_axis
 from tensor_contract import model_of
 
-Fault = Callable[[], AbstractContextManager[Any]]
 SHARDERS = ("ddp", "zero-1", "zero-2", "zero-3")
 STEPS, SPOILED, MAX_NORM = 3, 1, 0.3
 SGD = {"lr": 0.3, "momentum": 0.9}
@@ -70,11 +67,8 @@ class Case:
     scatter_gather: bool = False
 
     def __str__(self) -> str:
-        flags = [
-            one
-            for one in ("sequence", "recompute", "mixed", "scatter_gather")
-            if getattr(self, one)
-        ]
+        every = ("sequence", "recompute", "mixed", "scatter_gather")
+        flags = [name for name in every if getattr(self, name)]
         return " ".join([f"pp{self.pp} dp{self.dp} tp{self.tp} {self.sharder}", *flags])
 
     @property
@@ -210,34 +204,33 @@ class Weighted:
         return loss(logits, Batch(y, y, y.numel())) * self.share
 
 
-def train(case: Case, fault: Fault = nullcontext) -> Seen | None:
+def train(case: Case) -> Seen | None:
     """On a rank; None on those that rest."""
     mesh = mesh_of(case.pp, case.dp, case.tp)
     every = mesh["pp", "dp", "tp"]
     if mesh.copy.rank:
         return None
-    with fault():
-        pipe, optimizer, clipped, spoil = built(case, mesh)
-        scaler = GradScaler(2.0**10, growth_interval=100, comm=every)
-        seen = Seen([], [], [], {}, {axis: getattr(mesh, axis).rank for axis in ("pp", "dp", "tp")})
-        for step in range(STEPS):
-            mine = batch(case, step).slice(mesh.dp.rank, mesh.dp.size)
-            spoil.on = step == SPOILED and every.rank == (case.dp - 1) * case.tp  # pp 0, tp 0
-            pipe.weigh.share = mine.share
-            optimizer.zero_grad()
-            with listen() as events:
-                value = pipe.step(mine.x, mine.y, scaler=scaler)
-            scaler.unscale_(optimizer)
-            seen.norms.append(clip_grad_norm(clipped, MAX_NORM if step else 1e9).item())
-            with listen() as after:
-                scaler.step(optimizer)
-            scaler.update()
-            total = (torch.zeros(()) if value is None else value).double().clone()
-            mesh.dp.all_reduce(total, "mean")
-            seen.losses.append(total.item())
-            seen.scales.append(scaler.get_scale())
-            seen.sent.append(by_axis([*events, *after], mesh))
-        seen.weights = {name: x.double() for name, x in full_state_dict(pipe).items()}
+    pipe, optimizer, clipped, spoil = built(case, mesh)
+    scaler = GradScaler(2.0**10, growth_interval=100, comm=every)
+    seen = Seen([], [], [], {}, {axis: getattr(mesh, axis).rank for axis in ("pp", "dp", "tp")})
+    for step in range(STEPS):
+        mine = batch(case, step).slice(mesh.dp.rank, mesh.dp.size)
+        spoil.on = step == SPOILED and every.rank == (case.dp - 1) * case.tp  # pp 0, tp 0
+        pipe.weigh.share = mine.share
+        optimizer.zero_grad()
+        with listen() as events:
+            value = pipe.step(mine.x, mine.y, scaler=scaler)
+        scaler.unscale_(optimizer)
+        seen.norms.append(clip_grad_norm(clipped, MAX_NORM if step else 1e9).item())
+        with listen() as after:
+            scaler.step(optimizer)
+        scaler.update()
+        total = (torch.zeros(()) if value is None else value).double().clone()
+        mesh.dp.all_reduce(total, "mean")
+        seen.losses.append(total.item())
+        seen.scales.append(scaler.get_scale())
+        seen.sent.append(by_axis([*events, *after], mesh))
+    seen.weights = {name: x.double() for name, x in full_state_dict(pipe).items()}
     return seen
 
 
@@ -313,39 +306,26 @@ def predicted_bytes(case: Case) -> list[dict[str, float]]:
 # ---- the grid
 
 
-def hard_cases() -> dict[str, Case]:
-    """What does not divide, comes in several chunks, or is not trained at all; by name, those on
-    six ranks first."""
-    half = {"schedule": "zb-h1", "dp": 2, "tp": 1}
-    return {
-        "three stages, 5 blocks, 7 rows": Case(3, 1, 2, depth=5, rows=7, microbatches=3),
-        "three stages cut": Case(3, 2, 1, "zero-1", depth=5, rows=14, microbatches=3),
-        "interleaved": Case(schedule="interleaved", chunks=2, depth=4),
-        "interleaved, zero-1": Case(
-            sharder="zero-1", sequence=True, schedule="interleaved", chunks=2, depth=5
-        ),
-        "interleaved, zero-3": Case(
-            2, 2, 1, "zero-3", tied=False, schedule="interleaved", chunks=2, depth=4
-        ),
-        "scattered, three stages": Case(
-            3, 1, 2, depth=5, rows=7, microbatches=3, scatter_gather=True
-        ),
-        "scattered": Case(recompute=True, scatter_gather=True),
-        "scattered, interleaved, zero-1": Case(
-            sharder="zero-1",
-            mixed=True,
-            schedule="interleaved",
-            chunks=2,
-            depth=5,
-            scatter_gather=True,
-        ),
-        "frozen": Case(frozen=True),
-        "frozen, zero-1": Case(sharder="zero-1", frozen=True, microbatches=3),
-        "frozen, zero-3": Case(sharder="zero-3", tied=False, frozen=True),
-        "uneven replicas": Case(sharder="zero-1", rows=7, microbatches=3),
-        "halves": Case(2, **half),  # type: ignore[arg-type]
-        "halves, zero-1": Case(2, sharder="zero-1", **half),  # type: ignore[arg-type]
-    }
+def hard_cases() -> list[Case]:
+    """What does not divide, comes in several chunks, or is not trained at all; those on six ranks
+    first."""
+    chunks: dict[str, Any] = {"schedule": "interleaved", "chunks": 2}
+    return [
+        Case(3, 1, 2, depth=5, rows=7, microbatches=3),
+        Case(3, 2, 1, "zero-1", depth=5, rows=14, microbatches=3),
+        Case(3, 1, 2, depth=5, rows=7, microbatches=3, scatter_gather=True),
+        Case(depth=4, **chunks),
+        Case(sharder="zero-1", sequence=True, depth=5, **chunks),
+        Case(2, 2, 1, "zero-3", tied=False, depth=4, **chunks),
+        Case(recompute=True, scatter_gather=True),
+        Case(sharder="zero-1", mixed=True, depth=5, scatter_gather=True, **chunks),
+        Case(frozen=True),
+        Case(sharder="zero-1", frozen=True, microbatches=3),
+        Case(sharder="zero-3", tied=False, frozen=True),
+        Case(sharder="zero-1", rows=7, microbatches=3),
+        Case(schedule="zb-h1"),
+        Case(2, 2, 1, "zero-1", schedule="zb-h1"),
+    ]
 
 
 def every_case() -> list[Case]:
@@ -362,22 +342,21 @@ def every_case() -> list[Case]:
 
 
 FACTORS = ("pp", "dp", "tp", "sharder", "sequence", "recompute", "mixed")
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-def pairs_of(case: Case) -> set[Pair]:
-    """All pairs of its choices."""
-    return set(combinations([(name, getattr(case, name)) for name in FACTORS], 2))
+def choices(case: Case, together: int) -> set[Any]:
+    """All sets of so many of its choices."""
+    return set(combinations([(name, getattr(case, name)) for name in FACTORS], together))
 
 
-def covering() -> list[Case]:
-    """A few of all cases in which each pair of choices is found that is in any: greedily, and of
-    equals the one on fewest ranks."""
-    every = every_case()
-    missing: set[Pair] = set().union(*map(pairs_of, every))
+def covering(together: int) -> list[Case]:
+    """A few of all cases in which each `together` choices are found that are in any: greedily, and
+    of equals the one on fewest ranks."""
+    every = {case: choices(case, together) for case in every_case()}
+    missing: set[Any] = set().union(*every.values())
     chosen = []
     while missing:
-        best = max(every, key=lambda case: (len(pairs_of(case) & missing), -case.ranks))
+        best = max(every, key=lambda case: (len(every[case] & missing), -case.ranks))
         chosen.append(best)
-        missing -= pairs_of(best)
+        missing -= every[best]
     return chosen

@@ -20,6 +20,7 @@ from labkit import (
 )
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 from shard_cases import STRATEGIES, Model, alone, built, cut, fresh, loss_of, whole_of
+from small_models import difference, refused
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -37,10 +38,8 @@ def clipped_step(
     scaler = GradScaler(enabled=scaled)
     scaler.scale(loss_of(model, 0, mesh.dp)).backward()
     scaler.unscale_(optimizer)
-    if isinstance(model, ZeRO3):
-        norm = model.clip_grad_norm_(max_norm, norm_type)
-    else:
-        norm = clip_grad_norm(optimizer, max_norm, norm_type)
+    clip = model.clip_grad_norm_ if isinstance(model, ZeRO3) else partial(clip_grad_norm, optimizer)
+    norm = clip(max_norm, norm_type)
     scaler.step(optimizer)
 
     single, its_optimizer = alone(SGD)
@@ -48,8 +47,7 @@ def clipped_step(
     expected = nn.utils.clip_grad_norm_(single.parameters(), max_norm, norm_type)
     its_optimizer.step()
     assert norm.dtype == expected.dtype
-    found = whole_of(model)
-    far = max(float((found[name] - x).abs().max()) for name, x in single.state_dict().items())
+    far = difference(whole_of(model), single.state_dict())
     return float((norm - expected).abs() / expected), far
 
 
@@ -74,37 +72,20 @@ def test_on_a_mesh_every_strategy_clips_as_a_single_process(
             assert max(far) < AGREE
 
 
-def test_zero_3_may_be_given_instead_where_all_is_in_pieces(world4: World) -> None:
-    def run() -> float:
-        mesh = Mesh(**DP_TP)
-        model = ZeRO3(cut(fresh(), mesh.tp), mesh.dp)
-        loss_of(model, 0, mesh.dp).backward()
-        return float(clip_grad_norm(model, 0.1))
-
-    single, _ = alone(SGD)
-    loss_of(single, 0, None).backward()
-    expected = nn.utils.clip_grad_norm_(single.parameters(), 0.1)
-    for norm in world4.run(run):
-        assert norm == pytest.approx(float(expected), abs=AGREE)
-
-
-def test_pieces_cut_at_other_places_on_the_tensor_ranks(world4: World) -> None:
+@on_each_rank("world4")
+def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
     """Shards of other sizes: then a data-parallel rank may have pieces of them on one tensor rank,
     and none on the other. Nobody waits for a sum that another does not make."""
 
-    def run() -> float:
-        mesh = Mesh(**DP_TP)
-        start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
-        module = nn.Linear(1, 8, bias=True).double()
-        module.weight = nn.Parameter(torch.arange(8.0).double().view(8, 1)[start:stop].clone())
-        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
-        optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
-        (module.weight.square().sum() / 2 + module.bias.sum() * 0 + module.bias[0]).backward()
-        return float(clip_grad_norm(optimizer, 1.0))
-
+    mesh = Mesh(**DP_TP)
+    start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
+    module = nn.Linear(1, 8, bias=True).double()
+    module.weight = nn.Parameter(torch.arange(8.0).double().view(8, 1)[start:stop].clone())
+    mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
+    optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
+    (module.weight.square().sum() / 2 + module.bias.sum() * 0 + module.bias[0]).backward()
     expected = (sum(k * k for k in range(8)) + 1) ** 0.5
-    for norm in world4.run(run):
-        assert norm == pytest.approx(expected, abs=AGREE)
+    assert float(clip_grad_norm(optimizer, 1.0)) == pytest.approx(expected, abs=AGREE)
 
 
 @on_each_rank("world2")
@@ -114,8 +95,11 @@ def test_an_optimizer_with_part_of_the_gradients_is_refused() -> None:
     for strategy in ("zero-1", "zero-2", "zero-3"):
         model, _optimizer = built(strategy, mesh, SGD)
         loss_of(model, 0, mesh.dp).backward()
-        with pytest.raises(ValueError, match="has these gradients in pieces.*call it with the Z"):
-            clip_grad_norm(list(model.parameters())[1:], 1.0)
+        refused(
+            partial(clip_grad_norm, list(model.parameters())[1:], 1.0),
+            "has these gradients in pieces",
+            "call it with the Z",
+        )
 
 
 # ---- 16 bits: what the optimizer unscales in its step
@@ -138,11 +122,12 @@ def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", ["masters", "zero-1", "zero-2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_each_rank("world4")
 def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
-    world4: World, strategy: str, dtype: torch.dtype
+    strategy: str, dtype: torch.dtype
 ) -> None:
-    def run(norm_type: float) -> tuple[float, float]:
-        mesh = Mesh(**DP_TP)
+    mesh = Mesh(**DP_TP)
+    for norm_type in NORMS:
         model, optimizer = built(strategy, mesh, SGD, dtype=dtype)
         masters = fresh().to(dtype).float()
         gradients = cut(wanted(dtype), mesh.tp)
@@ -159,14 +144,10 @@ def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
         SGD(masters.parameters()).step()
         found, right = whole_of(model), masters.state_dict()
         # Rounded to the model's dtype: at most one bit apart.
-        far = max(float(((found[n].float() - x) / x.abs().clamp(0.1)).abs().max())
-                  for n, x in right.items())  # fmt: skip
-        return float(norm / expected), far
-
-    for norm_type in NORMS:
-        for ratio, far in world4.run(run, norm_type):
-            assert ratio == pytest.approx(1, abs=1e-6)
-            assert far <= torch.finfo(dtype).eps
+        for name, x in right.items():
+            off = ((found[name].float() - x) / x.abs().clamp(0.1)).abs().max()
+            assert off <= torch.finfo(dtype).eps
+        assert float(norm / expected) == pytest.approx(1, abs=1e-6)
 
 
 # ---- what travels
@@ -180,8 +161,8 @@ def test_one_number_travels_over_each_axis() -> None:
     loss_of(model, 0, mesh.dp).backward()
     with listen() as events:
         clip_grad_norm(optimizer, 1.0)
-    events = [(event.op, event.payload_bytes, len(event.ranks)) for event in events]
-    assert events == [("all_reduce", 16, 2), ("all_reduce", 8, 2)]
+    sent = [(event.op, event.payload_bytes, len(event.ranks)) for event in events]
+    assert sent == [("all_reduce", 16, 2), ("all_reduce", 8, 2)]
 
 
 @on_each_rank("world2")
@@ -217,12 +198,8 @@ def test_an_inf_in_one_shard_makes_all_skip(strategy: str) -> None:
         spoiled(model, optimizer)
     scaler.step(optimizer)
     scaler.update()
-    after = whole_of(model)
-    assert (
-        scaler.get_scale() == 4.0
-        and scaler.skipped == 1
-        and all(torch.equal(after[n], before[n]) for n in after)
-    )
+    assert scaler.get_scale() == 4.0 and scaler.skipped == 1
+    assert difference(whole_of(model), before) == 0
 
 
 @on_each_rank("world4")

@@ -1,13 +1,12 @@
 """The conjugate operators: values and gradients, what each sends, and that they are transposes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from labkit import Comm, RankError, World, listen
+from labkit import Comm, World, listen
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
     copies_to_ranks,
@@ -36,68 +35,50 @@ def of_rank(rank: int, length: int) -> Tensor:
     return torch.randint(-9, 9, (2, length, 5)).double()
 
 
-def told(name: str, forward: bool) -> tuple[Tensor, list[tuple[str, bool]]]:
-    """On a rank: what the operator makes of this rank's x, or its backward of this rank's gradient,
-    and what was sent (op, whether this was in backward)."""
-    comm = Comm()
-    enters = {"gather": 4, "all_gather": 4}.get(name, 12)
-    leaves = {"gather": 12, "all_gather": 12, "scatter": 4, "reduce_scatter": 4}.get(name, 12)
-    x = of_rank(comm.rank, enters).requires_grad_()
-    with listen() as events:
-        y = OPERATORS[name](x, comm)
-        sent = [(event.op, False) for event in events]
-        y.backward(of_rank(10 + comm.rank, leaves))
-    sent += [(event.op, True) for event in events[len(sent) :]]
-    assert x.grad is not None
-    return (y if forward else x.grad).detach(), sent
-
-
 def sum_of(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "forward", "backward"),
-    [
-        ("copy", "same", "sum"),
-        ("reduce", "sum", "same"),
-        ("gather", "beside", "part"),
-        ("scatter", "part", "beside"),
-        ("all_gather", "beside", "part of sum"),
-        ("reduce_scatter", "part of sum", "beside"),
-    ],
-)
-def test_values_and_gradients(world3: World, name: str, forward: str, backward: str) -> None:
-    for is_forward, what in ((True, forward), (False, backward)):
-        found = [value for value, _ in world3.run(told, name, is_forward)]
-        length = 4 if what == "beside" else 12
-        first = 0 if is_forward else 10
-        given = [of_rank(first + rank, length) for rank in range(3)]
-        for rank in range(3):
-            expected = {
-                "same": lambda rank=rank, given=given: given[rank],
-                "sum": lambda given=given: sum_of(given),
-                "beside": lambda given=given: torch.cat(given, 1),
-                "part": lambda rank=rank, given=given: given[rank].chunk(3, 1)[rank],
-                "part of sum": lambda rank=rank, given=given: sum_of(given).chunk(3, 1)[rank],
-            }[what]()
-            assert torch.equal(found[rank], expected), (name, what, rank)
-            assert found[rank].is_contiguous()
+EXPECTED: dict[str, Callable[[list[Tensor], int], Tensor]] = {
+    "same": lambda given, rank: given[rank],
+    "sum": lambda given, rank: sum_of(given),
+    "beside": lambda given, rank: torch.cat(given, 1),
+    "part": lambda given, rank: given[rank].chunk(3, 1)[rank],
+    "part of sum": lambda given, rank: sum_of(given).chunk(3, 1)[rank],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "sent"),
+    ("name", "forward", "backward", "sent"),
     [
-        ("copy", [("all_reduce", True)]),
-        ("reduce", [("all_reduce", False)]),
-        ("gather", [("all_gather", False)]),
-        ("scatter", [("all_gather", True)]),
-        ("all_gather", [("all_gather", False), ("reduce_scatter", True)]),
-        ("reduce_scatter", [("reduce_scatter", False), ("all_gather", True)]),
+        ("copy", "same", "sum", [("all_reduce", True)]),
+        ("reduce", "sum", "same", [("all_reduce", False)]),
+        ("gather", "beside", "part", [("all_gather", False)]),
+        ("scatter", "part", "beside", [("all_gather", True)]),
+        ("all_gather", "beside", "part of sum", [("all_gather", False), ("reduce_scatter", True)]),
+        ("reduce_scatter", "part of sum", "beside", [("reduce_scatter", False),
+                                                     ("all_gather", True)]),
     ],
-)
-def test_what_is_sent(world3: World, name: str, sent: Any) -> None:
-    assert [one for _, one in world3.run(told, name, True)] == [sent] * 3
+)  # fmt: skip
+@on_each_rank("world3")
+def test_values_gradients_and_what_is_sent(
+    name: str, forward: str, backward: str, sent: list[tuple[str, bool]]
+) -> None:
+    """`sent`: each operation, and whether it was in backward."""
+    comm = Comm()
+
+    def inputs(what: str, first: int) -> list[Tensor]:
+        return [of_rank(first + rank, 4 if what == "beside" else 12) for rank in range(3)]
+
+    x = inputs(forward, 0)[comm.rank].requires_grad_()
+    with listen() as events:
+        y = OPERATORS[name](x, comm)
+        found = [(event.op, False) for event in events]
+        y.backward(inputs(backward, 10)[comm.rank])
+    assert found + [(event.op, True) for event in events[len(found) :]] == sent
+    assert x.grad is not None and y.is_contiguous() and x.grad.is_contiguous()
+    assert torch.equal(y, EXPECTED[forward](inputs(forward, 0), comm.rank))
+    assert torch.equal(x.grad, EXPECTED[backward](inputs(backward, 10), comm.rank))
 
 
 @on_each_rank("world3")
@@ -149,22 +130,17 @@ def test_one_rank_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["scatter", "reduce_scatter"])
-def test_a_length_that_does_not_divide(world3: World, name: str) -> None:
-    def run() -> None:
+@on_each_rank("world3")
+def test_a_length_that_does_not_divide(name: str) -> None:
+    with pytest.raises(ValueError, match="10 long, which does not divide over 3 ranks.*9 or 12"):
         OPERATORS[name](torch.ones(2, 10, 5), Comm())
 
-    with pytest.raises(RankError, match="10 long, which does not divide over 3 ranks.*9 or 12"):
-        world3.run(run)
 
-
-def test_a_gradient_of_a_gradient_is_refused(world3: World) -> None:
+@on_each_rank("world3")
+def test_a_gradient_of_a_gradient_is_refused() -> None:
     """It would have to send, and does not: an error, not a wrong number."""
-
-    def run() -> None:
-        x = torch.ones(3, requires_grad=True)
-        y = copy_to_ranks(x, Comm()).pow(2).sum()
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
+    x = torch.ones(3, requires_grad=True)
+    y = copy_to_ranks(x, Comm()).pow(2).sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
-
-    with pytest.raises(RankError, match="once_differentiable"):
-        world3.run(run)

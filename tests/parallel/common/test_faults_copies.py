@@ -39,17 +39,20 @@ from labkit import (
     listen,
     split,
 )
+from small_models import refused
 from worlds import on_each_rank, world_fixture
 
 WRAPPERS: list[Any] = [DDP, NaiveDDP]
-
-
 world = world_fixture(sizes=[1, 2, 3])
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Tied weights, a frozen layer, a module used twice and a parameter that nobody uses."""
+    torch.manual_seed(0)
+    return Net().double()
 
+
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.tied = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -61,11 +64,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.frozen(torch.tanh(self.tied(torch.tanh(self.first(self.first(x))))))
         return self.norm(x)
-
-
-def net(kind: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(0)
-    return kind().double()
 
 
 def batch(seed: int = 0) -> torch.Tensor:
@@ -126,21 +124,13 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def torchs(accumulate: bool) -> tuple[list[Any], list[Any]]:
-    """What torch's DDP gives: of a copy, and of the original after it."""
-    original = DistributedDataParallel(net(), find_unused_parameters=True)
-    train(original, 0, accumulate=accumulate)
-    copied = copy.deepcopy(original)
-    return (
-        train(copied, 7, accumulate=accumulate),
-        train(original, 20, accumulate=accumulate),
-    )
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @on_each_rank("world")
 def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(accumulate: bool) -> None:
-    expected_copy, expected_original = torchs(accumulate)
+    torchs = DistributedDataParallel(net(), find_unused_parameters=True)
+    train(torchs, 0, accumulate=accumulate)
+    expected_copy = train(copy.deepcopy(torchs), 7, accumulate=accumulate)
+    expected_original = train(torchs, 20, accumulate=accumulate)
     for wrap in WAYS.values():
         for copied_by in COPIES.values():
             original = wrap(net())
@@ -174,11 +164,11 @@ def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
 
 
 def hooks_stay() -> None:
+    coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
     for copied_by in COPIES.values():
         before = calls
         assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
         assert calls == before + 3
-        coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
         assert_equal(train(copied_by(coarse(net())), 0), train(coarse(net()), 0))
 
 
@@ -186,7 +176,8 @@ def test_a_copy_has_the_communication_hook(world2: World) -> None:
     world2.run(hooks_stay)
 
 
-def rank_0_alone(folder: Path) -> None:
+@on_each_rank("world2")
+def test_rank_0_alone_may_copy_average_save_and_load(tmp_path: Path) -> None:
     model = DDP(net(), bucket_mb=1e-5)
     train(model, 0)
     if dist.get_rank() == 0:
@@ -195,18 +186,12 @@ def rank_0_alone(folder: Path) -> None:
             average.requires_grad_(False)
             average.update_parameters(model)
             average.eval()
-            torch.save(average, folder / "average.pt")
-            loaded = torch.load(folder / "average.pt", weights_only=False)
-            assert torch.equal(copy.deepcopy(loaded)(batch()), average(batch()))
-            torch.save(model, folder / "model.pt")
+            assert torch.equal(copy.deepcopy(saved(average))(batch()), average(batch()))
+            torch.save(model, tmp_path / "model.pt")
         assert not events
     Comm().barrier()
-    loaded = torch.load(folder / "model.pt", weights_only=False)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert_equal(train(loaded, 5), train(model, 5))
-
-
-def test_rank_0_alone_may_copy_average_save_and_load(world2: World, tmp_path: Path) -> None:
-    world2.run(rank_0_alone, tmp_path)
 
 
 @on_each_rank("world4")
@@ -232,17 +217,16 @@ def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: Wo
 def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
         model = wrap(net())
-        with pytest.raises(
-            ValueError, match="belongs to a .*DDP already; a module is wrapped once"
-        ):
-            copy.copy(model)
+        refused(lambda: copy.copy(model), "DDP already; a module is wrapped once")  # noqa: B023
 
 
 # ---- parameter servers
 
 
-def served(model: ParameterServer, seed: int) -> list[torch.Tensor]:
-    optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+def served(model: Any, seed: int) -> list[torch.Tensor]:
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if isinstance(model, ParameterServer):
+        optimizer = model.pull_after(optimizer)
     for step in range(2):
         optimizer.zero_grad()
         model(batch(seed + step)).square().mean().backward()
@@ -255,15 +239,8 @@ def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None
     model = ParameterServer(net())
     served(model, 0)
     copied = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"model\.pull_after\(torch\.optim"):
-        copied(batch()).square().mean().backward()
-    averaging = DDP(copy.deepcopy(model.module))
-    optimizer = torch.optim.SGD(averaging.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        averaging(batch(5 + step)).square().mean().backward()
-        optimizer.step()
-    expected = [p.detach() for p in averaging.parameters()]
+    refused(lambda: copied(batch()).square().mean().backward(), "model.pull_after(torch.optim")
+    expected = served(DDP(copy.deepcopy(model.module)), 5)
     for copied in (copy.deepcopy(model), saved(model)):
         assert_equal(served(copied, 5), expected)
 
@@ -336,8 +313,8 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     step_of(model, optimizer, 0)
     optimizer.wait()
     for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
-        with pytest.raises(TypeError, match="ZeroOptimizer cannot be copied or pickled; make one"):
-            copied_by(optimizer)
+        words = "ZeroOptimizer cannot be copied or pickled; make one"
+        refused(partial(copied_by, optimizer), words, error=TypeError)
     for copied_by in (copy.deepcopy, saved):  # as the error says
         copied = copied_by(model)
         its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
@@ -356,20 +333,19 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     layers = nn.Sequential(*[nn.Linear(3, 3).double() for _ in range(4)])
     made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
-        with pytest.raises(TypeError, match="Pipeline cannot be copied or pickled; copy pipeline"):
-            copied_by(made)
+        words = "Pipeline cannot be copied or pickled; copy pipeline"
+        refused(partial(copied_by, made), words, error=TypeError)
     average = AveragedModel(made.module)
     made.step(torch.ones(8, 3).double(), torch.zeros(8, 3).double())
     average.update_parameters(made.module)
     assert_equal(list(average.module.parameters()), list(made.module.parameters()))
-    with pytest.raises(TypeError, match=r"call pipeline\.step\(x, y\)"):
-        made(torch.ones(8, 3))
+    refused(lambda: made(torch.ones(8, 3)), "call pipeline.step(x, y)", error=TypeError)
 
 
 def test_fp32_gradients_are_not_copied() -> None:
     made = Fp32Gradients(nn.Linear(3, 3).parameters())
-    with pytest.raises(TypeError, match="Fp32Gradients cannot be copied or pickled; make one"):
-        copy.deepcopy(made)
+    words = "Fp32Gradients cannot be copied or pickled; make one"
+    refused(lambda: copy.deepcopy(made), words, error=TypeError)
 
 
 @on_each_rank("world2")
@@ -449,18 +425,15 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
     local = DDP(net(), own[dist.get_rank()])
     assert_equal(train(local, 0), train(Single(net()), 0))
     for make in taking(own[1 - dist.get_rank()]).values():
-        with pytest.raises(ValueError, match="this rank is not a member of the group"):
-            make()
+        refused(make, "this rank is not a member of the group")
 
 
 @on_each_rank("world2")
 def test_an_invalid_group_is_refused_in_one_sentence() -> None:
+    words = "is no group of ranks; give a Comm, such as mesh.dp"
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
-            with pytest.raises(
-                TypeError, match="is no group of ranks; give a Comm, such as mesh.dp"
-            ):
-                make()
+            refused(make, words, error=TypeError)
 
 
 # ---- torch.compile
@@ -485,7 +458,8 @@ def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
     assert all(", from test_faults_copies.py" in event.source for event in events)
 
 
-def compiled_tensor_parallel() -> None:
+@on_each_rank("world2")
+def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         ends = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
@@ -496,10 +470,6 @@ def compiled_tensor_parallel() -> None:
     torch.compile(model, backend="eager")(x).square().mean().backward()
     expected(x).square().mean().backward()
     assert_equal(gradients(model), gradients(expected))
-
-
-def test_a_compiled_tensor_parallel_model_computes_the_same(world2: World) -> None:
-    world2.run(compiled_tensor_parallel)
 
 
 def test_communication_does_not_load_the_compiler() -> None:

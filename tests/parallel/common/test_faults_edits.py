@@ -14,19 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import (
     Comm,
-    RankError,
-    World,
     autocast,
     dry_run,
     full_state_dict,
     recompute,
     tensor_parallel,
 )
-from worlds import world_fixture
+from small_models import Custom, refused
+from worlds import on_each_rank, world_fixture
 
-world = world_fixture(2, device="cpu")
-
-
+world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
 LOW = torch.bfloat16
 REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
 
@@ -147,14 +144,10 @@ class Squared(torch.autograd.Function):
         return grads[0] @ w.t(), x.t() @ grads[0]
 
 
-class WithSquared(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Squared.apply(super().forward(x), self.weight)
-
-
 def test_custom_fwd_sees_the_region() -> None:
     torch.manual_seed(0)
-    assert same_as_torchs(WithSquared(8, 8), torch.randn(4, 8))
+    model = Custom(lambda m, x: Squared.apply(m.linear(x), m.linear.weight), linear=nn.Linear(8, 8))
+    assert same_as_torchs(model, torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -213,15 +206,6 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 # ---- reductions of dtypes that torch computes for some sizes only
 
 
-def reduced(dtype: torch.dtype, op: Any, numel: int) -> tuple[str, float]:
-    comm = Comm()
-    x = torch.ones(numel).to(dtype)
-    with pytest.raises(ValueError) as caught:
-        comm.all_reduce(x, op)
-    comm.all_reduce(after := torch.ones(3))
-    return str(caught.value), after[0].item()
-
-
 @pytest.mark.parametrize(
     ("dtype", "op", "sizes"),
     [
@@ -231,166 +215,111 @@ def reduced(dtype: torch.dtype, op: Any, numel: int) -> tuple[str, float]:
     ],
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
+@on_each_rank("world")
 def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
-    world: World, dtype: torch.dtype, op: str, sizes: tuple[int, ...]
+    dtype: torch.dtype, op: Any, sizes: tuple[int, ...]
 ) -> None:
     for numel in sizes:
-        for message, after in world.run(reduced, dtype, op, numel):
-            assert f"torch knows no {op} of {dtype}; convert it first" in message
-            assert after == 2.0, "the group is as good as before"
+        x = torch.ones(numel).to(dtype)
+        refused(
+            lambda: Comm().all_reduce(x, op),  # noqa: B023
+            f"torch knows no {op} of {dtype}; convert it first",
+        )
+        Comm().all_reduce(after := torch.ones(3))
+        assert after[0].item() == 2.0, "the group is as good as before"
 
 
 # ---- tensor_parallel: what is not understood is refused, by name
 
 
-class Layer(nn.Module):
-    """An MLP of 8 features and 24 hidden ones."""
-
-    def __init__(self, up: int = 24, down: int = 24) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, up), nn.Linear(down, 8)
+def mlp(code: Callable[[Any, Tensor], Any], up: int = 24) -> Callable[[], nn.Module]:
+    """8 features and 24 hidden ones."""
+    return lambda: Custom(code, up=nn.Linear(8, up), down=nn.Linear(24, 8))
 
 
-class FusedGate(Layer):
-    def __init__(self) -> None:
-        super().__init__(up=48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.up(x).chunk(2, -1)
-        return self.down(F.silu(a) * b)
+def fused(m: Any, x: Tensor) -> Tensor:
+    a, b = m.up(x).chunk(2, -1)
+    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
 
 
-class LowRank(nn.Module):
-    """As an adapter: down to a few features, and up again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.up(self.down(x))
-
-
-class Interleaved(FusedGate):
+def interleaved(m: Any, x: Tensor) -> Tensor:
     """Gate and up take turns: each rank's slice has whole pairs, so it can be cut."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(F.silu(a) * b)
+    a, b = m.up(x).unflatten(-1, (-1, 2)).unbind(-1)
+    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
 
 
-def mlp(code: Callable[[Any, Tensor], Any]) -> type[nn.Module]:
-    return type("Custom", (Layer,), {"forward": code})
+def low_rank() -> nn.Module:
+    """As an adapter: down to a few features, and up again."""
+    ends = {"down": nn.Linear(8, 4), "up": nn.Linear(4, 8)}
+    return Custom(lambda m, x: x + m.up(m.down(x)), **ends)
 
 
-class Heads(nn.Module):
-    def __init__(self, kv_heads: int = 4) -> None:
-        super().__init__()
-        self.head_width = 4
-        self.q, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.k, self.v = nn.Linear(8, 4 * kv_heads), nn.Linear(8, 4 * kv_heads)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core(self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x)))
+def without_biases() -> nn.Module:
+    ends = {"up": nn.Linear(8, 24, bias=False), "down": nn.Linear(24, 8, bias=False)}
+    return Custom(lambda m, x: m.down(F.silu(m.up(x), inplace=True)).mul_(2), **ends)
 
 
-class FixedHeads(Heads):
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (4, -1)).transpose(1, 2)
+def split_heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 4)).transpose(1, 2)
 
 
-class HeadsLast(Heads):
-    """The features of a head do not lie side by side."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.head_width, -1)).permute(0, 3, 1, 2)
+def attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Grouped(Heads):
-    how = "repeat_interleave"
+def heads(
+    split: Callable[[Tensor], Tensor] = split_heads,
+    adapt: Callable[..., Any] = lambda m, q, k, v: (q, k, v),
+    kv_heads: int = 4,
+    forward: Any = None,
+    **parts: Any,
+) -> Callable[[], nn.Module]:
+    """4 heads of width 4; `adapt` changes queries, keys and values before they meet."""
 
-    def __init__(self) -> None:
-        super().__init__(kv_heads=2)
+    def plain(m: Any, x: Tensor) -> Tensor:
+        return attention(m, *adapt(m, split(m.q(x)), split(m.k(x)), split(m.v(x))))
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.how == "repeat":
-            return super().core(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)))
-        return super().core(q, *(x.repeat_interleave(2, 1) for x in (k, v)))
+    def make() -> nn.Module:
+        ends = {"q": nn.Linear(8, 16), "out": nn.Linear(16, 8), "head_width": 4}
+        keys = {name: nn.Linear(8, 4 * kv_heads) for name in "kv"}
+        return Custom(forward or plain, **ends, **keys, **parts)
 
-
-class Tiled(Grouped):
-    how = "repeat"
-
-
-class Slopes(Heads):
-    """A bias for each head, in a buffer that has all heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.arange(4.0)[:, None, None])
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().core(q * self.slopes, k, v)
+    return make
 
 
-class NormedHeads(Heads):
-    """A norm of each head is one's own affair, of all heads together not."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return F.layer_norm(super().split(x), (self.head_width,))
-
-
-class NormedWidth(Heads):
-    def split(self, x: Tensor) -> Tensor:
-        return super().split(F.layer_norm(x, x.shape[-1:]))
-
-
-class Rotary(Heads):
+def rotary(wrong: bool = False) -> Callable[[], nn.Module]:
     """It takes more than x, so that it is tried on the first real input."""
 
-    wrong = False
+    def forward(m: Any, x: Tensor, cos: Tensor, *, scale: Tensor) -> Tensor:
+        q, k, v = m.q(x), m.k(x), m.v(x)
+        q = q.flip(-1) if wrong else q
+        return attention(m, split_heads(q) * cos, split_heads(k) * cos * scale, split_heads(v))
 
-    def forward(self, x: Tensor, cos: Tensor, *, scale: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        q = q.flip(-1) if self.wrong else q
-        return self.core(self.split(q) * cos, self.split(k) * cos * scale, self.split(v))
-
-
-class WrongRotary(Rotary):
-    wrong = True
+    return heads(forward=forward, takes_more=True)
 
 
-class Around(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.layer, Rotary):
-            return x + self.layer(x, torch.linspace(0, 1, 4), scale=torch.tensor(0.5))
-        return x + self.layer(x)
+def grouped(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
 
 
-class WithoutBiases(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.bias = self.down.bias = None
+def tiled(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x), inplace=True)).mul_(2)
+
+def around(layer: nn.Module) -> Any:
+    def forward(model: Any, x: Tensor) -> Any:
+        if hasattr(model.layer, "takes_more"):
+            return x + model.layer(x, torch.linspace(0, 1, 4), scale=torch.tensor(0.5))
+        return x + model.layer(x)
+
+    return Custom(forward, layer=layer)
 
 
 HAND = "cut it by hand with ColumnParallelLinear"
 REFUSED = {
-    "fused gate": (FusedGate, "computes something else on a slice"),
-    "down before up": (LowRank, "a slice of the features from up to down"),
+    "fused gate": (mlp(fused, up=48), "computes something else on a slice"),
+    "down before up": (low_rank, "a slice of the features from up to down"),
     "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (
@@ -411,53 +340,57 @@ REFUSED = {
     ),
     "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
     "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
-    "fixed heads": (FixedHeads, "from q, k, v to out"),
-    "heads last": (HeadsLast, "something else on a slice"),
-    "tiled groups": (Tiled, "something else on a slice"),
-    "slopes of all heads": (Slopes, "forward fails on a slice"),
-    "norm of all heads": (NormedWidth, "something else on a slice"),
-    "on the first input": (WrongRotary, "something else on a slice"),
-    "no forward": (lambda: nn.ModuleDict(dict(Layer().named_children())), "it has no forward"),
+    "fixed heads": (
+        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out",
+    ),
+    "heads last": (  # the features of a head do not lie side by side
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice",
+    ),
+    "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),
+    "slopes of all heads": (
+        heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
+              slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
+        "forward fails on a slice",
+    ),
+    "norm of all heads": (
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice",
+    ),
+    "on the first input": (rotary(wrong=True), "something else on a slice"),
+    "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip
 
 
-def refusal(make: Callable[[], nn.Module]) -> str:
-    torch.manual_seed(0)
-    model = Around(make())
-    with pytest.raises(ValueError) as caught:
-        tensor_parallel(model, Comm())
-        model(torch.randn(2, 3, 8))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_would_compute_something_else_is_refused_by_name(
-    world: World, name: str
-) -> None:
+@on_each_rank("world")
+def test_a_layer_that_would_compute_something_else_is_refused_by_name(name: str) -> None:
+    torch.manual_seed(0)
     make, words = REFUSED[name]
-    for message in world.run(refusal, make):
-        assert message.startswith("tensor_parallel cannot cut layer, a ") and words in message
-        assert HAND in message
+    model = around(make())
+    message = refused(
+        lambda: tensor_parallel(model, Comm())(torch.randn(2, 3, 8)), words, HAND
+    )  # fmt: skip
+    assert message.startswith("tensor_parallel cannot cut layer, a ")
 
 
 CUT = {
     "plain": mlp(lambda m, x: m.down(F.gelu(m.up(x)))),
     "square, in place": mlp(lambda m, x: m.down(m.up(x).relu_().square())),
-    "in place, without biases": WithoutBiases,
+    "in place, without biases": without_biases,
     "used twice": mlp(lambda m, x: m.down(m.up(m.down(F.relu(m.up(x)))).tanh())),
     "two inputs": mlp(lambda m, x: m.down(F.relu(m.up(x)) * m.up(x * 2))),
     "residual inside": mlp(lambda m, x: x.mul(2) + m.down(F.silu(m.up(F.layer_norm(x, (8,)))))),
-    "interleaved gate": Interleaved,
-    "attention": Heads,
-    "grouped": Grouped,
-    "norm of a head": NormedHeads,
-    "more inputs": Rotary,
+    "interleaved gate": mlp(interleaved, up=48),
+    "attention": heads(),
+    "grouped": heads(adapt=grouped, kv_heads=2),
+    "norm of a head": heads(lambda x: F.layer_norm(split_heads(x), (4,))),
+    "more inputs": rotary(),
 }
 
 
-def trained(make: Callable[[], nn.Module], cut: bool) -> tuple[dict[str, Tensor], Tensor, Any]:
+def trained(make: Callable[[], nn.Module], cut: bool) -> dict[str, Tensor]:
+    """Weights, output and the gradient of the input, after two steps."""
     torch.manual_seed(0)
-    model: Any = Around(make()).double().train()
+    model: Any = around(make()).double().train()
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     state = torch.get_rng_state()
     if cut:
@@ -469,24 +402,22 @@ def trained(make: Callable[[], nn.Module], cut: bool) -> tuple[dict[str, Tensor]
         (y := model(x)).square().sum().backward()
         optimizer.step()
     assert torch.equal(state, torch.get_rng_state()), "the trial drew random numbers of the user's"
-    weights = full_state_dict(model) if cut else model.state_dict()
-    return weights, y.detach(), x.grad
+    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_layer_that_can_be_cut_trains_as_in_one_process(world: World, name: str) -> None:
-    weights, y, grad = trained(CUT[name], cut=False)
-    for found, its_y, its_grad in world.run(trained, CUT[name], True):
-        assert torch.allclose(its_y, y, rtol=1e-10, atol=1e-11)
-        assert torch.allclose(its_grad, grad, rtol=1e-10, atol=1e-11)
-        assert found.keys() == weights.keys()
-        assert all(torch.allclose(found[n], weights[n], rtol=1e-10, atol=1e-11) for n in weights)
+@on_each_rank("world")
+def test_a_layer_that_can_be_cut_trains_as_in_one_process(name: str) -> None:
+    expected, found = trained(CUT[name], cut=False), trained(CUT[name], cut=True)
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        assert torch.allclose(found[key], x, rtol=1e-10, atol=1e-11), key
 
 
 @pytest.mark.parametrize("name", ["fused gate", "tiled groups", "down before up"])
 def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
     def step() -> None:
-        tensor_parallel(Around(REFUSED[name][0]()), Comm())
+        tensor_parallel(around(REFUSED[name][0]()), Comm())
 
     with pytest.raises(Exception, match="tensor_parallel cannot cut layer"):
         dry_run(step, ranks=2, step=0)
@@ -494,52 +425,44 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
     def step() -> list[int]:
-        model = tensor_parallel(Around(Rotary()), Comm())
+        model = tensor_parallel(around(rotary()()), Comm())
         model(torch.randn(2, 3, 8)).sum().backward()
         with torch.device("meta"):
-            meta: Any = tensor_parallel(Around(Heads()).bfloat16(), Comm())
+            meta: Any = tensor_parallel(around(heads()()).bfloat16(), Comm())
         assert meta.layer.q.weight.shape == (8, 8)
         return []
 
     dry_run(step, ranks=2, step=0)
 
 
+@on_each_rank("world1")
 def test_with_one_rank_any_layer_stays_as_it_is() -> None:
-    def run() -> bool:
-        torch.manual_seed(0)
-        model, x = Around(FusedGate()), torch.randn(2, 3, 8)
-        right = model(x)
-        return torch.equal(tensor_parallel(model, Comm())(x), right)
-
-    with World(1) as one:
-        assert one.run(run) == [True]
+    torch.manual_seed(0)
+    model, x = around(mlp(fused, up=48)()), torch.randn(2, 3, 8)
+    right = model(x)
+    assert torch.equal(tensor_parallel(model, Comm())(x), right)
+    without = without_biases()
+    tensor_parallel(around(without), Comm(), sequence=True)
 
 
-def test_a_hook_on_a_layer_that_is_replaced_is_refused(world: World) -> None:
-    def run(what: str) -> None:
-        model: Any = Around(Layer())
+@on_each_rank("world")
+def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
+    for what in ("hook", "forward"):
+        model = around(without_biases())
         if what == "hook":
             model.layer.up.register_forward_hook(lambda *_: None)
         else:
             model.layer.up.forward = lambda x: 2 * x
-        tensor_parallel(model, Comm())
-
-    for what in ("hook", "forward"):
-        with pytest.raises(RankError, match=r"layer\.up has hooks or a forward of its own"):
-            world.run(run, what)
+        words = "layer.up has hooks or a forward of its own"
+        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])
-def test_a_sequence_that_nothing_cuts_or_joins_is_refused(world: World, has: str) -> None:
+@on_each_rank("world")
+def test_a_sequence_that_nothing_cuts_or_joins_is_refused(has: str) -> None:
     """Each rank would take all of x for its part: gradients were those of two copies of it."""
-
-    def run() -> None:
-        model: Any = Around(WithoutBiases())
-        if has:
-            setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
-        tensor_parallel(model, Comm(), sequence=True)
-
-    with pytest.raises(RankError, match="this model lacks one, so ranks would take all of x"):
-        world.run(run)
-    with World(1) as one:
-        one.run(run)
+    model = around(without_biases())
+    if has:
+        setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
+    words = "this model lacks one, so ranks would take all of x"
+    refused(lambda: tensor_parallel(model, Comm(), sequence=True), words)

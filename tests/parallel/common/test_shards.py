@@ -35,6 +35,7 @@ from labkit.parallel.common.shards import (
     shard_of,
 )
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
+from small_models import difference
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -196,50 +197,33 @@ def test_replicas_with_other_parts_are_found(world2: World) -> None:
 # ---- composition
 
 
-def differences(strategy: str, axes: dict[str, int], steps: int = 3) -> dict[str, float]:
-    """After some steps, from a single process: of each weight."""
+def check_as_single(strategy: str, axes: dict[str, int]) -> None:
+    """Three steps from the whole state, under plain names, with the weights of one process."""
     mesh = Mesh(**axes)
     model, optimizer = built(strategy, mesh)
     single, its_optimizer = alone()
-    for step in range(steps):
+    start = full_state_dict(model)
+    assert list(start) == list(single.state_dict())
+    assert difference(start, single.state_dict()) == 0
+    assert start["rows.weight"] is start["cuts.weight"], "a tied one is put together once"
+    for step in range(3):
         for one, its, dp in ((model, optimizer, mesh.dp), (single, its_optimizer, None)):
             its.zero_grad()
             loss_of(one, step, dp).backward()
             its.step()
-    expected = single.state_dict()
-    found = whole_of(model)
-    assert list(found) == list(expected)
-    return {name: float((found[name] - x).abs().max()) for name, x in expected.items()}
+    assert difference(whole_of(model), single.state_dict()) < AGREE
 
 
 def test_the_hand_cut_model_is_the_whole_one(world3: World) -> None:
-    for found in world3.run(differences, "plain", {"dp": 1, "tp": 3}):
-        assert max(found.values()) < AGREE, found
+    world3.run(check_as_single, "plain", {"dp": 1, "tp": 3})
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
 def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
-    for found in world4.run(differences, strategy, {"dp": 2, "tp": 2}):
-        assert max(found.values()) < AGREE, found
-
-
-def test_the_whole_state_of_a_wrapped_model(world4: World) -> None:
-    """Under any strategy: plain names, whole tensors, the same on all ranks."""
-
-    def run(strategy: str) -> None:
-        mesh, expected = Mesh(dp=2, tp=2), fresh().state_dict()
-        model, _ = built(strategy, mesh)
-        found = full_state_dict(model)
-        assert list(found) == list(expected)
-        assert all(torch.equal(found[name], x) for name, x in expected.items())
-        assert found["rows.weight"] is found["cuts.weight"], "a tied one is put together once"
-
-    for strategy in ("plain", "ddp", "zero-1", "zero-3"):
-        world4.run(run, strategy)
+    world4.run(check_as_single, strategy, {"dp": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
 def test_three_replicas_of_one_shard(world3: World, strategy: str) -> None:
     """A tensor axis of one rank is the same code path."""
-    for found in world3.run(differences, strategy, {"dp": 3, "tp": 1}):
-        assert max(found.values()) < AGREE, found
+    world3.run(check_as_single, strategy, {"dp": 3, "tp": 1})

@@ -24,6 +24,7 @@ from labkit import (
     tensor_parallel,
 )
 from labkit.parallel.common.shards import sequence_comm_of, shard_of
+from small_models import difference, refused
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -42,27 +43,19 @@ def gpt() -> GPT:
     return GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
 
 
-def refused(what: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        what()
-    return str(caught.value)
+@on_each_rank("world4")
+def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
+    mesh = Mesh(dp=2, cp=2)
 
+    def wrap(strategy: Any, comm: Comm) -> Any:
+        return strategy(context_parallel(gpt(), mesh.cp), comm)
 
-def test_a_strategy_that_leaves_out_context_ranks_is_refused(world4: World) -> None:
-    def run() -> None:
-        mesh = Mesh(dp=2, cp=2)
-        for strategy in STRATEGIES:
-            said = refused(lambda strategy=strategy: strategy(gpt_over(mesh), mesh.dp))
-            assert f"used by ranks {list(mesh.cp.ranks)}" in said, said
-            assert f"ranks {list(mesh.dp.ranks)} are not all of them" in said, said
-            assert 'mesh["dp", "cp"]' in said, said
-        for strategy in (DDP, ZeRO3):
-            strategy(gpt_over(mesh), mesh["dp", "cp"])
-
-    def gpt_over(mesh: Mesh) -> Any:
-        return context_parallel(gpt(), mesh.cp)
-
-    world4.run(run)
+    words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
+             f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
+    for strategy in STRATEGIES:
+        refused(lambda: wrap(strategy, mesh.dp), *words)  # noqa: B023
+    for strategy in (DDP, ZeRO3):
+        wrap(strategy, mesh["dp", "cp"])
 
 
 @on_each_rank("world4")
@@ -70,8 +63,11 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
     mesh, model = Mesh(dp=2, cp=2), gpt()
     core = model.blocks[0].attn.core  # type: ignore[union-attr]
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
-    said = refused(lambda: context_parallel(model, mesh.cp))
-    assert "belongs to a ZeroOptimizer over ranks" in said and "context_parallel first" in said
+    refused(
+        lambda: context_parallel(model, mesh.cp),
+        "belongs to a ZeroOptimizer over ranks",
+        "context_parallel first",
+    )
     assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
     assert not any(sequence_comm_of(p) for p in model.parameters())
     del optimizer
@@ -83,8 +79,8 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
     assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    assert "are not all of them" in refused(lambda: DDP(copy.deepcopy(model), mesh.dp))
-    assert "are not all of them" in refused(lambda: ZeRO3(model, mesh.dp))
+    refused(lambda: DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
+    refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
 
 
 def trained(sizes: dict[str, int], way: Any, tensor_first: bool, **how: Any) -> float:
@@ -111,9 +107,7 @@ def trained(sizes: dict[str, int], way: Any, tensor_first: bool, **how: Any) -> 
             its_optimizer.zero_grad()
             F.cross_entropy(one(x).flatten(0, 1), y.flatten()).backward()
             its_optimizer.step()
-    found, expected = full_state_dict(model), alone.state_dict()
-    assert list(found) == list(expected), "names are those of the plain model"
-    return max(float((found[name] - x).abs().max()) for name, x in expected.items())
+    return difference(full_state_dict(model), alone.state_dict())
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
@@ -129,20 +123,17 @@ def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World) -> N
     assert max(world4.run(trained, sizes, "ring", tensor_first=False)) < AGREE
 
 
-def test_averaged_over_too_few_the_replicas_would_come_apart(world4: World) -> None:
+@on_each_rank("world4")
+def test_averaged_over_too_few_the_replicas_would_come_apart() -> None:
     """What the refusal is for: without the mark, nothing else stops it."""
-
-    def apart() -> float:
-        mesh = Mesh(dp=2, cp=2)
-        model: Any = context_parallel(gpt(), mesh.cp)
-        for p in model.parameters():
-            vars(p).pop("_labkit_sequence")
-        wrapped = DDP(model, mesh.dp)
-        x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
-        wrapped(x).square().mean().backward()
-        grad = model.head.weight.grad
-        others = [torch.empty_like(grad) for _ in range(2)]
-        mesh.cp.all_gather(others, grad)
-        return float((others[0] - others[1]).abs().max())
-
-    assert min(world4.run(apart)) > 1e-6
+    mesh = Mesh(dp=2, cp=2)
+    model: Any = context_parallel(gpt(), mesh.cp)
+    for p in model.parameters():
+        vars(p).pop("_labkit_sequence")
+    wrapped = DDP(model, mesh.dp)
+    x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
+    wrapped(x).square().mean().backward()
+    grad = model.head.weight.grad
+    others = [torch.empty_like(grad) for _ in range(2)]
+    mesh.cp.all_gather(others, grad)
+    assert float((others[0] - others[1]).abs().max()) > 1e-6

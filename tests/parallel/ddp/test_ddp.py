@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import ddp_checks
-from ddp_checks import Branching
-from labkit import DDP, Comm, Link, NaiveDDP, World
+from labkit import DDP, Comm, Link, World
 from labkit.parallel.ddp.comm_hooks import (
     Hook,
     UnderWay,
@@ -18,6 +17,7 @@ from labkit.parallel.ddp.comm_hooks import (
     compressed,
     fp16_compress_hook,
 )
+from small_models import difference, refused
 from worlds import on_each_rank
 
 
@@ -71,32 +71,28 @@ def test_what_a_hook_makes_zero_is_not_taken_for_unused() -> None:
     ]
 
 
-def test_a_hook_is_a_plain_function(world2: World) -> None:
+@on_each_rank("world2")
+def test_a_hook_is_a_plain_function() -> None:
     """It need not be quick, nor say when it is done; complex numbers and small ones go, too."""
 
-    def gradients() -> tuple[list[float], Any, str]:
-        def twice(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
-            comm.all_reduce(flat)
-            flat.mul_(2)
-            return None
+    def twice(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+        comm.all_reduce(flat)
+        flat.mul_(2)
+        return None
 
-        module = nn.Linear(2, 1, bias=False)
-        model = DDP(module, hook=twice)
-        model(torch.ones(1, 2)).sum().backward()
-        waves = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
-        model = DDP(waves, hook=bf16_compress_hook)
-        model(torch.ones(1, 1, dtype=torch.complex64)).real.sum().backward()
-        half = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        model = DDP(half, hook=bf16_compress_hook)
-        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-        assert half.weight.grad is not None and half.weight.grad.item() == 1
-        with pytest.raises(ValueError) as caught:
-            compressed(torch.int8)
-        return module.weight.grad[0].tolist(), waves.weight.grad.item(), str(caught.value)  # type: ignore[index,union-attr]
-
-    assert world2.run(gradients)[1] == (
-        [2.0, 2.0], 1 + 0j, "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
-    )  # fmt: skip
+    for dtype, hook, expected in (
+        (torch.float32, twice, 2),
+        (torch.complex64, bf16_compress_hook, 1 + 0j),
+        (torch.bfloat16, bf16_compress_hook, 1),
+    ):
+        module = nn.Linear(1, 1, bias=False, dtype=dtype)
+        model = DDP(module, hook=hook)
+        model(torch.ones(1, 1, dtype=dtype)).real.sum().backward()
+        assert module.weight.grad is not None and module.weight.grad.item() == expected
+    refused(
+        lambda: compressed(torch.int8),
+        "compressed(torch.int8): gradients travel as torch.bfloat16 or float16",
+    )
 
 
 @on_each_rank("world2")
@@ -114,7 +110,7 @@ def test_accumulation_that_is_left_early_sends_again() -> None:
 
 @on_each_rank("world2")
 def test_torchs_keyword_for_unused_parameters_is_taken() -> None:
-    model = DDP(Branching(), find_unused_parameters=True)
+    model = DDP(ddp_checks.branching(), find_unused_parameters=True)
     model(torch.ones(1, 64), deep=False).sum().backward()
     assert model.module.never.weight.grad is None
 
@@ -136,96 +132,30 @@ def test_an_error_in_the_first_backward_leaves_the_order_to_the_next() -> None:
     assert model._came is None
 
 
-# ---- bad input, of both strategies
-
-
-both = pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
-
-
-@both
-@pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
-def test_ranks_with_different_models_are_refused_before_anything_is_sent(
-    world2: World, strategy: type[nn.Module], kind: str
-) -> None:
-    def run() -> str:
-        class Model(nn.Module):
-            def __init__(self, rank: int) -> None:
-                super().__init__()
-                names = ["one", "two"]
-                for name in reversed(names) if kind == "order" and rank else names:
-                    setattr(self, name, nn.Linear(2, 3 if kind == "shape" and rank else 2))
-                if kind == "frozen" and rank:
-                    self.requires_grad_(False)
-
-        module = Model(Comm().rank)
-        before = [p.detach().clone() for p in module.parameters()]
-        with pytest.raises(ValueError) as caught:
-            strategy(module)
-        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
-        return str(caught.value)
-
-    one, other = world2.run(run)
-    assert one == other and "parameter 0 is one.weight [2, 2] float32 on rank 0 and " in one
-
-
-@both
-def test_a_module_is_wrapped_once(world2: World, strategy: type[nn.Module]) -> None:
-    def run() -> str:
-        module = nn.Linear(2, 2)
-        first = strategy(module)
-        said = ""
-        try:
-            strategy(nn.Sequential(first))
-        except ValueError as error:
-            said = str(error)
-        del first
-        strategy(module)
-        return said
-
-    assert f"0.module.weight belongs to a {strategy.__name__} already" in world2.run(run)[0]
-
-
-@both
-def test_parameters_changed_after_wrapping_are_named(
-    world2: World, strategy: type[nn.Module]
-) -> None:
-    def run() -> str:
-        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model = strategy(module)
-        module[1].bias = nn.Parameter(torch.zeros(2))
-        with torch.no_grad():
-            model(torch.ones(1, 2))
-        with pytest.raises(ValueError) as caught:
-            model(torch.ones(1, 2))
-        return str(caught.value)
-
-    assert "1.bias is another tensor after the module was wrapped" in world2.run(run)[0]
-
-
 def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:
     """Its gradients are still on the wire when the next one fills the buckets."""
 
-    def off() -> float:
+    def run() -> None:
         torch.manual_seed(0)
         module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
         model = DDP(module, bucket_mb=0.03)
         x = torch.randn(4, 64, dtype=torch.float64) * (1 + Comm().rank)
 
-        def gradients(fails: bool) -> list[torch.Tensor]:
-            def fail(_: torch.Tensor) -> None:
-                raise KeyError("on purpose")
+        def fail(_: torch.Tensor) -> None:
+            raise KeyError("on purpose")
 
+        def gradients(fails: bool = False) -> dict[str, torch.Tensor]:
             hook = module[0].weight.register_hook(fail) if fails else None
             model.zero_grad()
             with suppress(KeyError):
                 (model(x).square().sum() * (100 if fails else 1)).backward()
             if hook:
                 hook.remove()
-            return [p.grad for p in module.parameters() if p.grad is not None]
+            return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
-        expected = [g.clone() for g in gradients(False)]
-        gradients(True)
-        return max(float((a - b).abs().max()) for a, b in zip(gradients(False), expected))
+        expected = gradients()
+        gradients(fails=True)
+        assert difference(gradients(), expected) < 1e-12
 
     with World(2, link=Link(gbps=0.05)) as slow:
-        assert max(slow.run(off)) < 1e-12
+        slow.run(run)

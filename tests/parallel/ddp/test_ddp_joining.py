@@ -9,6 +9,7 @@ from torch import nn
 import ddp_checks
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.parallel.ddp.comm_hooks import compressed
+from small_models import difference
 from worlds import on_each_rank
 
 
@@ -28,36 +29,32 @@ def test_weights_equal_a_single_process_with_the_same_ranks_data(
     world3.run(ddp_checks.ranks_whose_data_ends_join, DDP, steps, divide_by_active, **how)
 
 
-def test_buffers_and_evaluations_and_accumulation_inside_join(world3: World) -> None:
+@on_each_rank("world3")
+def test_buffers_and_evaluations_and_accumulation_inside_join() -> None:
     """Rank 0 ends first: from then on, the buffers are those of the next active rank."""
-
-    def run() -> list[list[float]]:
-        rank = Comm().rank
-        torch.manual_seed(rank)
-        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        model = DDP(module)
-        with model.join():
-            for _ in range(1 + rank):
-                for x in model.accumulate(torch.randn(2, 5, 3)):
-                    model(x).sum().backward()
-                model(torch.randn(5, 3))  # a forward alone
-                with torch.no_grad():
-                    model(torch.randn(5, 3))
-        assert int(module[1].num_batches_tracked) == 3 * 4
-        return [x.double().flatten().tolist() for x in module.state_dict().values()]
-
-    one, *others = world3.run(run)
-    assert all(other == one for other in others)
+    rank = Comm().rank
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = DDP(module)
+    with model.join():
+        for _ in range(1 + rank):
+            for x in model.accumulate(torch.randn(2, 5, 3)):
+                model(x).sum().backward()
+            model(torch.randn(5, 3))  # a forward alone
+            with torch.no_grad():
+                model(torch.randn(5, 3))
+    assert int(module[1].num_batches_tracked) == 3 * 4
+    state = module.state_dict()
+    assert all(difference(other, state) == 0 for other in Comm().all_gather_object(state))
 
 
-def test_ranks_that_end_together_send_a_number_each_more(world3: World) -> None:
-    def run() -> list[tuple[str, int]]:
-        model = DDP(nn.Linear(2, 1, bias=False))
-        with listen() as events, model.join():
-            model(torch.ones(1, 2)).sum().backward()
-        return [(event.op, event.payload_bytes) for event in events]
-
-    assert world3.run(run)[0] == [("all_reduce", 12), ("all_reduce", 8), ("all_reduce", 12)]
+@on_each_rank("world3")
+def test_ranks_that_end_together_send_a_number_each_more() -> None:
+    model = DDP(nn.Linear(2, 1, bias=False))
+    with listen() as events, model.join():
+        model(torch.ones(1, 2)).sum().backward()
+    sent = [(event.op, event.payload_bytes) for event in events]
+    assert sent == [("all_reduce", 12), ("all_reduce", 8), ("all_reduce", 12)]
 
 
 @on_each_rank("world3")
@@ -72,23 +69,16 @@ def test_after_join_training_goes_on_and_an_error_inside_ends_it() -> None:
     assert module.weight.grad[0].tolist() == [2.0, 2.0]
 
 
-def test_ranks_that_do_different_things_are_reported(world3: World) -> None:
-    def run() -> str:
-        model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        try:
-            with model.join():
-                y = model(torch.ones(5, 3))
-                if Comm().rank == 1:
-                    model(torch.ones(5, 3))
-                else:
-                    y.sum().backward()
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    said = world3.run(run)
-    assert len(set(said)) == 1
-    assert "rank 0 is in backward, rank 1 is in forward, rank 2 is in backward" in said[0]
+@on_each_rank("world3")
+def test_ranks_that_do_different_things_are_reported() -> None:
+    model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    words = "rank 0 is in backward, rank 1 is in forward, rank 2 is in backward"
+    with pytest.raises(ValueError, match=words), model.join():
+        y = model(torch.ones(5, 3))
+        if Comm().rank == 1:
+            model(torch.ones(5, 3))
+        else:
+            y.sum().backward()
 
 
 def test_without_join_the_error_names_the_rank_that_has_ended(world3: World) -> None:
@@ -97,6 +87,6 @@ def test_without_join_the_error_names_the_rank_that_has_ended(world3: World) -> 
         for _ in range([2, 4, 5][Comm().rank]):
             model(torch.ones(1, 2)).sum().backward()
 
-    with pytest.raises(RankError) as caught:
+    words = "rank 0 returned without calling what rank 1 waits for"
+    with pytest.raises(RankError, match=words):
         world3.run(run)
-    assert "rank 0 returned without calling what rank 1 waits for" in str(caught.value)

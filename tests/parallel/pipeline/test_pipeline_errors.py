@@ -15,9 +15,10 @@ import pipeline_cases as cases
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.virtual_stage import StageError
+from labkit.parallel.pipeline.virtual_stage import StageError, VirtualStage
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, ScheduleError, schedule
+from small_models import Custom, refused
 from worlds import on_each_rank
 
 
@@ -124,22 +125,11 @@ def alone() -> Comm:
     return next(one for one in found if one is not None)
 
 
-def test_all_ranks_refuse_it(world2: World) -> None:
+@on_each_rank("world2")
+def test_all_ranks_refuse_it() -> None:
     """The same error on every rank, and no rank waits for one that has refused."""
-
-    def refusals() -> dict[str, str]:
-        told = {}
-        for name, (run, _) in REFUSED.items():
-            try:
-                run()
-            except ValueError as error:
-                told[name] = str(error)
-        return told
-
-    first, second = world2.run(refusals)
-    for name, (_, expected) in REFUSED.items():
-        assert name in first and name in second, f"{name}: nobody refused it"
-        assert expected in first[name] and expected in second[name], f"{name}: {first[name]}"
+    for run, expected in REFUSED.values():
+        refused(run, expected)
 
 
 @on_each_rank("world2")
@@ -147,12 +137,15 @@ def test_a_broken_schedule_is_refused_with_its_first_broken_rule() -> None:
     lists = schedule("1f1b", 2, 2)
     lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
     lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
-    with pytest.raises(ScheduleError) as caught:
+    rule = "stage 1 does B0 at position 0, before its F0 at position 1"
+    with pytest.raises(ScheduleError, match=rule) as caught:
         make(stages(), schedule=lists)
-    rule = caught.value.rule
-    text = str(caught.value)
-    assert rule == "backward after forward"
-    assert "stage 1 does B0 at position 0, before its F0 at position 1" in text
+    assert caught.value.rule == "backward after forward"
+
+
+def with_more() -> nn.Module:
+    ends = {name: nn.Tanh() for name in ("embed", "head", "extra")}
+    return Custom(lambda m, x: x, **ends, blocks=nn.ModuleList(stages(3)))
 
 
 @pytest.mark.parametrize(
@@ -164,63 +157,27 @@ def test_a_broken_schedule_is_refused_with_its_first_broken_rule() -> None:
         (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
         (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
         (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
-        (lambda: split(_WithMore(), 2), "which also has extra, and does not say where they run"),
+        (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
         (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
         (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
         (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
     ],
 )
 def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        run()
-    assert expected in str(caught.value)
-
-
-class _WithMore(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head, self.extra = nn.Tanh(), nn.Tanh(), nn.Tanh()
-        self.blocks = nn.ModuleList(stages(3))
+    refused(run, expected)
 
 
 # ---- what one rank finds while it runs: the others do not wait for it
 
 
-class Returns(nn.Module):
-    """Whatever it is told to make of its input."""
-
-    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.make(x * self.weight)
-
-
-def stages_that_do_not_meet() -> None:
-    make([nn.Linear(3, 5), nn.Linear(3, 3)]).step(X, X)
-
-
-def two_outputs() -> None:
-    make([Returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X)
-
-
-def rows_that_vanish() -> None:
-    make([Returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X)
+def returns(make: Callable[[torch.Tensor], Any]) -> nn.Module:
+    """A stage that gives what `make` makes of its input."""
+    return Custom(lambda m, x: make(x * m.weight), weight=nn.Parameter(torch.ones(3)))
 
 
 def a_shape_of_each_micro_batch() -> None:
     widths = iter([3, 2])
-    make([Returns(lambda x: x[:, : next(widths)]), nn.Tanh()], schedule="gpipe").step(X, X)
-
-
-def a_loss_that_is_no_scalar() -> None:
-    make(stages(), loss_fn=lambda out, y: out - y).step(X, X)
-
-
-def targets_of_other_rows() -> None:
-    make(stages()).step(X, X[:3])
+    make([returns(lambda x: x[:, : next(widths)]), nn.Tanh()], schedule="gpipe").step(X, X)
 
 
 def a_parameter_frozen_meanwhile() -> None:
@@ -230,44 +187,48 @@ def a_parameter_frozen_meanwhile() -> None:
     pipe.step(X, X)
 
 
+ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
+    "stages that do not meet": (
+        lambda: make([nn.Linear(3, 5), nn.Linear(3, 3)]).step(X, X),
+        (1,),
+        "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: ",
+    ),
+    "two outputs": (
+        lambda: make([returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X),
+        (0,),
+        "stage 0 (rank 0), micro-batch 0: it returned a tuple",
+    ),
+    "rows that vanish": (
+        lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X),
+        (0,),
+        "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows",
+    ),
+    "a shape of each micro-batch": (
+        a_shape_of_each_micro_batch,
+        (0,),
+        "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], and was float32 "
+        "[rows, 3] before",
+    ),
+    "a loss that is no scalar": (
+        lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X),
+        (1,),
+        "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar",
+    ),
+    "targets of other rows": (
+        lambda: make(stages()).step(X, X[:3]),
+        (1,),
+        "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows",
+    ),
+    "a parameter frozen meanwhile": (
+        a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("run", "ranks", "expected"),
-    [
-        (
-            stages_that_do_not_meet,
-            (1,),
-            "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: ",
-        ),
-        (two_outputs, (0,), "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
-        (
-            rows_that_vanish,
-            (0,),
-            "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows",
-        ),
-        (
-            a_shape_of_each_micro_batch,
-            (0,),
-            "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], and was float32 "
-            "[rows, 3] before",
-        ),
-        (
-            a_loss_that_is_no_scalar,
-            (1,),
-            "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar",
-        ),
-        (
-            targets_of_other_rows,
-            (1,),
-            "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows",
-        ),
-        (a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped"),
-    ],
-    ids=lambda one: getattr(one, "__name__", None),
-)
-def test_one_rank_says_it_and_no_rank_hangs(
-    world2: World, run: Callable[[], None], ranks: tuple[int, ...], expected: str
-) -> None:
+@pytest.mark.parametrize("name", ON_A_RANK)
+def test_one_rank_says_it_and_no_rank_hangs(world2: World, name: str) -> None:
+    run, ranks, expected = ON_A_RANK[name]
     with pytest.raises(RankError) as caught:
         world2.run(run)
     assert expected in str(caught.value) and caught.value.ranks == ranks
@@ -275,38 +236,26 @@ def test_one_rank_says_it_and_no_rank_hangs(
 
 @pytest.mark.slow
 def test_batches_that_differ_between_the_ranks_are_found(world2: World) -> None:
-    def run() -> None:
-        make(stages()).step(X[: 4 - Comm().rank], X[: 4 - Comm().rank])
-
-    with pytest.raises(RankError) as caught:
-        world2.run(run)
-    assert "the batch of a pipeline" in str(caught.value)
-
-
-class Dies(nn.Module):
-    """At its third micro-batch, on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.times += 1
-        if self.times == 3 and Comm().rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x
+    with pytest.raises(RankError, match="the batch of a pipeline"):
+        world2.run(lambda: make(stages()).step(X[: 4 - Comm().rank], X[: 4 - Comm().rank]))
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_the_middle_ends_the_run() -> None:
-    """The world names it; the ranks that waited for it do not hang."""
+    """At its third micro-batch. The world names it; the ranks that waited do not hang."""
+
+    def dies(stage: Any, x: torch.Tensor) -> torch.Tensor:
+        stage.times += 1
+        if stage.times == 3 and Comm().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
 
     def run() -> None:
-        make([nn.Linear(3, 3), Dies(), nn.Linear(3, 3)], microbatches=4).step(X, X)
+        make([nn.Linear(3, 3), Custom(dies, times=0), nn.Linear(3, 3)], microbatches=4).step(X, X)
 
-    with World(3, timeout_s=15) as world, pytest.raises(RankError) as caught:
+    with World(3, timeout_s=15) as world, pytest.raises(RankError, match="SIGKILL") as caught:
         world.run(run)
-    assert "SIGKILL" in str(caught.value) and caught.value.ranks == (1,), str(caught.value)
+    assert caught.value.ranks == (1,)
 
 
 @pytest.mark.slow
@@ -326,7 +275,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
             pipe.step(X, X)
         return ""
 
-    with World(2, timeout_s=3, check=False) as world:
+    with World(2, timeout_s=2, check=False) as world:
         text, _ = world.run(run)
     assert (
         "stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), and it "
@@ -335,8 +284,6 @@ def test_a_message_that_does_not_come_is_named() -> None:
 
 
 def test_the_error_of_a_stage_keeps_its_cause() -> None:
-    from labkit.parallel.pipeline.virtual_stage import VirtualStage
-
     stage = VirtualStage(nn.Linear(3, 3), 2, 1, [Action("forward", 4)], False, None, None)
     with pytest.raises(StageError) as caught:
         stage.do(Action("forward", 4), torch.ones(1, 2))

@@ -1,10 +1,10 @@
 """What users put into a pipeline: modules that stand twice, change in place, recompute, are frozen,
 have hooks, or run in autocast."""
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import product
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness import Mutation, instead, noticed, on_ranks
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.edits import recompute
 from labkit.parallel.pipeline import virtual_stage
@@ -26,6 +27,8 @@ from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
+from pipeline_cases import without_collector
+from small_models import Custom, refused
 from worlds import on_each_rank
 
 
@@ -100,13 +103,8 @@ def test_costs_are_measured_of_layers_that_change_things() -> None:
 # ---- what is refused or told, on two ranks
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mul_(2))  # type: ignore[no-any-return]
+def in_place() -> nn.Module:
+    return Custom(lambda m, x: m.layer(x.mul_(2)), layer=nn.Linear(4, 4))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -120,8 +118,8 @@ def stepped(given: list[nn.Module], schedule: Any = "1f1b", comm: Any = None, **
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "in place": (
-        lambda: stepped([nn.Linear(4, 4), InPlace()]),
-        "stage 1 (rank 1), micro-batch 0: InPlace changes in place what a gradient goes back to: "
+        lambda: stepped([nn.Linear(4, 4), in_place()]),
+        "stage 1 (rank 1), micro-batch 0: Custom changes in place what a gradient goes back to: "
         "its input, which came from stage 0",
     ),
     "ZeRO-3 in halves": (
@@ -146,26 +144,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
     job, told = REFUSED[what]
-    with pytest.raises(RankError) as caught:
-        world2.run(job)
-    assert told in str(caught.value)
+    refused(lambda: world2.run(job), told, error=RankError)
 
 
 # ---- halves of backward
 
 
-class Again(nn.Module):
+def again(module: nn.Module, kind: str) -> Any:
     """Keeps nothing of a module, and computes it again for backward."""
 
-    def __init__(self, module: nn.Module, kind: str):
-        super().__init__()
-        self.module, self.kind = module, kind
-        self.later = 0.5  # a name of the user's own
+    def forward(stage: Any, x: Tensor) -> Any:
+        if kind == "labkit":
+            return recompute(stage.module, x) * stage.later
+        return checkpoint(stage.module, x, use_reentrant=False) * stage.later
 
-    def forward(self, x: Tensor) -> Any:
-        if self.kind == "labkit":
-            return recompute(self.module, x) * self.later
-        return checkpoint(self.module, x, use_reentrant=False) * self.later
+    return Custom(forward, module=module, later=0.5)  # a name that the pipeline uses, too
 
 
 @on_each_rank("world2")
@@ -175,9 +168,9 @@ def test_halves_with_recompute_and_hooks() -> None:
     x, y = batch()
     for kind in ("labkit", "torch"):
         for outside in (False, True):
-            whole = nn.Sequential(*(Again(one, kind) for one in stages()))
+            whole = nn.Sequential(*(again(one, kind) for one in stages()))
             F.mse_loss(whole(x), y).backward()
-            given = [Again(one, kind) for one in stages()]
+            given = [again(one, kind) for one in stages()]
             pipe = Pipeline(given, None, "zb-h1", 4, F.mse_loss, recompute=outside)
             hooked: list[bool] = []
             for p in pipe.parameters():
@@ -188,46 +181,36 @@ def test_halves_with_recompute_and_hooks() -> None:
             assert [one.later for one in given] == [0.5, 0.5]
 
 
-def test_halves_put_off_what_is_computed_again(world2: World) -> None:
+@on_each_rank("world2")
+def test_halves_put_off_what_is_computed_again() -> None:
     """The first half leaves no gradient of a linear layer behind, recomputed or not."""
+    pipe = Pipeline([again(one, "labkit") for one in stages()], None, "zb-h1", 4, F.mse_loss)
+    real, seen = VirtualStage._backward, []
 
-    def run() -> None:
-        x, y = batch()
-        pipe = Pipeline([Again(one, "labkit") for one in stages()], None, "zb-h1", 4, F.mse_loss)
-        real, seen = VirtualStage._backward, []
+    def backward(self: Any, flight: Any, dy: Any, k: int) -> Any:
+        found = real(self, flight, dy, k)
+        seen.append(len(flight.later))
+        return found
 
-        def backward(self: Any, flight: Any, dy: Any, k: int) -> Any:
-            found = real(self, flight, dy, k)
-            seen.append(len(flight.later))
-            return found
-
-        with patch.object(VirtualStage, "_backward", backward):
-            pipe.step(x, y)
-        assert seen == [2] * 4
-
-    world2.run(run)
+    with patch.object(VirtualStage, "_backward", backward):
+        pipe.step(*batch())
+    assert seen == [2] * 4
 
 
 # ---- autocast, replicas, memory, updates
 
 
-class Island(nn.Module):
-    """In fp32, whatever it runs in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", enabled=False), autocast(enabled=False):
-            return self.layer(x.float())
+def in_fp32(module: Any, x: Tensor) -> Any:
+    """Whatever it runs in."""
+    with torch.autocast("cpu", enabled=False), autocast(enabled=False):
+        return module.layer(x.float())
 
 
 def backward_is_outside_of_autocast() -> None:
     """torch's, which the matrix products of C++ would see, and labkit's, which those of deferred
     weights would."""
     torch.manual_seed(0)
-    given: list[nn.Module] = [nn.Linear(64, 64), Island()]
+    given: list[nn.Module] = [nn.Linear(64, 64), Custom(in_fp32, layer=nn.Linear(64, 64))]
     x, y = (one.float() for one in batch(8, 64))
     regions = partial(torch.autocast, "cpu", torch.bfloat16), partial(autocast, torch.bfloat16)
     for name, region in product(("1f1b", "zb-h1"), regions):
@@ -276,20 +259,14 @@ def test_a_stage_in_ddp_is_entered_once(world2: World) -> None:
     world2.run(a_stage_in_ddp_is_entered_once)
 
 
-def test_a_dropped_pipeline_is_freed(world2: World) -> None:
-    def run() -> bool:
-        pipe = Pipeline(stages(), None, "1f1b", 4, F.mse_loss)
-        pipe.step(*batch())
-        gc.collect()
-        gc.disable()
-        try:
-            held = weakref.ref(pipe)
-            del pipe
-            return held() is None
-        finally:
-            gc.enable()
-
-    assert world2.run(run) == [True, True]
+@on_each_rank("world2")
+def test_a_dropped_pipeline_is_freed() -> None:
+    pipe = Pipeline(stages(), None, "1f1b", 4, F.mse_loss)
+    pipe.step(*batch())
+    with without_collector():
+        held = weakref.ref(pipe)
+        del pipe
+        assert held() is None
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -320,28 +297,14 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
 # ---- deliberate faults
 
 
-def goes_back_inside_autocast() -> Any:
-    from contextlib import nullcontext
-
-    return patch.object(virtual_stage, "_without_autocast", lambda x: nullcontext())
-
-
-def enters_ddp_again() -> Any:
-    return patch.object(virtual_stage, "running_backward", lambda: None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "check"),
-    [
-        (goes_back_inside_autocast, backward_is_outside_of_autocast),
-        (enters_ddp_again, a_stage_in_ddp_is_entered_once),
-    ],
+goes_back_inside_autocast = instead(
+    "goes_back_inside_autocast", virtual_stage, "_without_autocast", lambda x: nullcontext()
 )
-def test_a_fault_is_found(world2: World, fault: Any, check: Any) -> None:
-    def run() -> None:
-        with fault():
-            check()
-
-    with pytest.raises(RankError):
-        world2.run(run)
+enters_ddp_again = instead(
+    "enters_ddp_again", virtual_stage, "running_backward", lambda: None
+)  # fmt: skip
+FAULTS = [
+    Mutation(goes_back_inside_autocast, backward_is_outside_of_autocast),
+    Mutation(enters_ddp_again, a_stage_in_ddp_is_entered_once),
+]
+test_a_fault_is_found = pytest.mark.slow(noticed(FAULTS, on_ranks, RankError, size=2))

@@ -1,8 +1,8 @@
 """Scatter/gather of pipeline sends: the same numbers, to the bit, in 1/t of the bytes."""
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness import Mutation, noticed, on_ranks, replaces
 from labkit import (
     DDP,
     GPT,
@@ -30,14 +31,13 @@ from labkit.events import all_gather_bus_bytes, chunk_sizes
 from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
-from pipeline_cases import DATA, Fault, descend, layers, piped, tokens_loss
+from pipeline_cases import DATA, descend, layers, piped, tokens_loss
+from small_models import Custom, refused
 from worlds import on_each_rank, world_fixture
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
 SENT = [("send", tag) for tag in DATA.values()]
 SHAPES = [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 3}]
-
-
 six = world_fixture(6, timeout_s=20)
 
 
@@ -67,63 +67,52 @@ def assert_same_bits(
     mesh: Mesh,
     x: Tensor,
     loss: Any,
-    fault: Fault = nullcontext,
     **how: Any,
 ) -> None:
     losses, weights = trained(make, mesh, False, x, loss, **how)
-    with fault():
-        found, others = trained(make, mesh, True, x, loss, **how)
+    found, others = trained(make, mesh, True, x, loss, **how)
     assert found == losses, f"losses {found}, and {losses} without scatter/gather"
     same = [torch.equal(a, b) for a, b in zip(weights, others, strict=True)]
     assert all(same), f"{same.count(False)} of {len(same)} parameters are others"
 
 
-def a_gpt_has_the_same_bits(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
     mesh = Mesh(**axes)
     assert_same_bits(
-        lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, fault, schedule="1f1b", microbatches=3
+        lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, schedule="1f1b", microbatches=3
     )
 
 
 # ---- the same numbers
 
 
-def test_a_gpt_has_the_same_weights_to_the_bit(six: World) -> None:
-    for axes in SHAPES:
-        six.run(a_gpt_has_the_same_bits, axes)
+@pytest.mark.parametrize("axes", SHAPES, ids=str)
+def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int]) -> None:
+    six.run(a_gpt_has_the_same_bits, axes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("pipedream", 1)]
 )
-def test_any_schedule_has_the_same_bits(six: World, schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize("axes", SHAPES, ids=str)
+@on_each_rank("six")
+def test_any_schedule_has_the_same_bits(schedule: str, chunks: int, axes: dict[str, int]) -> None:
     """With chunks, with backward in halves, recomputed, and with updates on the way."""
-
-    def run(axes: dict[str, int]) -> None:
-        mesh = Mesh(**axes)
-        how: dict[str, Any] = {"schedule": schedule, "microbatches": 6}
-        if schedule == "pipedream":
-            how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-            x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(2)).double()
-            assert_same_bits(lambda: layers(mesh.pp.size), mesh, x, F.mse_loss, **how)
-        else:
-            how["recompute"] = schedule == "gpipe"
-            assert_same_bits(lambda: gpt_on(mesh, chunks), mesh, tokens(), tokens_loss, **how)
-
-    for axes in SHAPES:
-        six.run(run, axes)
+    mesh = Mesh(**axes)
+    how: dict[str, Any] = {"schedule": schedule, "microbatches": 6}
+    if schedule == "pipedream":
+        how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(2)).double()
+        assert_same_bits(lambda: layers(mesh.pp.size), mesh, x, F.mse_loss, **how)
+    else:
+        how["recompute"] = schedule == "gpipe"
+        assert_same_bits(lambda: gpt_on(mesh, chunks), mesh, tokens(), tokens_loss, **how)
 
 
-class Turned(nn.Module):
-    """Hands on what does not lie in one piece: [rows, n, n] -> [rows, n, n], turned."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).transpose(1, 2)
+def turned() -> nn.Module:
+    """Its output is not contiguous: [rows, 5, 5] -> [rows, 5, 5]."""
+    return Custom(lambda m, x: m.linear(x).transpose(1, 2), linear=nn.Linear(5, 5))
 
 
 ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
@@ -131,32 +120,28 @@ ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
     "fewer-elements-than-ranks": lambda p: ([nn.Linear(1, 1) for _ in range(p)], torch.ones(3, 1)),
     "no-elements": lambda p: ([nn.Linear(0, 0) for _ in range(p)], torch.ones(3, 0)),
     "bf16": lambda p: ([nn.Linear(5, 5).bfloat16() for _ in range(p)], torch.ones(3, 5).bfloat16()),
-    "not-contiguous": lambda p: ([Turned(5) for _ in range(p)], torch.ones(3, 5, 5)),
+    "not-contiguous": lambda p: ([turned() for _ in range(p)], torch.ones(3, 5, 5)),
     "without-gradient": lambda p: ([nn.Tanh() for _ in range(p)], torch.ones(3, 5)),
     "uneven-rows": lambda p: ([nn.Linear(3, 3) for _ in range(p)], torch.ones(5, 3)),
 }
 
 
-def test_odd_sizes_types_and_layouts_have_the_same_bits(six: World) -> None:
+@pytest.mark.parametrize("axes", SHAPES, ids=str)
+@on_each_rank("six")
+def test_odd_sizes_types_and_layouts_have_the_same_bits(axes: dict[str, int]) -> None:
     """Stages that tensor-parallel ranks have whole are as good as any."""
+    mesh = Mesh(**axes)
 
-    def run(axes: dict[str, int]) -> None:
-        mesh = Mesh(**axes)
-        for made in ODD.values():
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out.float() - 2).square().sum()
+
+    for made in ODD.values():
+
+        def make(made: Any = made) -> list[nn.Module]:
             torch.manual_seed(0)
-            x = made(mesh.pp.size)[1]
+            return made(mesh.pp.size)[0]
 
-            def make(made: Any = made) -> list[nn.Module]:
-                torch.manual_seed(0)
-                return made(mesh.pp.size)[0]
-
-            def loss(out: Tensor, y: Tensor) -> Tensor:
-                return (out.float() - 2).square().sum()
-
-            assert_same_bits(make, mesh, x, loss, microbatches=3)
-
-    for axes in SHAPES:
-        six.run(run, axes)
+        assert_same_bits(make, mesh, made(mesh.pp.size)[1], loss, microbatches=3)
 
 
 @on_each_rank("six")
@@ -177,22 +162,19 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
 # ---- what travels, and when
 
 
-def sends_its_part(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+def sends_its_part(axes: dict[str, int]) -> None:
     """A boundary, direction and micro-batch: b s h / t elements from each rank, and an all-gather
     where it arrives; nothing else but what the stages themselves send."""
     mesh = Mesh(**axes)
     t, m, whole_bytes = mesh.tp.size, 3, ROWS // 3 * LENGTH * WIDTH * 8
     found: list[Counter[Any]] = []
-    with fault():
-        for parts in (None, mesh.tp):
-            pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", m, tokens_loss, scatter_gather=parts)
-            pipe.step(tokens(), tokens())  # the first tells what travels looks like
-            descend(pipe)
-            with listen() as events:
-                pipe.step(tokens(), tokens())
-            found.append(
-                Counter((e.op, e.tag, e.peer, e.bus_bytes) for e in events if e.op != "recv")
-            )
+    for parts in (None, mesh.tp):
+        pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", m, tokens_loss, scatter_gather=parts)
+        pipe.step(tokens(), tokens())  # the first tells what travels looks like
+        descend(pipe)
+        with listen() as events:
+            pipe.step(tokens(), tokens())
+        found.append(Counter((e.op, e.tag, e.peer, e.bus_bytes) for e in events if e.op != "recv"))
     plain, shared = found
     stage, last = mesh.pp.rank, mesh.pp.size - 1
     right: Counter[Any] = Counter(plain)
@@ -216,9 +198,9 @@ def sends_its_part(axes: dict[str, int], fault: Fault = nullcontext) -> None:
     assert joined == whole_bytes * (t - 1) // t
 
 
-def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World) -> None:
-    for axes in SHAPES:
-        six.run(sends_its_part, axes)
+@pytest.mark.parametrize("axes", SHAPES, ids=str)
+def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[str, int]) -> None:
+    six.run(sends_its_part, axes)
 
 
 @on_each_rank("six")
@@ -278,7 +260,6 @@ def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
 
 def cut_sequence() -> None:
     mesh = Mesh(pp=3, tp=2)
-    torch.manual_seed(0)
     model = tensor_parallel(GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
     Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.tp)
 
@@ -329,64 +310,47 @@ REFUSED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
-    with pytest.raises(RankError) as caught:
-        six.run(run)
-    assert expected in str(caught.value)
+    refused(lambda: six.run(run), expected, error=RankError)
 
 
 # ---- faults
 
 
-def sends_the_part_of_the_next_rank() -> AbstractContextManager[Any]:
-    def part(self: Any, x: Tensor, what: str) -> Tensor:
-        parts = self.parts(x.contiguous())
-        mine = parts[self.comm.rank]
-        return parts[(self.comm.rank + 1) % self.comm.size][: mine.numel()].clone()
-
-    return patch.object(ScatterGather, "own_part", part)
+@replaces(ScatterGather, "own_part")
+def sends_the_part_of_the_next_rank(real: Any, self: Any, x: Tensor, what: str) -> Tensor:
+    parts = self.parts(x.contiguous())
+    mine = parts[self.comm.rank]
+    return parts[(self.comm.rank + 1) % self.comm.size][: mine.numel()].clone()
 
 
-def shares_over_replicas() -> AbstractContextManager[Any]:
+@contextmanager
+def shares_over_replicas() -> Iterator[None]:
     """Over the data-parallel ranks, which have other data; where ranks compare no notes."""
     of = partial(Pipeline, scatter_gather=Mesh(pp=2, dp=3).dp)
-    stack = ExitStack()
-    stack.enter_context(patch.object(scatter_gather, "check_same", lambda *_: None))
-    stack.enter_context(patch(f"{__name__}.Pipeline", of))
-    return stack
+    unchecked = patch.object(scatter_gather, "check_same", lambda *_: None)
+    with unchecked, patch(f"{__name__}.Pipeline", of):
+        yield
 
 
-def replicas_compute_their_own(axes: dict[str, int], fault: Fault = nullcontext) -> None:
+def replicas_compute_their_own() -> None:
     mesh = Mesh(pp=2, dp=3)
     x = torch.full((2, 2, 3), float(mesh.dp.rank)).double()
     right = F.mse_loss(nn.Sequential(*layers(2))(x), x).item()
-    with fault():
-        loss = Pipeline(layers(2), mesh.pp, "1f1b", 2, F.mse_loss).step(x, x)
+    loss = Pipeline(layers(2), mesh.pp, "1f1b", 2, F.mse_loss).step(x, x)
     assert loss is None or abs(loss.item() - right) < 1e-10
 
 
-def sends_all_of_it() -> AbstractContextManager[Any]:
+@replaces(p2p.P2PChannel, "__init__")
+def sends_all_of_it(real: Any, self: Any, comm: Any, schedule: Any, parts: Any = None) -> None:
     """The whole goes over the wires, and each takes its part: the numbers are right."""
-
-    def init(real: Any) -> Any:
-        def made(self: Any, comm: Any, schedule: Any, parts: Any = None) -> None:
-            real(self, comm, schedule, None)
-
-        return made
-
-    channel = p2p.P2PChannel
-    return patch.object(channel, "__init__", init(channel.__init__))
+    real(self, comm, schedule, None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "check"),
-    [
-        (sends_the_part_of_the_next_rank, a_gpt_has_the_same_bits),
-        (shares_over_replicas, replicas_compute_their_own),
-        (sends_all_of_it, sends_its_part),
-    ],
+FAULTS = [
+    Mutation(sends_the_part_of_the_next_rank, a_gpt_has_the_same_bits, SHAPES[0]),
+    Mutation(shares_over_replicas, replicas_compute_their_own),
+    Mutation(sends_all_of_it, sends_its_part, SHAPES[0]),
+]
+test_a_fault_turns_its_check_red = pytest.mark.slow(
+    noticed(FAULTS, on_ranks, RankError, match="AssertionError", size=6, timeout_s=20)
 )
-def test_a_fault_turns_its_check_red(six: World, fault: Fault, check: Any) -> None:
-    six.run(check, {"pp": 3, "tp": 2})
-    with pytest.raises(RankError, match="AssertionError"):
-        six.run(check, {"pp": 3, "tp": 2}, fault)

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import Mutation, instead, noticed, on_ranks
 from labkit import GPT, Batch, Comm, RankError, Recompute, World, full_state_dict, listen, loss
 from labkit.memory.peak import PeakMemory
 from labkit.parallel import partitioned_activations
 from labkit.parallel.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
+from small_models import difference, refused
+from worlds import on_each_rank
 
 DEPTH, WIDTH, ROWS, LENGTH, STEPS = 3, 12, 5, 14, 3
 X = ROWS * LENGTH * WIDTH  # elements; over 3 ranks they are no whole rows
@@ -48,16 +51,16 @@ def with_and_without() -> tuple[list[float], dict[str, Tensor], int]:
         results.append((losses, full_state_dict(edited)))
         sent.append(sum(event.bus_bytes for event in events) / 8 / STEPS)
     (losses, weights), (same_losses, same_weights) = results
-    assert losses == same_losses
-    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+    assert losses == same_losses and difference(weights, same_weights) == 0
     return losses, weights, round((sent[1] - sent[0]) * comm.size)
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(size: int):
-    with World(size) as world:
-        for _, _, gathered in world.run(with_and_without):
-            assert gathered == (size - 1) * DEPTH * X
+def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(
+    worlds: Any, size: int
+) -> None:
+    for _, _, gathered in worlds(size).run(with_and_without):
+        assert gathered == (size - 1) * DEPTH * X
 
 
 def kept_bytes(partitioned: bool) -> float:
@@ -82,32 +85,23 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
         assert whole - part == pytest.approx(DEPTH * nbytes / 2, rel=0.01)
 
 
-def test_what_has_nothing_to_cut_is_refused(world2: World):
-    def without_recompute() -> None:
-        partition_activations(tensor_parallel(model(), Comm()), Comm())
-
-    def with_sequence() -> None:
-        edited = tensor_parallel(model(), Comm(), sequence=True)
-        Recompute(edited)
-        partition_activations(edited, Comm())
-
-    def with_cores_alone() -> None:
-        edited = tensor_parallel(model(), Comm())
-        Recompute(edited, what="selective")  # whose inputs are the heads of this rank
-        partition_activations(edited, Comm())
-
-    def without_tensor_parallelism() -> None:
-        plain = model()
-        Recompute(plain)
-        partition_activations(plain, Comm())
-
-    for mistaken in (with_cores_alone, without_tensor_parallelism):
-        with pytest.raises(RankError, match="is no layer cut over ranks"):
-            world2.run(mistaken)
-    with pytest.raises(RankError, match="call Recompute"):
-        world2.run(without_recompute)
-    with pytest.raises(RankError, match="cut along the sequence"):
-        world2.run(with_sequence)
+@pytest.mark.parametrize(
+    ("options", "what", "words"),
+    [
+        ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
+        (None, "full", "is no layer cut over ranks"),
+        ({}, None, "call Recompute"),
+        ({"sequence": True}, "full", "cut along the sequence"),
+    ],
+)
+@on_each_rank("world2")
+def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:
+    edited: Any = model()
+    if options is not None:
+        tensor_parallel(edited, Comm(), **options)
+    if what is not None:
+        Recompute(edited, what=what)
+    refused(lambda: partition_activations(edited, Comm()), words)
 
 
 # --- faults that must be found -------------------------------------------------------------------
@@ -122,18 +116,14 @@ def keeps_the_first(self: Partitioned, x: Tensor) -> Any:
     return partitioned_activations.Part(parts[0].clone(), x.shape)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [keeps_all, keeps_the_first])
-def test_a_fault_is_found(world2: World, fault: Any):
-    def gathered() -> int:
-        right, Partitioned.keep = Partitioned.keep, fault
-        try:
-            return with_and_without()[2]
-        finally:
-            Partitioned.keep = right
+def gathers_each_input_once() -> None:
+    assert with_and_without()[2] == DEPTH * X
 
-    try:
-        assert any(count != DEPTH * X for count in world2.run(gathered))
-    except RankError as error:
-        assert "AssertionError" in str(error)
-        world2.restart()
+
+test_a_fault_is_found = pytest.mark.slow(
+    noticed(
+        [Mutation(instead(fault.__name__, Partitioned, "keep", fault), gathers_each_input_once)
+         for fault in (keeps_all, keeps_the_first)],
+        on_ranks, RankError, match="AssertionError", size=2,
+    )
+)  # fmt: skip

@@ -86,10 +86,9 @@ def check_masks(world: World, way: str) -> list[Masks]:
 @ways
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_single_process_with_the_ranks_masks_trains_to_the_same_weights(
-    size: int, way: str
+    world2: World, world3: World, size: int, way: str
 ) -> None:
-    with World(size, timeout_s=20) as world:
-        masks = check_masks(world, way)
+    masks = check_masks({2: world2, 3: world3}[size], way)
     dropped = torch.cat([mask.flatten() for one in masks[0].values() for mask in one])
     assert abs(dropped.double().mean() - 0.8) < 0.01
 
@@ -137,20 +136,17 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     assert same and torch.equal(torch.get_rng_state(), state)
 
 
-def test_own_numbers(world2: World) -> None:
+@on_each_rank("world2")
+def test_own_numbers() -> None:
     """Others on each rank and in each block, the same from the same seed; what follows agrees."""
-
-    def run() -> list[list[float]]:
-        comm, drawn = Comm(), []
+    comm, drawn = Comm(), []
+    for _ in range(2):
+        torch.manual_seed(7)
         for _ in range(2):
-            torch.manual_seed(7)
-            for _ in range(2):
-                with own_numbers(comm):
-                    drawn.append(torch.rand(3).tolist())
+            with own_numbers(comm):
                 drawn.append(torch.rand(3).tolist())
-        return drawn
-
-    one, other = world2.run(run)
+            drawn.append(torch.rand(3).tolist())
+    one, other = comm.all_gather_object(drawn)
     assert one[:4] == one[4:] and other[:4] == other[4:]
     assert one[1] == other[1] and one[3] == other[3]
     assert len({tuple(numbers) for numbers in (*one, *other)}) == 6

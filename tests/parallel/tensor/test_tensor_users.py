@@ -25,106 +25,72 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
+from small_models import Custom, difference, refused
 from worlds import on_each_rank
 
 
-class Mlp(nn.Module):
+def mlp() -> Any:
     """As GPT-2's: dropout stands behind `down`, where every rank has the whole sum."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
-
-
-def test_dropout_behind_the_rows_is_the_same_on_all_ranks(world4: World) -> None:
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        torch.manual_seed(0)
-        mlp, inside = Mlp(), []
-        model = tensor_parallel(nn.Sequential(mlp), Comm())
-        mlp.down.register_forward_pre_hook(lambda _, args: inside.append(args[0] != 0))
-        out = model(torch.ones(3, 5, 8))
-        return out.detach(), inside[0], torch.rand(2)
-
-    (first, masks, after), *others = world4.run(run)
-    for out, other_masks, then in others:
-        assert torch.equal(out, first) and torch.equal(then, after)
-        assert not torch.equal(other_masks, masks)
+    return Custom(
+        lambda m, x: m.drop(m.down(m.drop(F.gelu(m.up(x))))),
+        up=nn.Linear(8, 32),
+        down=nn.Linear(32, 8),
+        drop=nn.Dropout(0.5),
+    )
 
 
-def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them(world2: World):
-    def run() -> list[float]:
-        torch.manual_seed(0)
-        mlp = Mlp()
-        model = tensor_parallel(nn.Sequential(mlp), Comm())
-        mlp.drop.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
-        with pytest.raises(KeyError):
-            model(torch.ones(3, 5, 8))
-        return torch.rand(3).tolist()
+@on_each_rank("world4")
+def test_dropout_behind_the_rows_is_the_same_on_all_ranks() -> None:
+    torch.manual_seed(0)
+    layer, inside = mlp(), []
+    model = tensor_parallel(nn.Sequential(layer), Comm())
+    layer.down.register_forward_pre_hook(lambda _, args: inside.append(args[0] != 0))
+    same = model(torch.ones(3, 5, 8)).tolist(), torch.rand(2).tolist()
+    ranks = Comm().all_gather_object((same, inside[0].tolist()))
+    assert all(outputs == same for outputs, _ in ranks)
+    assert all(masks != ranks[0][1] for _, masks in ranks[1:])
 
-    one, other = world2.run(run)
+
+@on_each_rank("world2")
+def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them() -> None:
+    torch.manual_seed(0)
+    layer = mlp()
+    model = tensor_parallel(nn.Sequential(layer), Comm())
+    layer.drop.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
+    with pytest.raises(KeyError):
+        model(torch.ones(3, 5, 8))
+    one, other = Comm().all_gather_object(torch.rand(3).tolist())
     assert one == other
 
 
-class Normed(nn.Module):
-    """Attention's core behind a norm of queries and keys."""
-
-    def __init__(self, core: nn.Module, width: int) -> None:
-        super().__init__()
-        self.core, self.norm = core, nn.LayerNorm(width)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.core(self.norm(q), self.norm(k), v)
-
-
-def test_a_parameter_inside_a_cut_layer_is_refused(world2: World) -> None:
-    def run() -> None:
-        model: Any = GPT.preset("tiny")
-        model.blocks[0].attn.core = Normed(model.blocks[0].attn.core, 3)
-        tensor_parallel(model, Comm())
-
-    with pytest.raises(RankError, match=r"blocks\.0\.attn\.core\.norm\.weight is a parameter"):
-        world2.run(run)
+@on_each_rank("world2")
+def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
+    inside, tied = GPT.preset("tiny"), GPT.preset("tiny")
+    attention: Any = inside.blocks[0].attn  # type: ignore[union-attr]
+    parts = {"core": attention.core, "norm": nn.LayerNorm(3)}
+    attention.core = Custom(lambda m, q, k, v: m.core(m.norm(q), m.norm(k), v), **parts)
+    first, second = (block.mlp.up for block in tied.blocks)  # type: ignore[union-attr]
+    second.weight = first.weight  # type: ignore[union-attr]
+    for model, words in (
+        (inside, "blocks.0.attn.core.norm.weight is a parameter"),
+        (tied, "were one parameter and would be cut into several"),
+    ):
+        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = GPT.preset("tiny").double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.gpt(tokens)
-
-
-def test_what_is_tied_stays_tied_inside_another_module(world2: World) -> None:
-    tokens = torch.arange(32).view(2, 16)
-
-    def gradient(cut: bool) -> Tensor:
+@on_each_rank("world2")
+def test_what_is_tied_stays_tied_inside_another_module() -> None:
+    tokens, grads = torch.arange(32).view(2, 16), []
+    for cut in (False, True):
         torch.manual_seed(0)
-        model: Any = Around()
+        model = Custom(lambda m, tokens: m.gpt(tokens), gpt=GPT.preset("tiny").double())
         if cut:
             tensor_parallel(model, Comm())
             assert model.gpt.head.weight is model.gpt.embed.tokens.weight
         model(tokens).square().mean().backward()
-        return model.gpt.embed.tokens.weight.grad
-
-    def parts() -> Tensor:
-        return gradient(cut=True)
-
-    right = gradient(cut=False)
-    assert torch.allclose(torch.cat(world2.run(parts)), right, rtol=0, atol=1e-12)
-
-
-def test_what_would_not_stay_tied_is_refused(world2: World) -> None:
-    def run() -> None:
-        model: Any = GPT.preset("tiny")
-        model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
-        tensor_parallel(model, Comm())
-
-    with pytest.raises(RankError, match="were one parameter and would be cut into several"):
-        world2.run(run)
+        grads.append(model.gpt.embed.tokens.weight.grad)
+    whole, part = grads
+    assert torch.allclose(whole.chunk(2)[Comm().rank], part, rtol=0, atol=1e-12)
 
 
 @on_each_rank("world2")
@@ -150,44 +116,38 @@ class WithTargets(GPT):
         return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), targets.flatten())
 
 
-def test_positions_are_filled_in_wherever_they_stand(world2: World) -> None:
-    tokens = torch.arange(32).view(2, 16)
+@on_each_rank("world2")
+def test_positions_are_filled_in_wherever_they_stand() -> None:
+    tokens, comm = torch.arange(32).view(2, 16), Comm()
 
-    def fresh() -> WithTargets:
+    def fresh() -> Any:
         torch.manual_seed(0)
-        return WithTargets.preset("tiny").double()  # type: ignore[return-value]
+        return WithTargets.preset("tiny").double()
 
-    def run() -> float:
-        comm = Comm()
-        model, mine = context_parallel(fresh(), comm), sequence_shard(tokens, comm)
-        value = model(mine, mine).detach()
-        comm.all_reduce(value, "mean")
-        return value.item()
-
-    right = fresh()(tokens, tokens).item()
-    assert world2.run(run) == [pytest.approx(right, abs=1e-12)] * 2
+    model, mine = context_parallel(fresh(), comm), sequence_shard(tokens, comm)
+    value = model(mine, mine).detach()
+    comm.all_reduce(value, "mean")
+    assert value.item() == pytest.approx(fresh()(tokens, tokens).item(), abs=1e-12)
 
 
 # ---- a gated MLP
 
 
-class Gated(nn.Module):
+def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
     """As Llama's."""
-
-    def __init__(self, width: int = 8, hidden: int = 24, gate: int | None = None) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(width, gate or hidden), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    return Custom(
+        lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
+        gate=nn.Linear(width, gate or hidden),
+        up=nn.Linear(width, hidden, bias=False),
+        down=nn.Linear(hidden, width),
+    )
 
 
 def gated_gpt() -> Any:
     torch.manual_seed(0)
     model: Any = GPT(31, 24, 2, 6, 16)
     for block in model.blocks:
-        block.mlp = Gated(24, 36)
+        block.mlp = gated(24, 36)
     return model.double()
 
 
@@ -209,7 +169,7 @@ def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, world3: World, si
                 optimizer.step()
                 optimizer.zero_grad()
         found = full_state_dict(model)
-        off = max(float((found[n] - x).abs().max()) for n, x in alone.state_dict().items())
+        off = difference(found, alone.state_dict())
         x_bytes = 2 * 12 * 24 * 8
         summed = [e for e in events if e.op == "all_reduce" and e.payload_bytes == x_bytes]
         return off, len(summed), tuple(model.blocks[0].mlp.gate.weight.shape)
@@ -230,33 +190,28 @@ def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
     assert predicted == held
 
 
-def test_an_invalid_gate_is_refused_by_name(world2: World) -> None:
-    for mlp, words in (
-        (Gated(gate=1), r"0\.gate has 1 features and up 24.*give it another name"),
-        (Gated(hidden=9), r"9 hidden features of 0 do not divide over 2"),
+@on_each_rank("world2")
+def test_an_invalid_gate_is_refused_by_name() -> None:
+    for options, words in (
+        ({"gate": 1}, r"0\.gate has 1 features and up 24.*give it another name"),
+        ({"hidden": 9}, r"9 hidden features of 0 do not divide over 2"),
     ):
-        with pytest.raises(RankError, match=words):
-            world2.run(lambda mlp=mlp: tensor_parallel(nn.Sequential(mlp), Comm()))
+        with pytest.raises(ValueError, match=words):
+            tensor_parallel(nn.Sequential(gated(**options)), Comm())
 
 
 # ---- what the ranks compare
 
 
-class Nested(nn.Module):
-    """Takes its input as some models do, in a dict of lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.drop = Gated(), nn.Dropout(0.0)
-
-    def forward(self, batch: Any, *, more: Any = None) -> Tensor:
-        return self.drop(self.mlp(batch["x"][0]))
-
-
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
+    """Some models take theirs in a dict of lists."""
+
+    def forward(model: Any, batch: Any, *, more: Any = None) -> Any:
+        return model.mlp(batch["x"][0])
+
     def run(where: str) -> None:
-        model = tensor_parallel(Nested(), Comm())
-        same, other = torch.ones(2, 3, 8), torch.full((2, 3, 8), Comm().rank)
+        model = tensor_parallel(Custom(forward, mlp=gated()), Comm())
+        same, other = torch.ones(2, 3, 8), torch.full((2, 3, 8), float(Comm().rank))
         batch = {"x": [other if where == "in a list" else same]}
         model(batch, more=(other,) if where == "by name" else None)
 
@@ -290,7 +245,7 @@ def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
     def run(device: str) -> None:
         here = [torch.default_generator, Elsewhere(device, Comm().rank)]
         with patch.object(tensor_checks, "generators", lambda: here):
-            tensor_checks.SameInput(Comm(), False)(Mlp().to("meta"), (), {})
+            tensor_checks.SameInput(Comm(), False)(mlp().to("meta"), (), {})
 
     with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
         world2.run(run, "meta")

@@ -19,12 +19,11 @@ from labkit.parallel.tensor.vocab import (
     padded_vocab,
     vocab_parallel_cross_entropy,
 )
+from small_models import refused
 from vocab_checks import Tiny, own_logits
 from worlds import on_each_rank, world_fixture
 
 VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
-
-
 world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
 
@@ -140,28 +139,26 @@ def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen() -> None:
     assert not cut.weight.requires_grad and not cut(tokens).requires_grad
 
 
-def test_a_module_used_twice_under_recompute(world2: World) -> None:
-    def run() -> None:
-        torch.manual_seed(0)
-        plain = Tiny(5).double()
-        comm = Comm()
-        embedding = VocabParallelEmbedding.from_embedding(plain.tokens, comm)
-        head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
-        tokens = torch.tensor([[0, 4, 2, 1]])
+@on_each_rank("world2")
+def test_a_module_used_twice_under_recompute() -> None:
+    torch.manual_seed(0)
+    plain = Tiny(5).double()
+    comm = Comm()
+    embedding = VocabParallelEmbedding.from_embedding(plain.tokens, comm)
+    head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
+    tokens = torch.tensor([[0, 4, 2, 1]])
 
-        def twice(x: torch.Tensor) -> torch.Tensor:
-            logits = head(embedding(x) * embedding(x.flip(1)))
-            return vocab_parallel_cross_entropy(logits, x, comm)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        logits = head(embedding(x) * embedding(x.flip(1)))
+        return vocab_parallel_cross_entropy(logits, x, comm)
 
-        recompute(twice, tokens).backward()
-        x = plain.tokens(tokens) * plain.tokens(tokens.flip(1))
-        weight = plain.head.weight.detach().clone().requires_grad_()
-        F.cross_entropy((x @ weight.t()).flatten(0, 1), tokens.flatten()).backward()
-        for cut, whole in ((embedding.weight, plain.tokens.weight), (head.weight, weight)):
-            assert cut.grad is not None and whole.grad is not None
-            vocab_checks.near(cut.grad, vocab_checks.own_rows(whole.grad, comm), "a gradient")
-
-    world2.run(run)
+    recompute(twice, tokens).backward()
+    x = plain.tokens(tokens) * plain.tokens(tokens.flip(1))
+    weight = plain.head.weight.detach().clone().requires_grad_()
+    F.cross_entropy((x @ weight.t()).flatten(0, 1), tokens.flatten()).backward()
+    for cut, whole in ((embedding.weight, plain.tokens.weight), (head.weight, weight)):
+        assert cut.grad is not None and whole.grad is not None
+        vocab_checks.near(cut.grad, vocab_checks.own_rows(whole.grad, comm), "a gradient")
 
 
 @on_each_rank("world2")
@@ -273,10 +270,6 @@ def test_padded_vocab() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused(world2: World, wrong: Callable[[Comm], Any], words: str) -> None:
-    def run() -> str:
-        with pytest.raises(ValueError) as caught:
-            wrong(Comm())
-        return str(caught.value)
-
-    assert all(words in said for said in world2.run(run))
+@on_each_rank("world2")
+def test_bad_input_is_refused(wrong: Callable[[Comm], Any], words: str) -> None:
+    refused(lambda: wrong(Comm()), words)

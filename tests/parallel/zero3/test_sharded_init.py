@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness import Mutation, instead, noticed, on_ranks
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
 from labkit.parallel.zero3.sharded_init import (
     Construction,
@@ -21,6 +22,7 @@ from labkit.parallel.zero3.sharded_init import (
     sharded_init,
 )
 from labkit.trace.measures import peak_memory
+from small_models import refused
 from worlds import on_each_rank
 
 
@@ -110,10 +112,9 @@ def test_it_is_the_model_that_one_process_builds(world2: World, name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_on_other_numbers_of_ranks(size: int) -> None:
-    with World(size) as world:
-        for name in MAKES:
-            world.run(check_built_as_by_one, name)
+def test_on_other_numbers_of_ranks(worlds: Any, size: int) -> None:
+    for name in MAKES:
+        worlds(size).run(check_built_as_by_one, name)
 
 
 @pytest.mark.parametrize("name", ["tiny", "awkward"])
@@ -181,50 +182,38 @@ def test_no_more_than_one_parameter_is_whole_on_four_ranks(world4: World) -> Non
     world4.run(check_one_at_a_time)
 
 
-def test_what_travels(world2: World) -> None:
+@on_each_rank("world2")
+def test_what_travels() -> None:
     """A parameter goes out to its shares when it closes; it comes back when it is read."""
-
-    def build() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        with listen() as drawn, sharded_init():
-            nn.Linear(6, 4)
-        with listen() as read, sharded_init():
-            layer = nn.Linear(6, 4, bias=False)
-            other = nn.Linear(1, 2, bias=False)
-            with torch.no_grad():
-                layer.weight.mul_(2)
-        del layer, other
-        return tuple([(e.op, e.bus_bytes) for e in events] for events in (drawn, read))  # type: ignore[return-value]
-
     weight, bias, two = ("scatter", 48), ("scatter", 8), ("scatter", 4)
-    for drawn, read in world2.run(build):
-        assert drawn == [weight, bias, weight, bias], "made; drawn, without a gather"
-        assert read == [weight, two, ("all_gather", 48), weight]
+    with listen() as drawn, sharded_init():
+        nn.Linear(6, 4)
+    sent = [(e.op, e.bus_bytes) for e in drawn]
+    assert sent == [weight, bias, weight, bias], "made; drawn, without a gather"
+    with listen() as read, sharded_init():
+        layer = nn.Linear(6, 4, bias=False)
+        other = nn.Linear(1, 2, bias=False)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+    del layer, other
+    assert [(e.op, e.bus_bytes) for e in read] == [weight, two, ("all_gather", 48), weight]
 
 
 # ---- what else may happen to it
 
 
-def test_a_sharded_parameter_that_computes_says_what_to_do(world2: World) -> None:
-    def compute() -> list[str]:
-        said = []
-        with sharded_init():
-            model = nn.Sequential(nn.Linear(3, 5))
-        for use in (
-            lambda: model(torch.ones(1, 3)),
-            lambda: model[0].bias + 1,
-            lambda: model.state_dict()["0.bias"].sum(),
-            lambda: nn.init.zeros_(model[0].bias),
-        ):
-            with pytest.raises(ValueError) as caught:
-                use()
-            said.append(str(caught.value))
-        return [*said, repr(model[0].bias)]
-
-    *said, shown = world2.run(compute)[1]
-    for words in said:
-        assert "sharded" in words and "ZeRO3" in words and "parameter.whole()" in words
-    assert "Linear.weight [5, 3]" in said[0] and "add on Linear.bias [5]" in said[1]
-    assert "rank 1 has 2 of 5 elements" in shown
+@on_each_rank("world2")
+def test_a_sharded_parameter_that_computes_says_what_to_do() -> None:
+    with sharded_init():
+        model = nn.Sequential(nn.Linear(3, 5))
+    for use, words in (
+        (lambda: model(torch.ones(1, 3)), "Linear.weight [5, 3]"),
+        (lambda: model[0].bias + 1, "add on Linear.bias [5]"),
+        (lambda: model.state_dict()["0.bias"].sum(), ""),
+        (lambda: nn.init.zeros_(model[0].bias), ""),
+    ):
+        refused(use, "sharded", "ZeRO3", "parameter.whole()", words)
+    assert Comm().rank == 0 or "rank 1 has 2 of 5 elements" in repr(model[0].bias)
 
 
 @on_each_rank("world2")
@@ -259,15 +248,12 @@ def test_outside_and_after_an_error_modules_are_as_always() -> None:
     assert [type(module.weight) for module in modules] == [nn.Parameter] * 3
 
 
-def test_some_of_the_ranks_build_a_model(world2: World) -> None:
-    def build() -> int:
-        comm = Comm().subgroup([1])
-        if comm is None:
-            return 0
+@on_each_rank("world2")
+def test_some_of_the_ranks_build_a_model() -> None:
+    comm = Comm().subgroup([1])
+    if comm is not None:
         with sharded_init(comm):
-            return nn.Linear(3, 5).weight.elements.share.numel()  # type: ignore[attr-defined,no-any-return,union-attr]
-
-    world2.run(build)
+            assert nn.Linear(3, 5).weight.elements.share.numel() == 15  # type: ignore[attr-defined,union-attr]
 
 
 def test_it_is_recorded_without_data() -> None:
@@ -290,95 +276,82 @@ def test_it_is_recorded_without_data() -> None:
     assert 10e9 < sum(peak_memory(one).values()) < (1 + 4 / 64 + 0.02) * 10e9
 
 
-def test_zero_3_trains_what_was_built_in_shares(world2: World) -> None:
-    def losses(in_shares: bool) -> list[float]:
+@on_each_rank("world2")
+def test_zero_3_trains_what_was_built_in_shares() -> None:
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for in_shares, found in losses.items():
         torch.manual_seed(0)
         with ZeRO3.init() if in_shares else nullcontext():
             module = GPT.preset("tiny")
         model, x = ZeRO3(module), torch.arange(16).view(1, 16)
-        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(3):
             value = loss(model(x), Batch(x, x, 16))
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
             found.append(value.item())
-        return found
-
-    assert world2.run(losses, True) == world2.run(losses, False)
+    assert losses[True] == losses[False]
 
 
 # ---- deliberate faults
 
 
-def _never_closes(self: Construction, wanted: list[Elements], overwritten: Any = None) -> None:
+def never_closes(self: Construction, wanted: list[Elements], overwritten: Any = None) -> None:
     for one in wanted:
         assert one.full is not None
 
 
-def _closes_with_the_share_of_another(self: Elements) -> None:
+def whole_once_more(self: Elements) -> torch.Tensor:
     full, self.full = self.full, None
     assert full is not None
+    return full.reshape(-1)
+
+
+def closes_with_the_share_of_another(self: Elements) -> None:
     comm = self.construction.comm
-    comm.broadcast(flat := full.reshape(-1).clone())
+    comm.broadcast(flat := whole_once_more(self).clone())
     parts = flat.tensor_split(comm.size)
     self.share = flat[: parts[comm.rank].numel()].clone()  # the first, on every rank
 
 
-def _keeps_its_own(self: Elements) -> None:
-    full, self.full = self.full, None
-    assert full is not None
-    self.share = (
-        full.reshape(-1)
-        .tensor_split(self.construction.comm.size)[self.construction.comm.rank]
-        .clone()
-    )
-
-
-def _shares_memory_with_the_whole(self: Elements) -> None:
-    full, self.full = self.full, None
-    assert full is not None
+def keeps_its_own(self: Elements) -> None:
     comm = self.construction.comm
-    comm.broadcast(flat := full.reshape(-1))
+    self.share = whole_once_more(self).tensor_split(comm.size)[comm.rank].clone()
+
+
+def shares_memory_with_the_whole(self: Elements) -> None:
+    comm = self.construction.comm
+    comm.broadcast(flat := whole_once_more(self))
     self.share = flat.tensor_split(comm.size)[comm.rank]
 
 
-def _never_gathers(self: Elements) -> torch.Tensor:
+def never_gathers(self: Elements) -> torch.Tensor:
     return self.like_whole().zero_()
 
 
-def _gives_copies_for_views() -> Any:
+def forgets_views() -> Any:
     dispatch = ShardedParameter.__torch_dispatch__
 
     def faulty(cls: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = dispatch(op, types, args, kwargs)
         return found.clone() if op.overloadpacket.__name__ in ("select", "slice") else found
 
-    return classmethod(faulty)
+    return patch.object(ShardedParameter, "__torch_dispatch__", classmethod(faulty))
 
 
-FAULTS: dict[str, tuple[type, str, Any, Callable[..., None]]] = {
-    "never closes": (Construction, "only_open", _never_closes, check_one_at_a_time),
-    "closes with another's share": (
-        Elements, "close", _closes_with_the_share_of_another, check_built_as_by_one,
-    ),
-    "keeps its own": (Elements, "close", _keeps_its_own, check_built_as_by_one),
-    "frees nothing": (Elements, "close", _shares_memory_with_the_whole, check_built_as_by_one),
-    "never gathers": (Elements, "gathered", _never_gathers, check_built_as_by_one),
-    "forgets views": (
-        ShardedParameter, "__torch_dispatch__", _gives_copies_for_views, check_built_as_by_one,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_it_red(world2: World, fault: str) -> None:
-    owner, name, wrong, check = FAULTS[fault]
-
-    def faulty() -> None:
-        with patch.object(owner, name, wrong() if owner is ShardedParameter else wrong):
-            check(*(() if check is check_one_at_a_time else ("awkward", True)))
-
-    with pytest.raises(RankError, match="AssertionError"):
-        world2.run(faulty)
+BUILT = (check_built_as_by_one, "awkward", True)
+FAULTS = [
+    Mutation(instead("never_closes", Construction, "only_open", never_closes), check_one_at_a_time),
+    *(Mutation(instead(fault.__name__, Elements, name, fault), *BUILT)
+      for name, fault in (
+          ("close", closes_with_the_share_of_another),
+          ("close", keeps_its_own),
+          ("close", shares_memory_with_the_whole),
+          ("gathered", never_gathers),
+      )),
+    Mutation(forgets_views, *BUILT),
+]  # fmt: skip
+test_a_fault_turns_it_red = pytest.mark.slow(
+    noticed(FAULTS, on_ranks, RankError, match="AssertionError", size=2)
+)

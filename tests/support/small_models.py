@@ -1,0 +1,38 @@
+"""What many tests of strategies need: modules in one line, how far weights are apart, refusals."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+
+class Custom(nn.Module):
+    """`forward(self, ...)` over the given submodules, parameters and other attributes."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
+    """The largest, over tensors of the same names."""
+    assert found.keys() == expected.keys()
+    pairs = [(found[name], x) for name, x in expected.items() if x.numel()]
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+def refused(call: Callable[[], Any], *words: str, error: Any = ValueError) -> str:
+    """The message of the error that `call` raises, in which all `words` are."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    del caught  # its traceback would keep what failed alive
+    for some in words:
+        assert some in message, message
+    return message

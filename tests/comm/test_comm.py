@@ -272,7 +272,7 @@ def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) ->
 
     for source, line in world2.run(call):
         assert source.startswith("agreement.py:")
-        assert source.endswith(f"copy_from, from {FILE}:{line + 1} in call")
+        assert source.endswith(f"broadcast_tensors, from {FILE}:{line + 1} in call")
 
 
 def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:

@@ -9,8 +9,6 @@ Under ZeRO each rank has a part: sums of p-th powers add up, so one number trave
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
 
-A rank that clipped its own part by that part's norm would take other steps than the rest.
-
 Under tensor parallelism a rank has shards of some parameters and others whole (common/shards.py).
 What is whole on all ranks must count once, so only the sums of shards travel:
 
@@ -21,8 +19,7 @@ The stages of a pipeline are parts, too: the ranks add what each has, of an embe
 stages the first one alone.
 
     travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
-                 whole; then over tensor-parallel ranks that of shards; then over the ranks of a
-                 pipeline their sum (8 bytes each, all-reduce)
+                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -52,9 +49,8 @@ def clip_grad_norm(
     all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
     torch's, its parameters. Under a Pipeline the norm is that of all stages.
 
-    Under a loss scaler unscale first: `scaler.unscale_(optimizer)`. Gradients that the optimizer
-    keeps in 16 bits are then clipped as its step unscales them, in float32; so give it, not the
-    model, where it is MasterWeights.
+    Under a loss scaler call `scaler.unscale_(optimizer)` first, and give the optimizer, not the
+    model, where it is MasterWeights: gradients in 16 bits are clipped as its step unscales them.
 
     Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
     power sum, and for other parameters than those of the strategy that has the pieces.
@@ -107,8 +103,7 @@ def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Not where another rank stands for it: an earlier stage to which it is tied, or another of
-    the ranks on which a sharder keeps it whole."""
+    """Whether it counts on this rank, not on an earlier stage or where a sharder keeps it whole."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -116,10 +111,8 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """Who has the gradients in pieces: `trained` itself, or what has all of `parameters`; of a
-    pipeline, the ZeRO3 around each of this rank's stages.
-
-    Raises ValueError where these have other parameters: `gradient_pieces` are of all."""
+    """What has the gradients in pieces: `trained` itself, or the owners of `parameters`. Raises
+    ValueError where these have other parameters: `gradient_pieces` are of all."""
     if fulfils(trained, OwnsGradientPieces):
         return [trained]
     every = {id(one): one for one in map(owner_of, parameters)}.values()
@@ -144,13 +137,11 @@ def norm_of_pieces(
     groups: Sequence[Comm] = (),
     stages: Comm | None = None,
 ) -> Tensor:
-    """The norm of what all ranks' pieces are together, those in 16 bits times `factor`; 0 where
-    there are none.
+    """The norm of all ranks' pieces together, those in 16 bits times `factor`; 0 without any.
 
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
-    those over which parameters with a mark (common/shards.py) are shards, `stages` those of a
-    pipeline, each with pieces of its own. A rank without pieces may give an empty one: its dtype
-    and device are those of the result.
+    those over which parameters are shards, `stages` those of a pipeline. A rank without pieces may
+    give an empty one: its dtype and device are those of the result.
     """
     p = float(norm_type)
     if not p > 0:

@@ -1,15 +1,12 @@
 """What the data-parallel strategies owe the rest of labkit, which never asks for their class.
 
-    who asks                    for what
-    clipping, loss scaling      gradient_pieces(): averaged gradients, each element on one rank
+    clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
     checkpoints                 owned(...): pieces of parameters and their optimizer state, and
                                 after_load(), when they were written to
-    recording, memory counts    gradient_pieces()
     a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
 
 A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
-part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3. A new sharded stage is a
-Sharder when it has these members.
+part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage.
 """
 
 from contextlib import AbstractContextManager
@@ -34,8 +31,8 @@ class OwnsPieces(Protocol):
     """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
 
     def owned(self, other: Any) -> list[OwnedPiece]:
-        """This rank's pieces, in the order of the module's parameters. Pass the model to an
-        optimizer, the optimizer to a wrapped model."""
+        """This rank's pieces, in the order of the module's parameters. `other` is the model for an
+        optimizer, the optimizer for a wrapped model."""
 
     def after_load(self) -> None:
         """The pieces were written to: bring what depends on them in step."""

@@ -11,9 +11,8 @@ A parameter without that mark is replicated: the tensor-parallel ranks have the 
     checkpoints   write the whole under the plain name, and read any part of it; padding never
     DDP and ZeRO  average over ranks that have the same part, never over `comm`
 
-Context-parallel ranks have the same numbers, too, and each the gradient of its own tokens. The
-second mark, `mark_sequence(parameter, comm)`, has those ranks: gradients are averaged over all of
-them, or the replicas come apart.
+Context-parallel ranks have the same numbers, too, and each the gradient of its own tokens, which
+are averaged over all ranks of the second mark, `mark_sequence(parameter, comm)`:
 
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 come apart
                                   over mesh["dp", "cp"]      0, 1, 2, 3      right
@@ -50,8 +49,7 @@ class Mark:
 
     def attach_to(self, parameter: torch.Tensor) -> None:
         """nn.Parameter's own `__deepcopy__` drops attributes, and a subclass would lose the fast
-        optimizers; but `copy` and `pickle` ask the object itself. The weak reference makes no
-        cycle."""
+        optimizers; but `copy` and `pickle` ask the object itself."""
         weak = ref(parameter)
 
         def deepcopy(memo: dict[int, Any]) -> torch.Tensor:
@@ -91,13 +89,9 @@ def _unpickled(
 
 @dataclass(frozen=True)
 class Shard(Mark):
-    """This rank has `start:stop` along `dim` of a parameter that is `whole` long there.
-
-    comm    the ranks whose parts make up the whole, each element on one of them
-    dim     counted from 0
-
-    A local tensor that is longer than `stop - start` ends with padding, whose gradients are zero.
-    """
+    """This rank has `start:stop` along `dim` (counted from 0) of a parameter that is `whole` long
+    there; the parts of the ranks of `comm` make up the whole. A local tensor that is longer than
+    `stop - start` ends with padding, whose gradients are zero."""
 
     comm: Comm
     dim: int
@@ -152,7 +146,6 @@ class SequenceParts(Mark):
 
 
 def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
-    """Say that `parameter` is this part of a whole. Raises ValueError where it is too small."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
@@ -162,8 +155,7 @@ def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
 
 
 def mark_sequence(parameter: torch.Tensor, comm: Comm) -> None:
-    """Say that the ranks of `comm` use `parameter` on parts of the same sequences, so that its
-    gradient is to be averaged over all of them."""
+    """The ranks of `comm` use `parameter` on parts of the same sequences."""
     SequenceParts(comm).attach_to(parameter)
 
 

@@ -17,9 +17,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ranks, which call it together. One with two names is put together once.
 
     Args:
-        model: edited by `tensor_parallel`, or a strategy around one, as DDP and ZeRO3; names are
-            those of the module inside. Of a Pipeline, the model of all stages, on the CPU. After
-            steps of a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
+        model: edited by `tensor_parallel`, or a strategy around one; names are those of the module
+            inside. Of a Pipeline, the model of all stages, on the CPU. After steps of a
+            ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if isinstance(model, InStages):

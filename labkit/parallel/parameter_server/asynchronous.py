@@ -1,5 +1,5 @@
 """A parameter server, asynchronous: each worker pushes and pulls when it is ready, and waits for no
-other. Its gradient may be *stale*: made with weights that others have changed meanwhile.
+other. Its gradient may be *stale*: computed with weights that others have changed since.
 
     rank 0, the server  parameters P, the optimizer's state, room for one gradient G
     rank 1 ... n-1      parameters P and gradients G; each its own data
@@ -13,14 +13,12 @@ other. Its gradient may be *stale*: made with weights that others have changed m
     staleness of an update = version it is applied to - version its gradient was made with:
     0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2.
 
-Without a bound one worker may run far ahead. With `max_staleness=s` (*stale synchronous parallel*)
-a worker gets its next weights only when it is at most s steps ahead of the slowest; then no update
-is staler than (n-2)(2s + 1) on n ranks, n - 1 of them workers.
+With `max_staleness=s` (*stale synchronous parallel*) a worker gets its next weights only when it is
+at most s steps ahead of the slowest; then no update is staler than (n-2)(2s + 1) on n ranks.
 
-Sources: Dean et al., "Large Scale Distributed Deep Networks" (DistBelief), NIPS 2012, section 4.1;
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3;
-Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS
-2013, section 2.
+Sources: Dean et al. (DistBelief), NIPS 2012, section 4.1; Li et al., "Scaling Distributed Machine
+Learning with the Parameter Server", OSDI 2014, section 3; Ho et al., "More Effective Distributed ML
+via a Stale Synchronous Parallel Parameter Server", NIPS 2013, section 2.
 """
 
 import time
@@ -44,8 +42,8 @@ POLL_S = 0.0002
 
 @dataclass(frozen=True)
 class Update:
-    """One step of the server: the gradient of `worker`, made with the weights of `made_with`,
-    applied to those of `applied_to`. Version v is the weights after v updates."""
+    """A step of the server: the gradient of `worker`, made with version `made_with` of the weights,
+    applied to version `applied_to`."""
 
     worker: int
     made_with: int
@@ -70,16 +68,16 @@ class AsyncParameterServer(Replica):
         updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
 
     After `run` all ranks have the same weights and the list of all updates. Each gradient is
-    applied as it is, by itself: n workers make n steps where a synchronous server makes one.
-    Buffers (the statistics of BatchNorm) stay each rank's own.
+    applied by itself: n workers make n steps where a synchronous server makes one. Buffers stay
+    each rank's own.
 
     Args:
         module: any module; the copies start as rank 0's.
         optimizer_cls: made on rank 0, with `defaults`; takes one step for each push.
         comm: rank 0 serves, the others work; all by default. At least 2.
         max_staleness: how many steps a worker may be ahead of the slowest; None: any number.
-        order: the workers in the order in which their pushes are to be taken, from the beginning,
-            so that a run can be repeated to the bit; after its end, and by default, as they come.
+        order: the workers in the order in which their first pushes are to be taken, so that a run
+            can be repeated to the bit; then, and by default, as they arrive.
 
     Raises ValueError, on every rank, when the ranks have different models, or a parameter belongs
     to another strategy; in `run`, when `order` asks for a worker that waits or is done.
@@ -124,8 +122,6 @@ class AsyncParameterServer(Replica):
         self.version = len(self.updates)
         return self.updates
 
-    # --- a worker ---
-
     def step(self) -> None:
         """Push the gradients, then pull the weights that the server has by then."""
         self._unchanged.check()
@@ -140,22 +136,20 @@ class AsyncParameterServer(Replica):
         self.version = int(version)
 
     def _send_header(self, version: int) -> None:
-        """What is coming: the version that it was made with, and which gradients there are."""
+        """The version with which the gradients were made, and which there are."""
         gradients = [p.grad for p in self._parameters_to_serve]
         for gradient in (g for g in gradients if g is not None):
             check_dense(gradient)
         header = [version, *(g is not None for g in gradients)]
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 
-    # --- the server ---
-
     def _serve(self) -> None:
-        """Take a push, step, and answer all who may go on, until nobody is left. Nobody waits for
-        ever: the slowest worker is never ahead, so it always has its answer."""
+        """Take a push, step, and answer all workers that may go on, until none is left. The slowest
+        is never ahead, so it always gets its answer."""
         length = 1 + len(self._parameters_to_serve)
         pushes = _Pushes(self.comm, length, self._device, self.order)
-        steps = dict.fromkeys(range(1, self.comm.size), 0)  # of those who still work
-        waiting: list[int] = []  # who have pushed, and are too far ahead for an answer
+        steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers
+        waiting: list[int] = []  # workers that have pushed, and are too far ahead for an answer
         while steps:
             worker, (made_with, *there) = pushes.next(waiting)
             if made_with == DONE:
@@ -164,10 +158,10 @@ class AsyncParameterServer(Replica):
                 self._take(worker, made_with, there)
                 steps[worker] += 1
                 waiting.append(worker)
-            for one in [w for w in waiting if self._may_go_on(steps[w], steps.values())]:
-                waiting.remove(one)
-                self._answer(one)
-                pushes.expect(one)
+            for ready in [w for w in waiting if self._may_go_on(steps[w], steps.values())]:
+                waiting.remove(ready)
+                self._answer(ready)
+                pushes.expect(ready)
 
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         assert self.optimizer is not None
@@ -203,14 +197,13 @@ class AsyncParameterServer(Replica):
 
 
 class _Pushes:
-    """The headers of pushes: in a given order, and then as they arrive. There is one receive under
-    way for each worker that is expected to push."""
+    """The headers of pushes: in a given order, and then as they arrive."""
 
     def __init__(self, comm: Comm, length: int, device: torch.device, order: list[int]):
         self._comm, self._length, self._device = comm, length, device
         self._order = iter(order)
         self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
-        self._turns = cycle(range(1, comm.size))  # so that nobody is passed over
+        self._turns = cycle(range(1, comm.size))  # so that no worker is passed over
         for worker in range(1, comm.size):
             self.expect(worker)
 
@@ -219,17 +212,16 @@ class _Pushes:
         self._coming[worker] = self._comm.irecv(header, worker), header
 
     def next(self, waiting: list[int]) -> tuple[int, list[int]]:
-        """The worker and its header. Raises ValueError where the order cannot be kept."""
+        """A worker and its header. Raises ValueError where the order cannot be kept."""
         worker = next(self._order, None)
         if worker is None:
-            return self._take(self._first_to_come())
-        if worker not in self._coming:
+            worker = self._first_to_come()
+            return worker, self._take(worker)
+        header = self._take(worker) if worker in self._coming else [DONE]
+        if header[0] == DONE:
             why = "it is too far ahead and waits" if worker in waiting else "it is done"
             raise ValueError(f"order asks for a push of worker {worker}, but {why}")
-        taken, header = self._take(worker)
-        if header[0] == DONE:
-            raise ValueError(f"order asks for a push of worker {worker}, but it is done")
-        return taken, header
+        return worker, header
 
     def _first_to_come(self) -> int:
         for worker in self._turns:
@@ -239,7 +231,7 @@ class _Pushes:
                 time.sleep(POLL_S)
         raise AssertionError("turns have no end")
 
-    def _take(self, worker: int) -> tuple[int, list[int]]:
+    def _take(self, worker: int) -> list[int]:
         handle, header = self._coming.pop(worker)
         handle.wait()
-        return worker, header.tolist()
+        return header.tolist()  # type: ignore[no-any-return]

@@ -10,10 +10,10 @@
         rank 0  forward | backward |          '-> g+g+g | step '          | forward
 
 In a ring (ddp.py) no link carries more than 4 (n-1)/n G in and out, however many ranks there are;
-here one link carries it all, so that a step takes longer with each rank that comes. What it has
-for it: only the server holds gradients and state after backward, and only there a step is taken.
+here one link carries it all, so that each further rank makes a step longer. But only the server
+holds gradients and state after backward.
 
-Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3; `torch.nn.DataParallel` does the same with threads of one process.
 """
 
@@ -34,21 +34,21 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class ParameterServer(Replica):
-    """`module` on every rank; its gradients meet on rank 0, whose weights everybody then takes.
+    """`module` on every rank; rank 0 gathers the gradients, steps, and scatters its weights.
 
         model = ParameterServer(module)
         optimizer = model.pull_after(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    The training loop does not change, on any rank. When `backward()` returns, rank 0 has the mean
-    gradients, and the others have none: their `optimizer.step()` finds nothing to do, keeps no
-    state, and ends when the new weights are there. Clip gradients as ever: it acts on rank 0.
+    The training loop does not change. When `backward()` returns, rank 0 has the mean gradients and
+    the others none: their `optimizer.step()` finds nothing to do, keeps no state, and ends when the
+    new weights are there. Clipping acts on rank 0.
 
     Args:
         module: any module; the copies start as rank 0's.
         comm: the ranks that hold copies; all by default.
 
     Raises ValueError, on every rank, when the ranks have different models, when a parameter
-    belongs to another strategy, or changed after wrapping; and when nobody called `pull_after`.
+    belongs to another strategy, or changed after wrapping; and without `pull_after`.
     """
 
     def _attach(self) -> None:
@@ -75,8 +75,8 @@ class ParameterServer(Replica):
         return optimizer
 
     def _share(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Called by autograd before it adds `gradient` to `.grad`: this rank's share of the mean.
-        Divided here, and once, a second backward before the step is right, too."""
+        """Called by autograd before it adds `gradient` to `.grad`: divided here, and once, a second
+        backward before the step is right, too."""
         return gradient / self.comm.size
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class ParameterServer(Replica):
             at_end_of_backward(self._push)
 
     def _push(self) -> None:
-        """Gradients to the server, which adds them up; nobody else keeps one."""
+        """Gradients to the server, which adds them up; the others keep none."""
         self._scheduled = False
         self._unchanged.check()
         if not self._pulls:
@@ -97,8 +97,8 @@ class ParameterServer(Replica):
         for parameter in self._parameters_to_average:
             used = parameter.grad is not None
             total = self._gathered(parameter)
-            somebody_used = total is not None and (used or not nobody_used(total.reshape(-1)))
-            parameter.grad = total if somebody_used else None
+            is_used = total is not None and (used or not nobody_used(total.reshape(-1)))
+            parameter.grad = total if is_used else None
 
     def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum of all ranks' gradients of `parameter`, on the server; None on the others."""
@@ -113,7 +113,6 @@ class ParameterServer(Replica):
         return every[0]
 
     def _pull(self) -> None:
-        """The server's weights to everybody."""
         for parameter in self._parameters_to_average:
             weights = parameter.detach()
             copies = [weights] * self.comm.size if self.is_server else None
@@ -121,8 +120,8 @@ class ParameterServer(Replica):
 
     @staticmethod
     def predict(module: nn.Module, size: int) -> Footprint:
-        """Held: the mean of the ranks, since rank 0 alone has gradients and state. `bus_bytes`: as
-        ever where one rank is the root, what passes the busiest link, the server's: 2(n-1) G."""
+        """Held: the mean of the ranks, since rank 0 alone has gradients and state. `bus_bytes`:
+        what passes the busiest link, the server's: 2(n-1) G."""
         grads = parameter_bytes(module, trainable_only=True)
         bus_bytes = 2 * (size - 1) * grads
         state = adam_bytes(module)
@@ -132,8 +131,7 @@ class ParameterServer(Replica):
 def _when_gradient_is_made(
     parameter: nn.Parameter, method: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Have autograd replace each new gradient of `parameter` by `method(gradient)`, before it adds
-    it to `.grad`, as long as the method's object lives."""
+    """Have autograd replace each new gradient of `parameter` by `method(gradient)`."""
     weak = WeakMethod(method)
 
     def hook(gradient: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit import DDP, Comm, ZeRO3, ZeroOptimizer, listen
+from labkit import DDP, Comm, Mesh, ZeRO3, ZeroOptimizer, full_state_dict, listen, tensor_parallel
 from labkit.events import CommEvent
 from labkit.memory.edits import Recompute
 from labkit.memory.peak import PeakMemory
@@ -81,16 +81,24 @@ def attention_is_exact(
 # ---- the weights of single-process training
 
 
-def trained(way: str, strategy: str, recompute: str | None = None, **sizes: Any) -> float:
-    """How far the weights are from those of a single process, after three steps of AdamW."""
-    comm = Comm()
+def training_equals_one_process(
+    way: Any, strategy: str = "ddp", recompute: Any = None, axes: dict[str, int] | None = None,
+    tensor: dict[str, Any] | None = None, tensor_first: bool = False, **sizes: Any,
+) -> None:  # fmt: skip
+    """The weights after three steps of AdamW. `tensor`: tensor parallelism, too, with options."""
+    mesh = Mesh(**(axes or {"dp": 1, "cp": Comm().size}))
+    comm = mesh["dp", "cp"]
     torch.manual_seed(0)
     module = GPT(VOCAB, 48, 2, 24, LENGTH, **{"kv_heads": 12, **sizes}).double()
     alone = copy.deepcopy(module)
-    model: nn.Module = context.context_parallel(module, comm, way=way)  # type: ignore[arg-type]
+    edits = [lambda: context.context_parallel(module, mesh.cp, way=way)]
+    if tensor is not None:
+        edits.insert(not tensor_first, lambda: tensor_parallel(module, mesh.tp, **tensor))
+    for edit in edits:
+        edit()
     if recompute:
-        Recompute(model, what=recompute)  # type: ignore[arg-type]
-    model = {"ddp": DDP, "zero3": ZeRO3}.get(strategy, lambda module, _: module)(model, comm)
+        Recompute(module, what=recompute)
+    model = {"ddp": DDP, "zero3": ZeRO3}.get(strategy, lambda module, _: module)(module, comm)
     how: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     stage = {"zero1": 1, "zero2": 2}.get(strategy)
     if stage:
@@ -100,21 +108,17 @@ def trained(way: str, strategy: str, recompute: str | None = None, **sizes: Any)
     reference = torch.optim.AdamW(alone.parameters(), **how)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        for one, optimizer, x_, y_ in [
-            (model, stepper, *(zigzag.sequence_shard(t, comm) for t in (x, y))),
-            (alone, reference, x, y),
-        ]:
+        whole = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        rows = whole.chunk(mesh.dp.size)[mesh.dp.rank]
+        mine = [zigzag.sequence_shard(t, mesh.cp) for t in (rows[:, :-1], rows[:, 1:])]
+        for one, optimizer, (x, y) in (
+            (model, stepper, mine),
+            (alone, reference, (whole[:, :-1], whole[:, 1:])),
+        ):
             optimizer.zero_grad()
-            F.cross_entropy(one(x_).flatten(0, 1), y_.flatten()).backward()
+            F.cross_entropy(one(x).flatten(0, 1), y.flatten()).backward()
             optimizer.step()
-    state: Any = getattr(model, "full_state_dict", module.state_dict)()
-    return difference(state, alone.state_dict())
-
-
-def training_equals_one_process(way: str, strategy: str = "ddp", **how: Any) -> None:
-    off = trained(way, strategy, **how)
+    off = difference(full_state_dict(model), alone.state_dict())
     assert off < AGREE, f"weights are off by {off:.1e}"
 
 

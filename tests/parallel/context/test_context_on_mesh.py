@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from context_checks import training_equals_one_process
 from labkit import (
     DDP,
     GPT,
@@ -19,15 +19,13 @@ from labkit import (
     ZeRO3,
     ZeroOptimizer,
     context_parallel,
-    full_state_dict,
     sequence_shard,
     tensor_parallel,
 )
 from labkit.parallel.common.shards import sequence_comm_of, shard_of
-from small_models import difference, refused
+from small_models import refused
 from worlds import on_each_rank
 
-AGREE = 1e-10
 VOCAB, LENGTH = 31, 16
 STRATEGIES: list[Callable[[Any, Comm], Any]] = [
     DDP,
@@ -83,44 +81,18 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
 
 
-def trained(sizes: dict[str, int], way: Any, tensor_first: bool, **how: Any) -> float:
-    """How far the weights are from those of one process, after three steps on a mesh."""
-    mesh, alone = Mesh(**sizes), gpt()
-    model: Any = copy.deepcopy(alone)
-    if tensor_first:
-        model = context_parallel(tensor_parallel(model, mesh.tp, **how), mesh.cp, way=way)
-    else:
-        model = tensor_parallel(context_parallel(model, mesh.cp, way=way), mesh.tp, **how)
-    model = DDP(model, mesh["dp", "cp"])
-    its, optimizer = (
-        torch.optim.AdamW(one.parameters(), lr=1e-2, weight_decay=0.1) for one in (alone, model)
-    )
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        whole = torch.randint(VOCAB, (4, LENGTH + 1), generator=generator)
-        rows = whole.chunk(mesh.dp.size)[mesh.dp.rank]
-        mine = [sequence_shard(t, mesh.cp) for t in (rows[:, :-1], rows[:, 1:])]
-        for one, its_optimizer, (x, y) in (
-            (model, optimizer, mine),
-            (alone, its, (whole[:, :-1], whole[:, 1:])),
-        ):
-            its_optimizer.zero_grad()
-            F.cross_entropy(one(x).flatten(0, 1), y.flatten()).backward()
-            its_optimizer.step()
-    return difference(full_state_dict(model), alone.state_dict())
-
-
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
     """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
-    sizes = {"dp": 1, "cp": 2, "tp": 2}
-    assert max(world4.run(trained, sizes, way, tensor_first=False)) < AGREE
-    assert max(world4.run(trained, sizes, way, tensor_first=True, sequence=True)) < AGREE
+    axes = {"dp": 1, "cp": 2, "tp": 2}
+    world4.run(training_equals_one_process, way, axes=axes, tensor={})
+    sequence = {"sequence": True}
+    world4.run(training_equals_one_process, way, axes=axes, tensor=sequence, tensor_first=True)
 
 
 def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World) -> None:
-    sizes = {"dp": 2, "cp": 2, "tp": 1}
-    assert max(world4.run(trained, sizes, "ring", tensor_first=False)) < AGREE
+    axes = {"dp": 2, "cp": 2, "tp": 1}
+    world4.run(training_equals_one_process, "ring", axes=axes, tensor={})
 
 
 @on_each_rank("world4")

@@ -439,7 +439,7 @@ def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
         assert off(model, reference) < 1e-12 and not seen
 
 
-@on_each_rank("world")
+@on_each_rank("pair")
 def test_a_compiled_module_is_refused() -> None:
     method = nn.Sequential(nn.Linear(4, 4))
     method[0].compile()

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from labkit import GPT, choose_activations, offload_activations, plot, predict, record
-from labkit.memory.choices import CHOICES, Choices
 from labkit.memory.chooser import (
     Cost,
     Costs,
@@ -17,6 +16,7 @@ from labkit.memory.chooser import (
     plan_of,
     smallest_budget,
 )
+from labkit.memory.edits import CHOICES, Choices
 from labkit.memory.measuring import measure
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention

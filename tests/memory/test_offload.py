@@ -12,7 +12,7 @@ from torch import nn
 from labkit import GPT, Link, offload_activations
 from labkit.memory.buffers import ConstantBuffer, is_host_memory
 from labkit.memory.bus import Arrival, Bus, bus_for
-from labkit.memory.choices import Choices
+from labkit.memory.edits import Choices
 from labkit.memory.peak import PeakMemory
 from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention

@@ -19,7 +19,7 @@ from labkit.runtime.transports.wire import Wire
 
 
 class FaultyAlgorithm(Replacement):
-    """Replaced also in the modules that import it from each other, and in the registry."""
+    """Replaced also in the modules that import it from each other, and in ALGORITHMS."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit import GPT, Comm, World, listen, predict
-from labkit.memory.choices import Choices
+from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
 from labkit.models import PlainAttention
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel

@@ -1,15 +1,26 @@
 """The collectives, written from send and receive; one file for each, with its algorithms, their
 pictures and their costs.
 
-    steps.py       what they are made of: generators that wait, run alone or in turns
-    registry.py    all of them by name
+    steps.py       the generators that all algorithms are, run alone or in turns
     costs.py       steps, bytes and reductions of each, in the alpha-beta-gamma model
     sent.py        the exact bytes that each rank sends
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-Which one runs: labkit/runtime/transports/chooser.py.
+labkit/runtime/transports/chooser.py chooses one of ALGORITHMS. Arguments, by collective:
+
+    broadcast         (wire, x, root, tag)
+    reduce            (wire, x, root, reduce, tag)
+    gather, scatter   (wire, x, chunks or None, root, tag)
+    all_gather        (wire, chunks, tag)
+    reduce_scatter    (wire, chunks, out, reduce, tag)
+    all_reduce        (wire, x, reduce, divide_by, tag)
+    all_to_all        (wire, outs, ins, tag)
+    barrier           (wire, note, tag)
+    ring_exchange     (wire, out, x, tag)
 """
+
+from collections.abc import Callable
 
 from labkit.comm.collectives.all_gather import (
     bruck_all_gather,
@@ -36,52 +47,45 @@ from labkit.comm.collectives.reduce import chain_reduce, flat_reduce, tree_reduc
 from labkit.comm.collectives.reduce_scatter import (
     recursive_halving_reduce_scatter,
     ring_reduce_scatter,
+    rings_reduce_scatter,
 )
-from labkit.comm.collectives.registry import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
 from labkit.comm.collectives.ring_exchange import next_ring_exchange
 from labkit.comm.collectives.scatter import flat_scatter, tree_scatter
 from labkit.comm.collectives.sent import Call, sent_bytes
-from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, in_turns, run
+from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 
 __all__ = [
-    "ALGORITHMS",
-    "EQUAL_SIZES_ONLY",
-    "POWERS_OF_TWO_ONLY",
-    "Algorithm",
-    "Call",
-    "Chunks",
-    "Cost",
-    "Reduction",
-    "bruck_all_gather",
-    "chain_broadcast",
-    "chain_reduce",
-    "cost",
-    "dissemination_barrier",
-    "double_tree_all_reduce",
-    "flat_broadcast",
-    "flat_gather",
-    "flat_reduce",
-    "flat_scatter",
-    "halving_doubling_all_reduce",
-    "hierarchical_all_reduce",
-    "hierarchical_cost",
-    "in_turns",
-    "naive_all_reduce",
-    "next_ring_exchange",
-    "pairwise_all_to_all",
-    "recursive_doubling_all_gather",
-    "recursive_doubling_all_reduce",
-    "recursive_halving_reduce_scatter",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_reduce_scatter",
-    "rings_all_gather",
-    "rings_all_reduce",
-    "run",
-    "sent_bytes",
-    "tree_all_reduce",
-    "tree_broadcast",
-    "tree_gather",
-    "tree_reduce",
-    "tree_scatter",
-]
+    "ALGORITHMS", "EQUAL_SIZES_ONLY", "POWERS_OF_TWO_ONLY", "Algorithm", "Call", "Chunks", "Cost",
+    "Reduction", "cost", "hierarchical_cost", "ring_all_gather", "ring_all_reduce",
+    "ring_reduce_scatter", "run", "sent_bytes",
+]  # fmt: skip
+
+ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
+    "broadcast": {"flat": flat_broadcast, "tree": tree_broadcast, "chain": chain_broadcast},
+    "reduce": {"flat": flat_reduce, "tree": tree_reduce, "chain": chain_reduce},
+    "gather": {"flat": flat_gather, "tree": tree_gather},
+    "scatter": {"flat": flat_scatter, "tree": tree_scatter},
+    "all_gather": {
+        "ring": rings_all_gather,
+        "recursive_doubling": recursive_doubling_all_gather,
+        "bruck": bruck_all_gather,
+    },
+    "reduce_scatter": {
+        "ring": rings_reduce_scatter,
+        "recursive_halving": recursive_halving_reduce_scatter,
+    },
+    "all_reduce": {
+        "naive": naive_all_reduce,
+        "tree": tree_all_reduce,
+        "ring": rings_all_reduce,
+        "recursive_doubling": recursive_doubling_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+        "double_tree": double_tree_all_reduce,
+        "hierarchical": hierarchical_all_reduce,
+    },
+    "all_to_all": {"pairwise": pairwise_all_to_all},
+    "barrier": {"dissemination": dissemination_barrier},
+    "ring_exchange": {"next": next_ring_exchange},
+}
+POWERS_OF_TWO_ONLY = {("all_gather", "recursive_doubling")}
+EQUAL_SIZES_ONLY = {("gather", "tree"), ("scatter", "tree")}

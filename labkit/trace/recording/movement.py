@@ -123,7 +123,7 @@ def _at_first(collective: str, rank: int, size: int, root: int) -> torch.Tensor:
 def _started(
     collective: str, algorithm: Callable[..., Algorithm], wire: Wire, x: torch.Tensor, root: int
 ) -> Algorithm:
-    """One of labkit's, with the arguments of its collective (registry.py)."""
+    """One of labkit's, with the arguments of its collective (labkit.comm.collectives)."""
 
     def add(into: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return into.add_(other)

@@ -22,8 +22,8 @@ from labkit import GPT, Link, Recompute, Text, choose_activations, loss, offload
 from labkit import predict as formulas
 from labkit.course import predict, report, show
 from labkit.labs.lab_11 import checks as check
-from labkit.memory.choices import CHOICES, Choices
 from labkit.memory.chooser import plan_of
+from labkit.memory.edits import CHOICES, Choices
 from labkit.memory.flash_attention import FlashAttention
 from labkit.memory.recompute import recompute
 from labkit.memory.saved import saved_by

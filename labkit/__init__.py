@@ -20,7 +20,7 @@ __all__, __getattr__, __dir__ = lazy(
         "bf16_compress_hook": "labkit.parallel.ddp.comm_hooks",
         "Bus": "labkit.memory.bus",
         "by_microbatch": "labkit.replaying",
-        "choose_activations": "labkit.memory.budgets",
+        "choose_activations": "labkit.memory.measuring",
         "clip_grad_norm": "labkit.parallel.common.clipping",
         "Cluster": "labkit.clusters",
         "cluster": "labkit.clusters",

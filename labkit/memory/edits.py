@@ -97,8 +97,6 @@ class Recompute(_ForwardEdits):
         core: the path from a block to its core of attention.
         preserve_rng, check: see `recompute`.
 
-    `remove()` takes the edit back. As a context (`with Recompute(model):`) it does so at the end.
-
     Raises ValueError where there are no blocks, no core, or one is edited already.
     """
 
@@ -114,11 +112,11 @@ class Recompute(_ForwardEdits):
         super().__init__()
         if not callable(what) and what not in ("full", "selective"):
             raise ValueError(f"what={what!r}: choose full, selective or a policy (op) -> bool")
-        every = blocks_of(model) if blocks is None else blocks
+        modules = blocks_of(model) if blocks is None else blocks
         if what == "selective":
-            every = [_core_of(block, core) for block in every]
-        chosen = list(dict.fromkeys(every))  # blocks may share one
-        for module in chosen:
+            modules = [_core_of(block, core) for block in modules]
+        modules = list(dict.fromkeys(modules))  # blocks may share one
+        for module in modules:
             if isinstance(module.__dict__.get("forward"), Recomputed):
                 raise ValueError(
                     f"this {type(module).__name__} is computed again already; call remove() of the "

@@ -16,6 +16,7 @@ host at a mark is not in the level: it may be there with any choice of the block
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from labkit.memory.chooser import Cost, Costs
+from labkit.memory.chooser import Cost, Costs, Plan, least_recompute
 from labkit.memory.edits import CHOICES, Choices, blocks_of
 from labkit.memory.flops import flops_of
 from labkit.memory.offload import Offload
@@ -88,6 +89,50 @@ def measure(
     first = max(run.held["f0"] for run in runs.values())
     leaving = max(run.leaving_bytes for run in runs.values())
     return Costs(costs, held_bytes + first, head, after, leaving, sum(none.flops.values()))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan, what it was made from, and the edit: `remove()` takes it back."""
+
+    plan: Plan
+    costs: Costs
+    edit: Choices
+
+    def remove(self) -> None:
+        self.edit.remove()
+
+
+def choose_activations(
+    model: nn.Module,
+    step: Callable[[], torch.Tensor],
+    budget_bytes: int,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    core: str = "attn.core",
+    offload: Offload | None = None,
+    most_moved_bytes: int = 0,
+    held_bytes: int | None = None,
+) -> Chosen:
+    """Have each block keep, compute again or move its activations, so that forward and backward
+    hold at most `budget_bytes`, and as little as possible is computed twice.
+
+    Args:
+        step: forward and loss, a scalar; it is run once for each choice, with its backward.
+        blocks, core: as for `labkit.Recompute`.
+        offload, most_moved_bytes: to offload, too: what of `offload_activations(model)`, and how
+            much of it the bus can carry while a forward runs. Without them nothing is moved.
+        held_bytes: as for `measure`; an optimizer's state counts once it has made a step.
+
+    The optimizer's own step is not part of it.
+    Raises ValueError where nothing fits, and names the smallest budget that can be met.
+
+    >>> chosen = choose_activations(model, lambda: loss(model(x), batch), budget_bytes=10**9)
+    >>> print(chosen.plan)
+    """
+    costs = measure(model, step, blocks, core, offload, held_bytes)
+    plan = least_recompute(costs, budget_bytes, most_moved_bytes)
+    return Chosen(plan, costs, Choices(model, plan.choices, blocks, core, offload))
 
 
 class _Counted(PeakMemory):

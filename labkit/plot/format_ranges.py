@@ -13,8 +13,7 @@ from matplotlib.patches import Patch
 
 from labkit.plot.figure import Picture, name_rows, styled
 from labkit.plot.style import BLUE, FAINT, GREY, INK, MUTED, ORANGE, SMALL_PT
-from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of
-from labkit.precision.rounding import rounded
+from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
 ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and shorter formats are seen whole

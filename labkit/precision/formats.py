@@ -15,7 +15,7 @@ number is the next pattern, also from one exponent to the next. What is rounded 
 carries into the exponent by itself.
 
 Arithmetic here is exact, on Python's integers and fractions, so that it is right for 128 bits, too;
-`rounded` (rounding.py) does the same to a tensor, fast.
+`rounded` does the same to a tensor, fast.
 
 Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
 even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (80 bits of the x87);
@@ -258,3 +258,36 @@ def decimal(value: Exact | int, digits: int = 4) -> str:
         context.prec = digits
         short = (Decimal(exact.numerator) / Decimal(exact.denominator)).normalize()
     return f"{short:f}" if -5 < short.adjusted() < max(digits, 4) else f"{short:e}"
+
+
+def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None) -> torch.Tensor:
+    """`x`, each number the nearest of the format (ties to even), in the dtype that `x` has.
+
+    As `Format.round`, for tensors on any device, without a loop:
+
+        x       1.3  = 2^0 × 1.3         its exponent, read from the bits of fp64
+        step    2^(0 - 2) = 0.25         with 2 fraction bits: a power of two, so dividing is exact
+        1.3 / 0.25 = 5.2  ->  5 steps  ->  1.25
+
+    Also for formats without a dtype (tf32, or one of your own).
+    fp64 and those with more bits change nothing. Raises ValueError for a tensor that is not
+    floating-point, and for a format with the range of fp64 and fewer fraction bits.
+    """
+    chosen = format_of(format)
+    if not x.is_floating_point():
+        raise ValueError(f"rounded({x.dtype}): only floating-point tensors; convert it: x.float()")
+    if chosen.exponent_bits >= 11 and chosen.fraction_bits >= 52:
+        return x.detach().clone()
+    if chosen.exponent_bits >= 11:
+        raise ValueError(
+            f"rounded: {chosen.name} has {chosen.exponent_bits} exponent bits, and its steps may "
+            "be too small for fp64; take at most 10, or Format.round for single numbers"
+        )
+    wide = x.detach().double()
+    exponent = ((wide.view(torch.int64) >> 52) & 0x7FF) - 1023
+    exponent = exponent.clamp(min=chosen.min_exponent) - chosen.fraction_bits
+    step = ((exponent + 1023) << 52).view(torch.float64)  # 2^exponent, exactly
+    y = torch.round(wide / step) * step  # torch rounds halves to even
+    largest = float(chosen.largest)
+    beyond = largest if chosen._saturates(saturate) else math.inf if chosen.infinities else math.nan
+    return torch.where(y.abs() > largest, y.sign() * beyond, y).to(x.dtype)

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from labkit import predict
 from labkit.memory import loading
 from labkit.memory.bus import Arrival, Bus, StreamBus
-from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run_pipelined
-from labkit.memory.packing import ALIGN_BYTES, Packed, on_device
+from labkit.memory.loading import (
+    ALIGN_BYTES,
+    Packed,
+    Run,
+    Waiting,
+    load_then_run,
+    on_device,
+    run_in_place,
+    run_pipelined,
+)
 from labkit.memory.peak import PeakMemory
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run

@@ -176,14 +176,11 @@ show("precision/formats.py:Format.decode")
 show("precision/formats.py:Format.rank")
 
 # %% [markdown]
-# The same for whole tensors, in fp64. `_power_of_two` writes an exponent field, since that is
+# The same for whole tensors, in fp64. The step is written into the exponent field, since that is
 # exact, and fast:
 
 # %%
-show("precision/rounding.py:rounded", since="exponent = ((wide", until="largest = float")
-
-# %%
-show("precision/rounding.py:_power_of_two")
+show("precision/formats.py:rounded", since="exponent = ((wide", until="largest = float")
 
 # %% [markdown]
 # And the integers: divide by the largest of the block, and count in steps of 1/127.

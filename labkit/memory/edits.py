@@ -123,7 +123,7 @@ class Recompute(_ForwardEdits):
                     "first Recompute, or give other blocks"
                 )
         kept = _kept_by(what if callable(what) else None)
-        for module in chosen:
+        for module in modules:
             self._replace(module, Recomputed(module.forward, kept, preserve_rng, check))
 
 

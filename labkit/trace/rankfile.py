@@ -28,6 +28,7 @@ Record = Step | Span | CommEvent | MemoryPoint | Operation
 KINDS: dict[str, Any] = {
     "step": Step, "span": Span, "comm": CommEvent, "memory": MemoryPoint, "operation": Operation
 }  # fmt: skip
+KIND_OF = {record: kind for kind, record in KINDS.items()}
 TYPES = {kind: get_type_hints(record) for kind, record in KINDS.items()}  # of the columns
 MOST_RANKS, LARGEST, LONGEST_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
 
@@ -96,7 +97,7 @@ class RankFile:
         self._count += number == self._count
         if _is_open(record):  # asked before its values are read: it may be ending just now
             self._open[id(record)] = (number, record)
-        kind = next(kind for kind in KINDS if KINDS[kind] is type(record))
+        kind = KIND_OF[type(record)]
         return [kind, number, *(_packed(getattr(record, name)) for name in TYPES[kind])]
 
     def _write(self, rows: list[Any]) -> None:

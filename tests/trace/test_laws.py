@@ -73,10 +73,6 @@ def other(name: str, value: Any) -> Callable[[Trace], None]:
     return lambda trace: setattr(reduces(trace, 2)[1], name, value)
 
 
-def message_grows(trace: Trace) -> None:
-    trace.ranks[1].comms[0].payload_bytes += 8
-
-
 def number_is_left_out(trace: Trace) -> None:
     for rank in (0, 1):
         for event in trace.ranks[rank].comms:
@@ -123,7 +119,10 @@ def mlp_of_2(module: str, to: str, by_s: float) -> Callable[[Trace], None]:
 
 
 UP = "blocks.1.mlp.up"
-ONE = "all_reduce 1 of group default"
+ONE, THREE = (f"rank 3: all_reduce {k} of group default has " for k in (1, 3))
+SECOND = "rank 2: collective 2 of group default has "
+MESSAGE = "message 1 to rank 1, tag 0, group default, is "
+WHOLE = "of the whole model in step"
 FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (step_ends_early, "rank 1: step 0 ends at -0.000060 s, before it begins at 0.000000 s"),
     (lambda t: moved(t.ranks[1].steps[1], "began_s", "began_s", -MORE_S), "rank 1: step 1, from"),
@@ -131,43 +130,25 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (mlp_of_2(UP, "began_s", -MORE_S), f"rank 2: forward of {UP} in step 0 ends at"),
     (mlp_of_2(UP[:-3], "ended_s", MORE_S), f"rank 2: forward of {UP[:-3]} in step 0, 0.0"),
     (span_is_outside, "rank 0: forward of late in step 2, "),
-    (
-        lambda t: setattr(span(t, 0, "forward", ""), "step", 1),
-        "rank 0: forward of the whole model in step 1, ",
-    ),
+    (lambda t: setattr(span(t, 0, "forward", ""), "step", 1), f"rank 0: forward {WHOLE} 1, "),
     (lambda t: t.ranks[0].steps.pop(), "is of step 2, which is not there"),
-    (event_of_3(0, "issued_s", "began_s", MORE_S), f"rank 3: {ONE} has began_s = "),
-    (ended_before_began, f"rank 3: {ONE} has ended_s = "),
-    (
-        event_of_3(2, "wait_ended_s", "ended_s", -MORE_S),
-        "rank 3: all_reduce 3 of group default has wait_ended_s = ",
-    ),
-    (event_of_3(0, "wait_began_s", "issued_s", -MORE_S), f"rank 3: {ONE} has wait_began_s = "),
-    (event_of_3(0, "wait_began_s", "wait_ended_s", MORE_S), f"rank 3: {ONE} has wait_ended_s = "),
+    (event_of_3(0, "issued_s", "began_s", MORE_S), ONE + "began_s = "),
+    (ended_before_began, ONE + "ended_s = "),
+    (event_of_3(2, "wait_ended_s", "ended_s", -MORE_S), THREE + "wait_ended_s = "),
+    (event_of_3(0, "wait_began_s", "issued_s", -MORE_S), ONE + "wait_began_s = "),
+    (event_of_3(0, "wait_began_s", "wait_ended_s", MORE_S), ONE + "wait_ended_s = "),
     (lane_overlaps, "rank 2: the lane of group default carries all_reduce 2 of group default"),
     (caller_overlaps, "rank 2: the caller carries all_reduce 2 of group default from"),
     (collective_is_missing, "rank 2: all_reduce 2 of group default is missing, which rank 0"),
+    (other("op", "broadcast"), SECOND + "op broadcast, but all_reduce on"),
+    (other("dtype", "float64"), SECOND + "dtype float64, but float32 on"),
+    (other("payload_bytes", 199940), SECOND + "payload_bytes 199940, but 199936"),
+    (lambda t: t.ranks[0].comms.pop(0), MESSAGE + "received, but was"),
+    (lambda t: t.ranks[1].comms.pop(0), MESSAGE + "sent, but was never"),
     (
-        other("op", "broadcast"),
-        "rank 2: collective 2 of group default has op broadcast, but all_reduce on",
+        lambda t: setattr(t.ranks[1].comms[0], "payload_bytes", 1032),
+        "is sent with 1024 bytes and received with 1032",
     ),
-    (
-        other("dtype", "float64"),
-        "rank 2: collective 2 of group default has dtype float64, but float32 on",
-    ),
-    (
-        other("payload_bytes", 199940),
-        "rank 2: collective 2 of group default has payload_bytes 199940, but 199936",
-    ),
-    (
-        lambda t: t.ranks[0].comms.pop(0),
-        "message 1 to rank 1, tag 0, group default, is received, but was",
-    ),
-    (
-        lambda t: t.ranks[1].comms.pop(0),
-        "message 1 to rank 1, tag 0, group default, is sent, but was never",
-    ),
-    (message_grows, "is sent with 1024 bytes and received with 1032"),
     (number_is_left_out, "rank 0: the messages to rank 1, tag 0, group default go from number"),
     (number_comes_twice, "rank 0: the collectives of group default go from number 1 to 1"),
     (subgroup_leaves_one_out, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
@@ -175,7 +156,7 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (lambda t: setattr(t.ranks[3].steps[-1], "ended_s", 0.0), "rank 3: step 2 never ended"),
     (
         lambda t: setattr(t.ranks[3].spans[-1], "ended_s", 0.0),
-        "rank 3: optimizer of the whole model in step 2 never ended",
+        f"rank 3: optimizer {WHOLE} 2 never ended",
     ),
     (memory_goes_back, "rank 3: memory at"),
     (memory_holds(1, -2, 3, 4, 5, 6), "rank 3: gradients hold -2 bytes at"),

@@ -73,8 +73,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> No
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
-    """Enter `owner` as the strategy that synchronises these parameters, while it lives. Raises
-    ValueError when one has another."""
+    """Make `owner` their strategy, while it lives. Raises ValueError where one has another."""
     named = list(named)
     for name, parameter in named:
         before = owner_of(parameter)

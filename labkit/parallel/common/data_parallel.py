@@ -60,6 +60,7 @@ class Replica(NoSync, nn.Module):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        trainable(module)
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -71,7 +72,7 @@ class Replica(NoSync, nn.Module):
     def _attach(self) -> None:
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
-        self._parameters_to_average = trainable(self.module)
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         self._synchronise = True
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)

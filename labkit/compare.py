@@ -7,6 +7,7 @@ other, the bytes sent and the bytes held. What may differ, the time, is only sho
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import torch
@@ -106,39 +107,35 @@ def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Repo
 
 def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
     """Put the ranks' reports together and look for what must not be."""
-    size = len(reports)
-    losses = [sum(parts) / size for parts in zip(*(report.losses for report in reports))]
-    differences = [_difference(report.weights, oracle.weights) for report in reports]
-    fields = Footprint.__dataclass_fields__
-    measured = Footprint(
-        **{name: sum(getattr(r.measured, name) for r in reports) / size for name in fields}
-    )
-    predicted = reports[0].predicted
+    first, size = reports[0], len(reports)
+    losses = [fmean(parts) for parts in zip(*(report.losses for report in reports))]
+    means = {
+        name: fmean(getattr(report.measured, name) for report in reports)
+        for name in Footprint.__dataclass_fields__
+    }
     problems = []
     ours, theirs = torch.tensor(losses), torch.tensor(oracle.losses)
     off = float(((ours - theirs).abs() / theirs.abs()).max())  # keeps a NaN, as `max` would not
     if not off <= LOSSES_AGREE[task.dtype]:
         problems.append(f"losses differ from single-process training by {off:.1e}")
-    difference = float(torch.tensor(differences).max())
+    difference = _difference(reports, oracle)
     if task.dtype == "float64" and not difference <= WEIGHTS_AGREE:
         problems.append(f"weights differ from single-process training by {difference:.1e}")
-    between = [_difference(report.weights, reports[0].weights) for report in reports]
-    apart = float(torch.tensor(between).max())
-    if apart != 0:
+    if (apart := _difference(reports, first)) != 0:
         problems.append(f"the replicas differ from each other by {apart:.1e}")
-    for name in fields:
-        has, should = getattr(measured, name), getattr(predicted, name)
-        if has != should:
-            problems.append(f"{name}: measured {has:,.1f}, predicted {should:,.1f}")
+    for name, mean in means.items():
+        if mean != (should := getattr(first.predicted, name)):
+            problems.append(f"{name}: measured {mean:,.1f}, predicted {should:,.1f}")
     return Result(
-        reports[0].strategy, size, losses, difference, predicted, measured,
+        first.strategy, size, losses, difference, first.predicted, Footprint(**means),
         max(report.step_s for report in reports), problems, trace,
     )  # fmt: skip
 
 
-def _difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    each = [(weights[name] - others[name]).abs().max() for name in others]
-    return float(torch.stack(each).max())  # keeps a NaN
+def _difference(reports: list[Report], other: Report) -> float:
+    """The largest of any weight on any rank."""
+    pairs = [(report.weights[name], x) for report in reports for name, x in other.weights.items()]
+    return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # keeps a NaN
 
 
 def table(results: list[Result], task: Task) -> Table:
@@ -149,28 +146,21 @@ def table(results: list[Result], task: Task) -> Table:
         caption="loss: of the last step\noff by: largest difference of a weight to single's\n"
         "sent: MB by one rank in a step, measured (predicted)\n"
         "held: MB by one rank, parameters/gradients/optimizer",
-        title_justify="left",
-        caption_justify="left",
+        title_justify="left", caption_justify="left", pad_edge=False, padding=(0, 1, 0, 0),
         box=None,  # nothing between the columns: they fit 80 characters
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    )  # fmt: skip
     shown.add_column("strategy", no_wrap=True)
     for name in ("ranks", "loss", "off by", "sent", "held", "ms/step", ""):
         shown.add_column(name, justify="right", no_wrap=True)
-    for one in results:
-        has, should = one.measured, one.predicted
+    for run in results:
+        has, should = run.measured, run.predicted
         held = (has.parameter_bytes, has.gradient_bytes, has.optimizer_bytes)
         shown.add_row(
-            one.strategy,
-            str(one.ranks),
-            f"{one.losses[-1]:.4f}",
-            f"{one.weight_difference:.0e}",
+            run.strategy, str(run.ranks), f"{run.losses[-1]:.4f}", f"{run.weight_difference:.0e}",
             f"{has.bus_bytes / 1e6:.2f} ({should.bus_bytes / 1e6:.2f})",
-            "/".join(f"{nbytes / 1e6:.1f}" for nbytes in held),
-            f"{one.step_s * 1e3:.0f}",
-            "[red]✗[/]" if one.problems else "[green]✓[/]",
-        )
+            "/".join(f"{nbytes / 1e6:.1f}" for nbytes in held), f"{run.step_s * 1e3:.0f}",
+            "[red]✗[/]" if run.problems else "[green]✓[/]",
+        )  # fmt: skip
     return shown
 
 

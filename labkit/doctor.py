@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 
 from labkit import __version__
+from labkit.bench.harness import sync_of
 from labkit.bench.machine import NAME
 from labkit.clusters import Cluster, read_clusters
 from labkit.foreign import check_output, markup
@@ -26,6 +27,7 @@ from labkit.runtime.errors import RankError
 from labkit.runtime.memory import available_bytes
 from labkit.runtime.pick import check_size, pick, pick_transport
 from labkit.runtime.world import World
+from labkit.view import grouped_table
 
 LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
 OLDEST_TORCH = (2, 11)
@@ -46,23 +48,14 @@ class Findings:
 def examine() -> Findings:
     """Look at versions, hardware, backends, and the ranks of a real small world."""
     found = Findings()
-    _versions(found)
-    _hardware(found)
-    _picks(found)
-    _links(found)
+    for look in (_versions, _hardware, _picks, _links):
+        look(found)
     return found
 
 
 def table(found: Findings) -> Table:
     """The findings, a group after the other."""
-    shown = Table(show_header=False, title="labkit doctor", title_justify="left")
-    for group, entries in found.groups.items():
-        for i, (name, value) in enumerate(entries):
-            last = i == len(entries) - 1
-            shown.add_row(
-                f"[bold]{group}[/]" if i == 0 else "", name, markup(value), end_section=last
-            )
-    return shown
+    return grouped_table("labkit doctor", found.groups)
 
 
 def check_cluster_file(path: Path) -> None:
@@ -97,18 +90,18 @@ def cluster_table(one: Cluster) -> Table:
         ("memory, rate", f"{device.memory_bytes_per_s / 1e9:.1f} GB/s", "memory_bytes_per_s"),
         ("an operation, at least", f"{device.launch_s * 1e6:.1f} us", "launch_s"),
     ]
-    cells = [(name, value, device.sources[source]) for name, value, source in rows]
     if one.size > 1:
-        cells += [
-            ("wire, rate", f"{wire.bytes_per_s / 1e9:.2f} GB/s", wire.sources["bytes_per_s"]),
-            ("wire, a step", f"{wire.latency_s * 1e6:.1f} us", wire.sources["latency_s"]),
-            ("wire, start", f"{wire.start_s * 1e6:.1f} us", wire.sources["start_s"]),
+        rows += [
+            ("wire, rate", f"{wire.bytes_per_s / 1e9:.2f} GB/s", "bytes_per_s"),
+            ("wire, a step", f"{wire.latency_s * 1e6:.1f} us", "latency_s"),
+            ("wire, start", f"{wire.start_s * 1e6:.1f} us", "start_s"),
         ]
+    sources = {**wire.sources, **device.sources}
     shown = Table("of a rank", title=markup(one.title), title_justify="left")
     shown.add_column("measured", justify="right")
     shown.add_column("by")
-    for name, value, source in cells:
-        shown.add_row(name, value, source.split("; measured on")[0])
+    for name, value, source in rows:
+        shown.add_row(name, value, sources[source].split("; measured on")[0])
     return shown
 
 
@@ -133,22 +126,18 @@ def _hardware(found: Findings) -> None:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found.add("machine", "system", f"{platform.system()} {platform.machine()}")
     found.add("machine", "cores", f"{psutil.cpu_count()}, {mine} of them for this process")
-    found.add(
-        "machine", "memory", f"{memory.total / 1e9:.0f} GB, {free_bytes / 1e9:.1f} GB free{limited}"
-    )
+    free = f"{free_bytes / 1e9:.1f} GB free{limited}"
+    found.add("machine", "memory", f"{memory.total / 1e9:.0f} GB, {free}")
     if free_bytes < 2e9:
         found.problems.append("less than 2 GB of memory are free: close programs before a lab")
-    place = tempfile.gettempdir()
-    found.add(
-        "machine", "temporary files", f"{place}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
-    )
+    folder = tempfile.gettempdir()
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    found.add("machine", "temporary files", f"{folder}, {free_gb:.0f} GB free")
     if not torch.cuda.is_available():
         found.add("machine", "GPUs", "none that torch sees")
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(i)
-        found.add(
-            "machine", f"GPU {i}", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
-        )
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        found.add("machine", f"GPU {i}", f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
     if shutil.which("nvidia-smi") and not torch.cuda.is_available():
         found.problems.append(
             "there is an NVIDIA driver, but torch sees no GPU: this torch may be a CPU build"
@@ -190,7 +179,7 @@ def _talk() -> tuple[float, float]:
     """On each of two ranks: seconds of a tiny message there and back, and of an all-reduce."""
     me = attach()
     comm, small = me.comm, torch.zeros(1, device=me.device)
-    large = torch.zeros(MESSAGE_BYTES // 4, device=me.device)
+    large, sync = torch.zeros(MESSAGE_BYTES // 4, device=me.device), sync_of(me.device)
 
     def ping_pong() -> None:
         for turn in (0, 1):
@@ -198,12 +187,10 @@ def _talk() -> tuple[float, float]:
                 comm.send(small, 1 - turn)
             else:
                 comm.recv(small, turn)
-        if me.device.type == "cuda":
-            torch.cuda.synchronize()
+        sync()
 
     def all_reduce() -> None:
         comm.all_reduce(large)
-        if me.device.type == "cuda":
-            torch.cuda.synchronize()
+        sync()
 
     return min(repeat(ping_pong, number=1, repeat=50)), min(repeat(all_reduce, number=1, repeat=5))

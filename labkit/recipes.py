@@ -28,8 +28,6 @@ from labkit.parallel.tensor.validation import columns_and_rows, is_attention, is
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 
-Build = Callable[[nn.Module, Comm, float], tuple[nn.Module, torch.optim.Optimizer]]
-
 
 def rows(batch: Batch, comm: Comm) -> Batch:
     """What data parallelism gives a rank: some of the rows."""
@@ -54,60 +52,66 @@ def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
     return value.detach()
 
 
+def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of most strategies."""
+    return torch.optim.AdamW(wrapped.parameters(), lr=lr)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """`build(module, comm, lr)` gives the wrapped model and its optimizer, `share(batch, comm)`
-    what this rank gets of a global batch; `predict(module, size)` its bytes, with the tokens of the
-    batch as a third argument where not all of them are rows of its own. `shown`: stands for its
-    family where one is enough; `unfit(model, rows, length, ranks)` says why it cannot train this
-    model on such a batch and so many ranks, or nothing. `step(wrapped, batch, comm)` leaves the
-    gradients, and gives a loss whose mean over the ranks is that of the batch."""
+    """`wrap(module, comm)` gives the parallel model and `optimizer(wrapped, comm, lr)` its
+    optimizer, `share(batch, comm)` what this rank gets of a global batch; `predict(module, size)`
+    its bytes, with the tokens of the batch as a third argument where not all of them are rows of
+    its own. `shown`: stands for its family where one is enough; `unfit(model, rows, length, ranks)`
+    says why it cannot train this model on such a batch and so many ranks, or nothing.
+    `step(wrapped, batch, comm)` leaves the gradients, and gives a loss whose mean over the ranks is
+    that of the batch."""
 
     name: str
     family: str
-    build: Build
+    wrap: Callable[[Any, Comm], nn.Module]
     predict: Callable[..., Footprint]
     share: Callable[[Batch, Comm], Batch] = rows
+    optimizer: Callable[[Any, Comm, float], torch.optim.Optimizer] = adamw
     shown: bool = True
     one_rank: bool = False
     unfit: Callable[[GPT, int, int, int], str] = lambda model, rows, length, ranks: ""
     step: Callable[[Any, Batch, Comm], Tensor] = forward_backward
+
+    def build(
+        self, module: nn.Module, comm: Comm, lr: float
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The parallel model and its optimizer, on each rank."""
+        wrapped = self.wrap(module, comm)
+        return wrapped, self.optimizer(wrapped, comm, lr)
 
     def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
         """Predicted bytes of a rank, in a step on a global batch of so many tokens."""
         return self.predict(module, size, *([] if self.share is rows else [tokens]))
 
 
-def _replicated(strategy: type[Single] | type[NaiveDDP] | type[DDP]) -> Build:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return strategy(module, comm), torch.optim.AdamW(module.parameters(), lr=lr)
-
-    return build
+def _pull_after(wrapped: ParameterServer, comm: Comm, lr: float) -> torch.optim.Optimizer:
+    return wrapped.pull_after(adamw(wrapped, comm, lr))
 
 
-def _served(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = ParameterServer(module, comm)
-    return model, model.pull_after(torch.optim.AdamW(model.parameters(), lr=lr))
+def _zero(stage: int) -> Recipe:
+    def optimizer(module: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
+        return ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
+
+    return Recipe(
+        f"zero-{stage}", "ZeRO", lambda module, comm: module,
+        partial(ZeroOptimizer.predict, stage=stage), optimizer=optimizer,
+    )  # fmt: skip
 
 
-def _zero(stage: int) -> Build:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return module, ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, lr=lr)
+def _tensor(name: str, sequence: bool, unfit: Callable[[GPT, int, int, int], str]) -> Recipe:
+    def predict(module: GPT, size: int, tokens: int) -> Footprint:
+        return _of_mesh(module, {"pp": 1, "dp": 1, "tp": size}, tokens, 1, sequence)
 
-    return build
-
-
-def _zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = ZeRO3(module, comm)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def _tensor(sequence: bool) -> Build:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        tensor_parallel(module, comm, sequence=sequence)
-        return module, torch.optim.AdamW(module.parameters(), lr=lr)
-
-    return build
+    return Recipe(
+        name, "tensor parallel", partial(tensor_parallel, sequence=sequence), predict, everything,
+        unfit=unfit,
+    )  # fmt: skip
 
 
 def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
@@ -117,22 +121,9 @@ def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
     return ""
 
 
-def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
-    """One rank takes any length."""
-    uneven = ranks > 1 and length % (2 * ranks)
-    return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
-
-
-def _both(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _heads_and_tokens(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
     return _heads(model, rows, length, ranks) or uneven
-
-
-def _of_tensor(sequence: bool) -> Callable[..., Footprint]:
-    def predict(module: GPT, size: int, tokens: int) -> Footprint:
-        return _of_mesh(module, {"pp": 1, "dp": 1, "tp": size}, tokens, 1, sequence)
-
-    return predict
 
 
 def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
@@ -153,9 +144,10 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     }  # fmt: skip
 
 
-def _context(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = DDP(context_parallel(module, comm), comm)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
+    """One rank takes any length."""
+    uneven = ranks > 1 and length % (2 * ranks)
+    return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
 
 
 def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
@@ -166,9 +158,8 @@ def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
     return replace(weights, bus_bytes=weights.bus_bytes + module.depth * ring_bytes)
 
 
-def _pipeline(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Pipeline(split(module, comm.size), comm, "1f1b", MICROBATCHES, _mean_loss)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+def _pipeline(module: nn.Module, comm: Comm, wrap: Any = None) -> Pipeline:
+    return Pipeline(split(module, comm.size), comm, "1f1b", MICROBATCHES, _mean_loss, wrap=wrap)
 
 
 def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
@@ -176,9 +167,9 @@ def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """The last stage alone has the loss, so it counts for all ranks."""
+    """The last stage alone has the loss, so it counts for all stages."""
     value = wrapped.step(batch.x, batch.y)
-    return torch.zeros(()) if value is None else value * comm.size
+    return torch.zeros(()) if value is None else value * wrapped.comm.size
 
 
 def _of_pipeline(module: GPT, size: int, tokens: int) -> Footprint:
@@ -226,19 +217,9 @@ def _replica(batch: Batch, comm: Comm) -> Batch:
     return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
 
 
-def _three_d(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
     mesh = Mesh(comm, **mesh_sizes(comm.size))
-    stages = split(tensor_parallel(module, mesh.tp), mesh.pp.size)
-    model = Pipeline(
-        stages, mesh.pp, "1f1b", MICROBATCHES, _mean_loss, wrap=partial(DDP, comm=mesh.dp)
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def _three_d_pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """The last stages have their replicas' losses, and count for all stages."""
-    value = wrapped.step(batch.x, batch.y)
-    return torch.zeros(()) if value is None else value * wrapped.comm.size
+    return _pipeline(tensor_parallel(module, mesh.tp), mesh.pp, partial(DDP, comm=mesh.dp))
 
 
 def _of_three_d(module: GPT, size: int, tokens: int) -> Footprint:
@@ -278,27 +259,33 @@ def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 MICROBATCHES = 4  # of a pipeline
-TENSOR = "tensor parallel"
 RECIPES = {
     recipe.name: recipe
     for recipe in [
-        Recipe("single", "oracle", _replicated(Single), Single.predict, one_rank=True),
-        Recipe("naive-ddp", "data parallel", _replicated(NaiveDDP), NaiveDDP.predict),
-        Recipe("ddp", "data parallel", _replicated(DDP), DDP.predict),
-        Recipe("parameter-server", "data parallel", _served, ParameterServer.predict),
-        Recipe("zero-1", "ZeRO", _zero(1), partial(ZeroOptimizer.predict, stage=1)),
-        Recipe("zero-2", "ZeRO", _zero(2), partial(ZeroOptimizer.predict, stage=2)),
-        Recipe("zero-3", "ZeRO", _zero_3, ZeRO3.predict),
-        Recipe("tensor", TENSOR, _tensor(False), _of_tensor(False), everything, unfit=_heads),
-        Recipe("sequence", TENSOR, _tensor(True), _of_tensor(True), everything, unfit=_both),
-        Recipe("context", "context parallel", _context, _of_context, positions, unfit=_chunks),
+        Recipe("single", "oracle", Single, Single.predict, one_rank=True),
+        Recipe("naive-ddp", "data parallel", NaiveDDP, NaiveDDP.predict),
+        Recipe("ddp", "data parallel", DDP, DDP.predict),
+        Recipe(
+            "parameter-server", "data parallel", ParameterServer, ParameterServer.predict,
+            optimizer=_pull_after,
+        ),
+        _zero(1),
+        _zero(2),
+        Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),
+        _tensor("tensor", False, _heads),
+        _tensor("sequence", True, _heads_and_tokens),
+        Recipe(
+            "context", "context parallel",
+            lambda module, comm: DDP(context_parallel(module, comm), comm),
+            _of_context, positions, unfit=_chunks,
+        ),
         Recipe(
             "pipeline", "pipeline", _pipeline, _of_pipeline, everything,
             unfit=_stages, step=_pipeline_step,
         ),
         Recipe(
             "three-d", "three dimensions", _three_d, _of_three_d, _replica,
-            unfit=_three_d_unfit, step=_three_d_pipeline_step,
+            unfit=_three_d_unfit, step=_pipeline_step,
         ),
     ]
 }  # fmt: skip

@@ -1,14 +1,15 @@
 """A recorded run as a table: what ran, where its time went, what it sent and what it held."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from rich.filesize import decimal
 from rich.table import Table
 
+from labkit.events import CommEvent
 from labkit.foreign import check_output, markup
 from labkit.trace import CATEGORIES, RankTrace, Trace
 from labkit.trace.graph import PHASES
@@ -20,16 +21,22 @@ Rows = list[tuple[str, str]]
 def table(trace: Trace, name: str = "run") -> Table:
     """The trace as a rich table. Times are medians over the timed steps of all ranks; a step that
     was recorded in detail counts for bytes and memory only."""
-    shown = Table(show_header=False, title=markup(name), title_justify="left")
-    for group, rows in (
-        ("what ran", _what(trace)),
-        ("time of a step", _times(trace)),
-        ("sent by a rank", _sent(trace)),
-        ("memory at its peak", _memory(trace)),
-    ):
+    groups = {
+        "what ran": _what(trace),
+        "time of a step": _times(trace),
+        "sent by a rank": _sent(trace),
+        "memory at its peak": _memory(trace),
+    }
+    return grouped_table(name, groups)
+
+
+def grouped_table(title: str, groups: Mapping[str, Rows]) -> Table:
+    """Groups of (name, value), one after the other."""
+    shown = Table(show_header=False, title=markup(title), title_justify="left")
+    for group, rows in groups.items():
         for i, (left, right) in enumerate(rows):
-            title = f"[bold]{group}[/]" if i == 0 else ""
-            shown.add_row(title, markup(left), markup(right), end_section=i == len(rows) - 1)
+            first = f"[bold]{group}[/]" if i == 0 else ""
+            shown.add_row(first, markup(left), markup(right), end_section=i == len(rows) - 1)
     return shown
 
 
@@ -57,18 +64,17 @@ def _what(trace: Trace) -> Rows:
     versions = [f"{key} {about[key]}" for key in ("labkit", "python", "torch") if key in about]
     rows += [("versions", ", ".join(versions))] if versions else []
     rows += [("seeds", str(about[key])) for key in ("seed", "seeds") if key in about]
-    missing = f", {trace.size - len(trace.ranks)} missing"
-    where = sorted({f"{one.device} of {one.host or 'a host'}" for one in trace.ranks.values()})
-    rows.append(("ranks", f"{trace.size}{missing if trace.size != len(trace.ranks) else ''}"))
+    missing = trace.size - len(trace.ranks)
+    rows.append(("ranks", f"{trace.size}" + (f", {missing} missing" if missing else "")))
+    where = sorted({f"{rank.device} of {rank.host or 'a host'}" for rank in trace.ranks.values()})
     rows.append(("devices", ", ".join(where[:4]) + (" ..." if len(where) > 4 else "")))
-    steps, detailed = trace.steps(), trace.steps(detail=True)
-    told = ", ".join(map(str, detailed))
-    rows.append(("steps", f"{len(steps)}" + (f", in detail: step {told}" if detailed else "")))
+    detailed = ", ".join(map(str, trace.steps(detail=True)))
+    in_detail = f", in detail: step {detailed}" if detailed else ""
+    rows.append(("steps", f"{len(trace.steps())}{in_detail}"))
     losses = [(x["step"], x["loss"]) for x in trace.metrics if {"step", "loss"} <= x.keys()]
     if losses:
         ends = (min(losses)[0], max(losses)[0])
-        of_ends = [[loss for step, loss in losses if step == end] for end in ends]
-        first, last = (sum(own) / len(own) for own in of_ends)
+        first, last = (fmean(loss for step, loss in losses if step == end) for end in ends)
         rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
     return rows
 
@@ -109,22 +115,18 @@ def _sent(trace: Trace) -> Rows:
     """Means over the ranks, and over those steps in which the operation came at all; over ranks
     alone where nobody counted steps."""
     steps, ranks = len(trace.steps()), max(1, len(trace.ranks))
-    calls: dict[str, int] = defaultdict(int)
-    sent_bytes: dict[str, int] = defaultdict(int)
-    seen: dict[str, set[int]] = defaultdict(set)
-    for one in trace.ranks.values():
-        for event in one.comms:
-            calls[event.op] += 1
-            sent_bytes[event.op] += event.bus_bytes
-            seen[event.op].add(event.step if steps else 0)
+    by_op: dict[str, list[CommEvent]] = defaultdict(list)
+    for rank in trace.ranks.values():
+        for event in rank.comms:
+            by_op[event.op].append(event)
+    sent_bytes = {op: sum(event.bus_bytes for event in events) for op, events in by_op.items()}
     rows = []
-    for op in sorted(calls, key=lambda op: -sent_bytes[op]):
-        parts = ranks * len(seen[op])
-        often = " a step" if len(seen[op]) == steps else f" in {len(seen[op])} of {steps} steps"
-        count = f"{calls[op] / parts:.4g} call{'s' * (calls[op] != parts)}"
-        rows.append(
-            (op, f"{decimal(round(sent_bytes[op] / parts))}{often if steps else ''}, in {count}")
-        )
+    for op, events in sorted(by_op.items(), key=lambda item: -sent_bytes[item[0]]):
+        seen = len({event.step for event in events}) if steps else 1
+        often = " a step" if seen == steps else f" in {seen} of {steps} steps" if steps else ""
+        calls = len(events) / (ranks * seen)
+        sent = f"{decimal(round(sent_bytes[op] / (ranks * seen)))}{often}"
+        rows.append((op, f"{sent}, in {calls:.4g} call{'s' * (calls != 1)}"))
     return rows
 
 

@@ -6,7 +6,7 @@ are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
 """
 
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -65,79 +65,74 @@ def input_of(rank: int, numel: int) -> torch.Tensor:
 
 def expected(buffers: Buffers, redop: str) -> torch.Tensor:
     """What `buffers.output` must be after the operation, as whole numbers."""
-    op, rank, ranks, count = buffers.op, buffers.rank, buffers.ranks, buffers.count
+    rank, ranks, count = buffers.rank, buffers.ranks, buffers.count
+    own = slice(rank * count, (rank + 1) * count)
+    untouched = torch.full((buffers.numel,), UNTOUCHED, dtype=torch.int32)
 
     def sent(by: int) -> torch.Tensor:
         return input_of(by, buffers.numel)
 
-    def part(whole: torch.Tensor, number: int) -> torch.Tensor:
-        return whole[number * count : (number + 1) * count]
-
     def reduced() -> torch.Tensor:
         return reduce(REDUCTIONS[redop], map(sent, range(ranks)))
 
-    def only_part(whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, and the rest untouched."""
-        result = torch.full_like(whole, UNTOUCHED)
-        part(result, rank).copy_(part(whole, rank))
-        return result
-
     def joined(numbers: Iterable[int]) -> torch.Tensor:
         """The part of that number from each rank; one whole input at a time is in memory."""
-        return torch.cat([part(sent(by), number).clone() for by, number in enumerate(numbers)])
+        parts = enumerate(numbers)
+        return torch.cat([sent(by).split(count)[number].clone() for by, number in parts])
 
-    def gathered() -> torch.Tensor:
-        return joined(range(ranks))
-
-    outcomes: dict[str, Callable[[], torch.Tensor]] = {
-        "all_reduce": reduced,
-        "reduce": lambda: reduced() if rank == 0 else sent(rank),
-        "broadcast": lambda: sent(0),
-        "reduce_scatter": lambda: only_part(reduced()),
-        "all_gather": gathered,
-        "gather": lambda: gathered() if rank == 0 else torch.full_like(sent(0), UNTOUCHED),
-        "scatter": lambda: only_part(sent(0)),
-        "all_to_all": lambda: joined([rank] * ranks),
-        "ring_exchange": lambda: sent((rank - 1) % ranks),
-        "there_and_back": lambda: (
-            sent(rank ^ 1) if rank ^ 1 < ranks else torch.full_like(sent(0), UNTOUCHED)
-        ),
-    }
-    return outcomes[op]()
-
-
-def call(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> None:
-    """Do the operation once, blocking; `comm` is a `Comm` or `NativeCalls`."""
-    b, at_root = buffers, buffers.rank == 0
-    named = {"algorithm": algorithm}
     match buffers.op:
         case "all_reduce":
-            comm.all_reduce(b.output, redop, **named)
+            return reduced()
         case "reduce":
-            comm.reduce(b.output, 0, redop, **named)
+            return reduced() if rank == 0 else sent(rank)
         case "broadcast":
-            comm.broadcast(b.output, 0, **named)
-        case "reduce_scatter":
-            comm.reduce_scatter(b.output_parts[b.rank], b.input_parts, redop, **named)
+            return sent(0)
+        case "reduce_scatter" | "scatter":
+            whole = sent(0) if buffers.op == "scatter" else reduced()
+            untouched[own] = whole[own]
         case "all_gather":
-            comm.all_gather(b.output_parts, b.input_parts[b.rank], **named)
-        case "gather":
-            comm.gather(b.input_parts[b.rank], b.output_parts if at_root else None, 0, **named)
-        case "scatter":
-            comm.scatter(b.output_parts[b.rank], b.input_parts if at_root else None, 0, **named)
+            return joined(range(ranks))
+        case "gather" if rank == 0:
+            return joined(range(ranks))
         case "all_to_all":
-            comm.all_to_all(b.output_parts, b.input_parts, **named)
+            return joined([rank] * ranks)
         case "ring_exchange":
-            comm.ring_exchange(b.output, b.input, **named)
-        case "there_and_back" if b.rank % 2:
-            comm.recv(b.output, b.rank - 1)
-            comm.send(b.input, b.rank - 1)
-        case "there_and_back":
-            if b.rank + 1 < b.ranks:
-                comm.send(b.input, b.rank + 1)
-                comm.recv(b.output, b.rank + 1)
-        case other:
-            raise AssertionError(f"the bench has no {other}")
+            return sent((rank - 1) % ranks)
+        case "there_and_back" if rank ^ 1 < ranks:
+            return sent(rank ^ 1)
+    return untouched
+
+
+def call_of(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> Callable[[], object]:
+    """The operation, to be done once, blocking; `comm` is a `Comm` or `NativeCalls`."""
+    b, root = buffers, 0
+    if b.op == "there_and_back":
+        return partial(_there_and_back, comm, b)
+    at_root, own = b.rank == root, b.rank if b.op in PARTED else 0
+    own_input, own_output = b.input_parts[own], b.output_parts[own]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (b.output, redop),
+        "reduce": (b.output, root, redop),
+        "broadcast": (b.output, root),
+        "reduce_scatter": (own_output, b.input_parts, redop),
+        "all_gather": (b.output_parts, own_input),
+        "gather": (own_input, b.output_parts if at_root else None, root),
+        "scatter": (own_output, b.input_parts if at_root else None, root),
+        "all_to_all": (b.output_parts, b.input_parts),
+        "ring_exchange": (b.output, b.input),
+    }
+    return partial(getattr(comm, b.op), *arguments[b.op], algorithm=algorithm)
+
+
+def _there_and_back(comm: Any, buffers: Buffers) -> None:
+    """Between neighbours; the last of an odd number of ranks has none."""
+    peer = buffers.rank ^ 1
+    if buffers.rank % 2:
+        comm.recv(buffers.output, peer)
+        comm.send(buffers.input, peer)
+    elif peer < buffers.ranks:
+        comm.send(buffers.input, peer)
+        comm.recv(buffers.output, peer)
 
 
 class NativeCalls:

@@ -84,13 +84,12 @@ def _rows(op: str, ranks: int, times: Times) -> list[dict[str, Any]]:
         elif seconds[fastest] < BETTER * seconds[rows[-1][1]]:
             rows.append((nbytes, fastest))
     limits = [from_bytes for from_bytes, _ in rows[1:]] + [max(times) + 1]
-    table = []
+    table: list[dict[str, Any]] = []
     for (from_bytes, name), limit in zip(rows, limits):
-        row: dict[str, Any] = {"from_bytes": from_bytes, "algorithm": name}
+        table.append({"from_bytes": from_bytes, "algorithm": name})
         if not _supports_all(op, name):
             within = [times[nbytes] for nbytes in times if from_bytes <= nbytes < limit]
-            row["otherwise"] = _fastest_fallback(op, within)
-        table.append(row)
+            table[-1]["otherwise"] = _fastest_fallback(op, within)
     return table
 
 
@@ -110,8 +109,7 @@ def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
 
 
 def _source(sweep: Sweep, ops: Sequence[str]) -> str:
-    about = sweep.about
-    sizes = [point.size_bytes for point in sweep.points]
+    about, sizes = sweep.about, [point.size_bytes for point in sweep.points]
     ranks = sorted({point.ranks for point in sweep.points})
     return (
         f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "

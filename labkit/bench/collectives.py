@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
-from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call, expected
+from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call_of, expected
 from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
 from labkit.comm import listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
@@ -73,13 +72,13 @@ def _on_rank(case: Case) -> dict[str, Timed]:
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
     calls: dict[str, Callable[[], object]] = {
-        name: partial(call, comm, buffers, case.redop, "" if name == DEFAULT else name)
+        name: call_of(comm, buffers, case.redop, "" if name == DEFAULT else name)
         for name in case.algorithms
     }
-    calls[""] = partial(call, NativeCalls(comm.group), buffers, case.redop, "")
+    calls[""] = call_of(NativeCalls(comm.group), buffers, case.redop, "")
     right = expected(buffers, case.redop) if case.check else None
-    chosen: dict[str, str] = {}
-    wrong: dict[str, int | None] = {}
+    chosen = {COPY: ""}
+    wrong: dict[str, int | None] = {COPY: None}
     for name, collective in calls.items():
         buffers.fill()
         with listen() as events:
@@ -89,14 +88,13 @@ def _on_rank(case: Case) -> dict[str, Timed]:
     del right
     buffers.zero()
     calls[COPY] = lambda: buffers.output.copy_(buffers.input)
-    sync = sync_of(me.device)
-    turn_of = {}
+    sync, turns = sync_of(me.device), {}
     for name, collective in calls.items():
         blocking = partial(_then, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
-        turn_of[name] = partial(seconds_of, blocking, repeats, comm.barrier)
-    seconds = take_turns(turn_of, case.turns, shuffled=True)
-    return {name: Timed(chosen.get(name, ""), seconds[name], wrong.get(name)) for name in calls}
+        turns[name] = partial(seconds_of, blocking, repeats, comm.barrier)
+    seconds = take_turns(turns, case.turns, shuffled=True)
+    return {name: Timed(chosen[name], seconds[name], wrong[name]) for name in calls}
 
 
 def _then(collective: Callable[[], object], sync: Callable[[], object]) -> None:
@@ -132,24 +130,32 @@ def bench_collectives(
     sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
+    todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
     points: list[Point] = []
-    backend = used = ""
     for n in dict.fromkeys(ranks):
-        todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
         counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
         with World(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
             check=False, timeout_s=120,
         ) as world:  # fmt: skip
-            backend, used = world.backend, world.transport
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
-                names = _supported(op, n, algorithms) if backend != "nccl" else [DEFAULT]
+                names = [DEFAULT] if on_gpus else _supported(op, n, algorithms)
                 op_redop = redop if op in REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
-                points += _points(case, n, nbytes, backend, world.run(_on_rank, case))
-    return Sweep(points, _about(backend, used, turns))
+                points += _points(case, n, nbytes, world.backend, world.run(_on_rank, case))
+    about = {
+        "backend": world.backend,
+        "transport": world.transport,
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "turns": turns,
+        "time": STATISTIC,
+        "table": table_note(),
+    }
+    return Sweep(points, about)
 
 
 def _points(
@@ -192,13 +198,13 @@ def _check_input(
     sizes: list[int], ops: Sequence[str], ranks: Sequence[int], algorithms: Sequence[str] | None,
     dtype: str, redop: str, turns: int,
 ) -> None:  # fmt: skip
+    of_ops = [DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]
     for what, given, known in [
-        ("operation", ops, list(BUS_FACTORS)),
+        ("operation", ops, BUS_FACTORS),
         ("dtype", [dtype], DTYPES),
-        ("reduction", [redop], list(REDUCTIONS)),
-        ("algorithm of these operations", algorithms or [],
-         list(dict.fromkeys([DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]))),
-    ]:  # fmt: skip
+        ("reduction", [redop], REDUCTIONS),
+        ("algorithm of these operations", algorithms or [], dict.fromkeys(of_ops)),
+    ]:
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
     for what, named in [
@@ -220,16 +226,3 @@ def _check_input(
             f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} GB are free; end at a smaller size"
         )
-
-
-def _about(backend: str, transport: str, turns: int) -> dict[str, Any]:
-    return {
-        "backend": backend,
-        "transport": transport,
-        "host": platform.node(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "turns": turns,
-        "time": STATISTIC,
-        "table": table_note(),
-    }

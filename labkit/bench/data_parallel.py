@@ -10,15 +10,8 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from labkit.bench import peers
-from labkit.bench.harness import (
-    Contest,
-    StepTimes,
-    contest_table,
-    on_worlds,
-    seconds_of,
-    take_turns,
-)
+from labkit.bench import harness, peers
+from labkit.bench.harness import Contest, StepTimes
 from labkit.data import Batch, loss
 from labkit.events import ranks_in_words
 from labkit.models import GPT
@@ -29,6 +22,8 @@ ROWS, LENGTH = 4, 64  # a rank's batch
 STEPS = 5  # in a turn
 LR = 1e-3
 
+FLOOR = "no communication"
+
 Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,17 +32,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _zero(stage: int) -> MakeOptimizer:
-    return partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, stage=stage, lr=LR)
-
-
 _adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=LR)
-FLOOR = "no communication"
+_zero = partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, lr=LR)
 STRATEGIES: dict[str, tuple[Wrap, MakeOptimizer]] = {
     FLOOR: (_unwrapped, _adamw),
     "ddp": (DDP, _adamw),
-    "zero-1": (_unwrapped, _zero(1)),
-    "zero-2": (_unwrapped, _zero(2)),
+    "zero-1": (_unwrapped, partial(_zero, stage=1)),
+    "zero-2": (_unwrapped, partial(_zero, stage=2)),
     "zero-3": (ZeRO3, _adamw),
     "torch DDP": (peers.DDP, _adamw),
     "torch ZeRO-1": (peers.DDP, partial(peers.zero_1, lr=LR)),
@@ -86,13 +77,13 @@ def stepper(
 
 def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
     comm, cases = attach().comm, {}
-    for name in {FLOOR: 0} | {name: 0 for x in contests for name in (x.ours, x.theirs)}:
+    for name in dict.fromkeys([FLOOR, *(name for x in contests for name in (x.ours, x.theirs))]):
         wrap, optimizer = STRATEGIES[name]
         step = stepper(wrap, model, optimizer=optimizer)
         for _ in range(3):  # DDP builds its buckets again after the first step
             step()
-        cases[name] = partial(seconds_of, step, STEPS, comm.barrier, comm.barrier)
-    seconds = take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
+        cases[name] = partial(harness.seconds_of, step, STEPS, comm.barrier, comm.barrier)
+    seconds = harness.take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
     return StepTimes({"ranks": comm.size, "model": model}, seconds, contests)
 
 
@@ -108,15 +99,14 @@ def bench_data_parallel(
     Raises ValueError for a name in `only` that is none of them.
     """
     known = [contest.ours for contest in CONTESTS]
-    if unknown := [name for name in only if name not in known]:
-        raise ValueError(f"no strategy {unknown[0]!r} is timed; choose of {', '.join(known)}")
+    harness.check_names(only, known, "no strategy {!r} is timed")
     contests = [contest for contest in CONTESTS if not only or contest.ours in only]
-    return on_worlds(_on_rank, ranks, models, transport, contests, turns)
+    return harness.on_worlds(_on_rank, ranks, models, transport, contests, turns)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each contest, with its ratio and its aim."""
-    return contest_table(
+    return harness.contest_table(
         measured,
         f"A step of data parallelism, {ROWS} x {LENGTH} tokens a rank, in ms",
         "torch ZeRO-1 is ZeroRedundancyOptimizer under torch's DDP, FSDP2 is fully_shard; both "

@@ -4,14 +4,13 @@
     turn 2   torch DDP, zero-1, ddp     down slows all of them
     turn 3   zero-1, ddp, torch DDP
 
-`take_turns` runs them on ranks that are kept, `StepTimes` holds the samples of one configuration
-and its contests, `contest_table` prints several, `save` and `read` keep them as JSON.
+`StepTimes` holds the samples of one configuration and its contests.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,9 +64,6 @@ class StepTimes:
         return low, middle, high
 
 
-# ---- measuring
-
-
 def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
@@ -82,18 +78,15 @@ def take_turns(
     return samples
 
 
-def no_sync() -> None:
-    """For steps that return when their work is done."""
-
-
 def sync_of(device: torch.device) -> Callable[[], object]:
     """Wait until the device has done all work."""
-    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else no_sync
+    on_gpu = device.type == "cuda"
+    return partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
 
 
 def seconds_of(
-    step: Callable[[], object], count: int,
-    before: Callable[[], object] = no_sync, after: Callable[[], object] = no_sync,
+    step: Callable[[], object], count: int, before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
     """Mean seconds of `count` steps in a row, from the end of `before()` to that of `after()`: on
     ranks a barrier, on a GPU its synchronisation."""
@@ -113,6 +106,13 @@ def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: i
     return max(1, min(most, int(turn_s / float(slowest_s))))
 
 
+def check_names(given: Iterable[str], known: Iterable[str], words: str) -> None:
+    """Raises ValueError for the first name that is not known, with those that are."""
+    names = list(known)
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"{words.format(unknown[0])}; choose of {', '.join(names)}")
+
+
 def on_worlds(
     measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
     transport: str | None, *args: Any,
@@ -121,16 +121,12 @@ def on_worlds(
     side always uses gloo, labkit's the `transport`, by default a `World`'s.
 
     Raises ValueError for a model that is none of labkit's presets."""
-    if unknown := [model for model in models if model not in PRESETS]:
-        raise ValueError(f"no model {unknown[0]!r}; choose of {', '.join(PRESETS)}")
+    check_names(models, PRESETS, "no model {!r}")
     measured = []
     for size in ranks:
         with World(size, check=False, transport=transport) as world:
             measured += [world.run(measure, model, *args)[0] for model in models]
     return measured
-
-
-# ---- showing
 
 
 def titled(title: str, caption: str, names: Sequence[str], words: Sequence[str]) -> Table:
@@ -169,9 +165,6 @@ def contest_table(
     return table
 
 
-# ---- keeping
-
-
 def save(measured: Sequence[StepTimes], path: str | Path, **about: Any) -> Path:
     """Write everything as JSON, with the ratios; `read` returns it."""
     steps = [
@@ -185,13 +178,11 @@ def save(measured: Sequence[StepTimes], path: str | Path, **about: Any) -> Path:
 def read(path: str | Path) -> list[StepTimes]:
     """What `save` has written. Raises ValueError for another file."""
     try:
-        steps = json.loads(read_file(path))["steps"]
-        return [
-            StepTimes(
-                dict(step["about"]), dict(step["seconds"]),
-                [Contest(**contest) for contest in step["contests"]], dict(step["figures"]),
-            )
-            for step in steps
-        ]  # fmt: skip
+        measured = []
+        for step in json.loads(read_file(path))["steps"]:
+            about, seconds, figures = (dict(step[x]) for x in ("about", "seconds", "figures"))
+            contests = [Contest(**contest) for contest in step["contests"]]
+            measured.append(StepTimes(about, seconds, contests, figures))
+        return measured
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no file of `labkit bench NAME --save`: {error!r}") from None

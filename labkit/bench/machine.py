@@ -38,6 +38,7 @@ COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
 LONGEST_S = 0.15  # of a call; what would take longer is not measured
+REACHED = "by definition: the rate is one that was reached"
 ENOUGH_S = 7.0  # from then on, only what had no turn yet is measured
 
 
@@ -90,9 +91,6 @@ def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) 
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
 
 
-# ---- on each rank
-
-
 def _turns(case: Case) -> list[float]:
     """Seconds of a call, of each turn, while all other ranks do the same."""
     me = attach()
@@ -127,9 +125,6 @@ def _group(me: Rank, size: int) -> Comm | None:
     return groups[size]
 
 
-# ---- the description
-
-
 def _described(world: World, seconds: dict[Case, float]) -> Cluster:
     """The cluster, from the typical seconds of a call of each case."""
     n, kind = world.size, _kind(world)
@@ -137,59 +132,55 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
         f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
         f"{n} rank{'s at once' if n > 1 else ''}, {date.today().isoformat()}"
     )
-    by_what: dict[str, list[Case]] = {}
-    for case in seconds:
-        by_what.setdefault(case.what, []).append(case)
-    products = [Product(case.dtype, case.size, seconds[case]) for case in by_what["product"]]
-    reduced = [Reduced(c.ranks, c.size, seconds[c]) for c in by_what.get("all-reduce", ())]
-    (tiny,), (copy,) = by_what["tiny"], by_what["copy"]
+    products = [Product(c.dtype, c.size, s) for c, s in seconds.items() if c.what == "product"]
+    reduced = [Reduced(c.ranks, c.size, s) for c, s in seconds.items() if c.what == "all-reduce"]
+    (tiny_s,) = (s for c, s in seconds.items() if c.what == "tiny")
+    ((copied_bytes, copy_s),) = ((c.size, s) for c, s in seconds.items() if c.what == "copy")
     fit = fit_products(products)
-    reaches = f"by definition: the rate is one that was reached{where}"
+    sides = {dtype: [p.side for p in products if p.dtype == dtype] for dtype in fit.peak_flops}
+    sources = {
+        "memory_bytes": "all there is, over the ranks that share it",
+        "memory_bytes_per_s": f"a copy of {copied_bytes >> 20} MiB, read and written",
+        "launch_s": "an addition of one number",
+        "matmul_reached": REACHED,
+        "memory_reached": REACHED,
+        "tile": f"products of all dtypes, typically {fit.error:.0%} off",
+        **{
+            f"peak_flops.{dtype}": f"products of sides {min(own)} to {max(own)}"
+            for dtype, own in sides.items()
+        },
+    }
     device = Device(
         name=f"one of {n} ranks on {kind}" if n > 1 else f"a rank on {kind}",
-        peak_flops={name: _rounded(rate) for name, rate in fit.peak_flops.items()},
+        peak_flops={dtype: _rounded(rate) for dtype, rate in fit.peak_flops.items()},
         memory_bytes=float(_memory_bytes(world)),
-        memory_bytes_per_s=_rounded(2 * copy.size / seconds[copy]),
-        launch_s=_rounded(seconds[tiny]),
+        memory_bytes_per_s=_rounded(2 * copied_bytes / copy_s),
+        launch_s=_rounded(tiny_s),
         tile=_rounded(fit.tile),
-        sources={
-            "memory_bytes": f"all there is, over the ranks that share it{where}",
-            "memory_bytes_per_s": f"a copy of {copy.size >> 20} MiB, read and written{where}",
-            "launch_s": f"an addition of one number{where}",
-            "matmul_reached": reaches,
-            "memory_reached": reaches,
-            "tile": f"products of all dtypes, typically {fit.error:.0%} off{where}",
-            **{f"peak_flops.{name}": f"{_sides(products, name)}{where}" for name in fit.peak_flops},
-        },
+        sources={name: source + where for name, source in sources.items()},
     )
     title = f"this machine: {n} rank{'s' * (n > 1)} on {kind}"
     return Cluster(NAME, title, device, 1, n, _wire(world, device, reduced, where))
 
 
-def _sides(products: list[Product], dtype: str) -> str:
-    sides = sorted(product.side for product in products if product.dtype == dtype)
-    return f"products of sides {sides[0]} to {sides[-1]}"
-
-
 def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> Level:
     if not reduced:
         own, nothing = f"one rank: its own memory{where}", f"one rank: nothing travels{where}"
-        return Level(
-            "none", device.memory_bytes_per_s, 0.0, 1,
-            sources={"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing},
-        )  # fmt: skip
+        sources = {"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing}
+        return Level("none", device.memory_bytes_per_s, 0.0, 1, sources=sources)
     fit = fit_wire(reduced)
     groups = " and ".join(str(size) for size in sorted({x.ranks for x in reduced}))
-    how = f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB"
-    how = f"{how} on {groups} ranks, typically {fit.error:.0%} off{where}"
+    how = (
+        f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB on {groups} "
+        f"ranks, typically {fit.error:.0%} off{where}"
+    )
     start = how if world.size > 2 else f"on 2 ranks all of it is in the latency{where}"
     return Level(
         WIRES[world.transport],
         _rounded(fit.bytes_per_s), _rounded(fit.latency_s), world.size,
         start_s=_rounded(fit.start_s),
         sources={
-            "bytes_per_s": how, "latency_s": how, "start_s": start,
-            "reached": f"by definition: the rate is one that was reached{where}",
+            "bytes_per_s": how, "latency_s": how, "start_s": start, "reached": REACHED + where,
         },
     )  # fmt: skip
 

@@ -67,11 +67,6 @@ def theirs(stages: list[nn.Module], name: str, microbatches: int, comm: Comm) ->
     return step
 
 
-def contest(name: str) -> Contest:
-    """Both sides by one schedule."""
-    return Contest(name, f"torch {name}", AIM)
-
-
 def over_floor(times: StepTimes, name: str) -> float:
     """The median step by this schedule, over its floor."""
     return times.ms(name) / 1e3 / times.figures["floor_s"][name]
@@ -96,7 +91,7 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     return StepTimes(
         {"ranks": comm.size, "model": model, "microbatches": microbatches},
         {case: [x for x in samples[case] if x is not None] for case in steps},
-        [contest(name) for name in names],
+        [Contest(name, f"torch {name}", AIM) for name in names],
         {"floor_s": {name: floor.step_s() for name, floor in floors.items()}},
     )
 
@@ -114,8 +109,7 @@ def bench_pipeline(
     Raises ValueError for a schedule that torch lacks, a model that is none of labkit's presets, and
     micro-batches or ranks that do not fit.
     """
-    if unknown := [name for name in only if name not in SCHEDULES]:
-        raise ValueError(f"no schedule {unknown[0]!r} is timed; choose of {', '.join(SCHEDULES)}")
+    harness.check_names(only, SCHEDULES, "no schedule {!r} is timed")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:
         raise ValueError(

@@ -40,8 +40,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
-    """The same GPT each time, in as many stages as the schedule of that name needs. (Not tied:
-    torch's pipelines have no way to sum the gradients of one parameter on two ranks.)"""
+    """The same GPT each time, in as many stages as the schedule needs. (Not tied: torch's pipelines
+    have no way to sum the gradients of one parameter on two ranks.)"""
     torch.manual_seed(0)
     whole = GPT.preset(model, vocab=VOCAB, context=LENGTH, depth=DEPTH, tied=False)
     return split(whole, ranks * CHUNKS.get(name, 1))
@@ -63,11 +63,10 @@ class Floor:
         self.stages = []
         for chunk in range(chunks):
             index = virtual_stage(comm.rank, chunk, comm.size)
-            actions = [action for action in self.actions if action.chunk == chunk]
+            own = [action for action in self.actions if action.chunk == chunk]
             loss = loss_of_microbatch if index == len(stages) - 1 else None
-            self.stages.append(
-                VirtualStage(stages[index], index, comm.rank, actions, False, None, loss)
-            )
+            stage = VirtualStage(stages[index], index, comm.rank, own, False, None, loss)
+            self.stages.append(stage)
         self.xs, width = x.chunk(microbatches), PRESETS[model]["width"]
         self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
         self.position = comm.rank, comm.size, chunks

@@ -81,7 +81,7 @@ class Case:
     context: Callable[[str], AbstractContextManager[Any]] = lambda kind: nullcontext()
     edit: Callable[[GPT], object] = lambda model: None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    scaler: Callable[[str], Any] | None = None
+    scaler: Callable[[str], Any] = lambda kind: torch.amp.GradScaler(kind, enabled=False)
     products: str = "highest"  # torch.set_float32_matmul_precision
 
     def stepper(self, sizes: Sizes, device: torch.device) -> Callable[[], None]:
@@ -91,7 +91,7 @@ class Case:
         model = GPT(s.vocab, s.width, s.depth, s.heads, s.length).to(device, self.dtype)
         self.edit(model)
         optimizer = self.optimizer(model.parameters(), lr=LR)
-        scaler = self.scaler(device.type) if self.scaler else None
+        scaler = self.scaler(device.type)
         tokens = torch.randint(s.vocab, (s.rows, s.length + 1), device=device)
         batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), s.rows * s.length)
 
@@ -99,13 +99,9 @@ class Case:
             optimizer.zero_grad()
             with self.context(device.type):
                 value = loss(model(batch.x), batch)
-            if scaler is None:
-                value.backward()
-                optimizer.step()
-            else:
-                scaler.scale(value).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
         return step
 
@@ -146,7 +142,7 @@ def bench_precision(
 
     Raises ValueError for a name that is none of them.
     """
-    check_names(only)
+    harness.check_names(only, CASES, "no case {!r} is timed")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = sizes or (ON_GPU if where.type == "cuda" else ON_CPU)
     names = [name for name in CASES if _wanted(name, only) and _supported(name, where)]
@@ -160,12 +156,6 @@ def bench_precision(
     times = StepTimes(_about(where, sizes), seconds, contests, {"peak_bytes": peaks})
     times.figures["mfu"] = {name: mfu_of(times, name, sizes) for name in names}
     return times
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError for a case that is not timed, listing those that are."""
-    if unknown := [name for name in names if name not in CASES]:
-        raise ValueError(f"no case {unknown[0]!r} is timed; choose of {', '.join(CASES)}")
 
 
 def _wanted(name: str, only: Sequence[str]) -> bool:
@@ -250,13 +240,13 @@ def table(times: StepTimes) -> Table:
         f"quartiles of the turns, {peers}.",
         ("case", "ms", f"/ {first}", "peak MB", "MFU", "ratio", "", "aim"), ("case",),
     )  # fmt: skip
+    ratios = {x.ours: harness.ratio_cells(times, x) for x in times.contests}
     for name in times.seconds:
         share, peak_bytes = (times.figures[quantity][name] for quantity in ("mfu", "peak_bytes"))
-        cells = [x for contest in times.contests if contest.ours == name
-                 for x in harness.ratio_cells(times, contest)]  # fmt: skip
         shown.add_row(
             name, f"{times.ms(name):.1f}", f"{times.ratio(name, first)[1]:.2f}",
-            f"{peak_bytes / 1e6:.1f}", "" if share is None else f"{share:.1%}", *cells,
+            f"{peak_bytes / 1e6:.1f}", "" if share is None else f"{share:.1%}",
+            *ratios.get(name, ()),
         )  # fmt: skip
     return shown
 

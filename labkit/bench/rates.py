@@ -58,30 +58,27 @@ def fit_products(products: Sequence[Product]) -> ProductFit:
     """One tile for all dtypes, and the peak of each.
 
     Raises ValueError where no dtype has products of two sides."""
-    dtypes = list(dict.fromkeys(product.dtype for product in products))
-    if max((len({p.side for p in products if p.dtype == name}) for name in dtypes), default=0) < 2:
+    of_dtype: dict[str, list[Product]] = {}
+    for product in products:
+        of_dtype.setdefault(product.dtype, []).append(product)
+    if not any(len({p.side for p in own}) > 1 for own in of_dtype.values()):
         raise ValueError("products of one side only; two sides of a dtype are needed")
     smallest = min(product.side for product in products)
 
-    def tile_of(part: float) -> float:
-        """The tile with which the smallest product reaches this part of its peak, for each side."""
-        return smallest * (1 / part - 1)
+    def fit(part: float) -> ProductFit:
+        """With the tile by which the smallest product reaches this part of its peak, for each
+        side."""
+        tile = smallest * (1 / part - 1)
+        logs = {  # of the peaks that the products of each dtype imply
+            dtype: np.log([2 * (p.side + tile) ** 3 / p.seconds for p in own])
+            for dtype, own in of_dtype.items()
+        }
+        medians = {dtype: np.median(x) for dtype, x in logs.items()}
+        off = np.concatenate([x - medians[dtype] for dtype, x in logs.items()])
+        peaks = {dtype: float(np.exp(x)) for dtype, x in medians.items()}
+        return ProductFit(peaks, tile, float(abs(off).mean()))
 
-    def logs(part: float) -> dict[str, np.ndarray]:
-        """Logarithms of the peaks that the products of each dtype imply."""
-        tile = tile_of(part)
-        peaks: dict[str, list[float]] = {name: [] for name in dtypes}
-        for dtype, side, seconds in products:
-            peaks[dtype].append(2 * (side + tile) ** 3 / seconds)
-        return {name: np.log(implied) for name, implied in peaks.items()}
-
-    def error(part: float) -> float:
-        off = np.concatenate([x - np.median(x) for x in logs(part).values()])
-        return float(abs(off).mean())
-
-    part = _least(error, LEAST_PART, 1.0)
-    peaks = {name: float(np.exp(np.median(x))) for name, x in logs(part).items()}
-    return ProductFit(peaks, tile_of(part), error(part))
+    return fit(_least(lambda part: fit(part).error, LEAST_PART, 1.0))
 
 
 def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
@@ -110,10 +107,8 @@ def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
     """The minimum of a function with one valley, ends included."""
-    best = low
     for _ in range(ZOOMS):
-        tried = np.linspace(low, high, TRIED)  # the best so far is among them
-        place = int(np.argmin([function(float(x)) for x in tried]))
-        best = float(tried[place])
+        tried = np.linspace(low, high, TRIED).tolist()  # the best so far is among them
+        place = int(np.argmin([function(x) for x in tried]))
         low, high = tried[max(place - 1, 0)], tried[min(place + 1, TRIED - 1)]
-    return best
+    return float(tried[place])

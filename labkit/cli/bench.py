@@ -1,15 +1,14 @@
 """`labkit bench`: each bench is a command with options of its own; without one, all run."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from labkit.cli.terminal import console, print_table
+from labkit.cli.terminal import console, print_table, split_numbers, split_words
 from labkit.foreign import check_output, check_picture, markup
-
-T = TypeVar("T")
 
 bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
@@ -46,13 +45,7 @@ def data_parallel(
     transport: TransportName = None,
 ) -> None:
     """A step of DDP, ZeRO-1, 2 and 3 against torch's."""
-    from labkit.bench import data_parallel as module
-
-    _measure(
-        "data-parallel",
-        lambda: module.bench_data_parallel(_words(only), turns=turns, transport=transport),
-        module.table,
-    )
+    _measure("data_parallel", None, split_words(only), turns=turns, transport=transport)
 
 
 @bench.command(
@@ -68,14 +61,8 @@ def tensor_parallel(
     save: Save = None,
 ) -> None:
     """A step of tensor parallelism against torch's DTensor."""
-    from labkit.bench import tensor_parallel as module
-
-    times = _measure(
-        "tensor-parallel",
-        lambda: module.bench_tensor_parallel(_numbers(ranks), _words(models), turns, transport),
-        module.table,
-    )
-    _save(save, lambda path: module.save(times, path))
+    sizes, names = split_numbers(ranks), split_words(models)
+    _measure("tensor_parallel", save, sizes, names, turns, transport)
 
 
 @bench.command(
@@ -95,16 +82,8 @@ def pipeline(
     save: Save = None,
 ) -> None:
     """A step of a pipeline against torch's by the same schedule, and the floor of both."""
-    from labkit.bench import pipeline as module
-
-    times = _measure(
-        "pipeline",
-        lambda: module.bench_pipeline(
-            _words(only), _numbers(ranks), _words(models), microbatches, turns, transport
-        ),
-        module.table,
-    )
-    _save(save, lambda path: module.save(times, path))
+    sizes, names = split_numbers(ranks), split_words(models)
+    _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
 
 @bench.command(
@@ -120,21 +99,13 @@ def precision(
     save: Save = None,
 ) -> None:
     """A step in each number format, and mixed precision and recompute against torch's."""
-    from labkit.bench import precision as module
-
-    module.check_names(_words(only))
-    times = _measure(
-        "precision", lambda: module.bench_precision(_words(only), turns=turns), module.table
-    )
-    _save(save, lambda path: module.save(times, path))
+    _measure("precision", save, split_words(only), turns=turns)
 
 
 @bench.command()
 def replay(turns: Turns = 10) -> None:
     """Steps of DDP over a modelled wire, predicted by a replay and measured."""
-    from labkit.bench import replay as module
-
-    _measure("replay", lambda: module.bench_replay(turns=turns), module.table)
+    _measure("replay", None, turns=turns)
 
 
 @bench.command(
@@ -187,6 +158,7 @@ def collectives(
     """
     from labkit.bench import chooser_table, sweep_tables
     from labkit.bench import collectives as module
+    from labkit.plot import bandwidth
     from labkit.sweeps.alpha_beta import fit_sweep
     from labkit.sweeps.sweep import parse_bytes, sizes_between
 
@@ -196,7 +168,7 @@ def collectives(
         raise ValueError("--table says where --fit writes; give both")
     if fit and dtype != "float32":
         raise ValueError(f"a table is fitted to float32, in which models train; not to {dtype}")
-    if fit and (other := [op for op in _words(ops) if op not in chooser_table.OPS]):
+    if fit and (other := [op for op in split_words(ops) if op not in chooser_table.OPS]):
         raise ValueError(
             f"--fit with {other[0]}: a table chooses for {', '.join(chooser_table.OPS)}; measure "
             f"{other[0]} in a run without --fit"
@@ -204,19 +176,14 @@ def collectives(
     defaults: Any = chooser_table if fit else module
     sweep = module.bench_collectives(
         sizes_between(parse_bytes(from_), parse_bytes(to), factor),
-        defaults.OPS if ops is None else _words(ops),
-        defaults.RANKS if ranks is None else _numbers(ranks),
-        None if algorithms is None else _words(algorithms), dtype, redop, turns, check,
+        defaults.OPS if ops is None else split_words(ops),
+        defaults.RANKS if ranks is None else split_numbers(ranks),
+        None if algorithms is None else split_words(algorithms), dtype, redop, turns, check,
         transport or ("gloo" if fit else None),
     )  # fmt: skip
     for shown in sweep_tables.tables(sweep):
         print_table(shown)
-    _save(save, sweep.save)
-    if plot:
-        from labkit.plot.bandwidths import bandwidth
-
-        bandwidth(sweep).savefig(plot)
-        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+    _write(save, sweep.save, plot, lambda: bandwidth(sweep))
     if fit:
         fits = fit_sweep(sweep)
         print_table(sweep_tables.fit_table(fits))
@@ -249,36 +216,29 @@ def transfers(
     plot: Plot = None,
 ) -> None:
     """Ways to move a tensor between memories: cast before or after, pinned or not, and so on."""
-    from labkit.bench import transfers as module
+    from labkit import plot as draw
 
-    times = _measure("transfers", lambda: module.bench_transfers(mb, gbps, turns, to), module.table)
-    _save(save, times.save)
-    if plot:
-        from labkit.plot.memory_transfers import transfers as draw
-
-        draw(times.measured, times.rates).savefig(plot)
-        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+    times = _measure("transfers", None, mb, gbps, turns, to)
+    _write(save, times.save, plot, lambda: draw.transfers(times.measured, times.rates))
 
 
-def _measure(name: str, measure: Callable[[], T], table: Callable[[T], Any]) -> T:
-    """Measure, print the table, and return what was measured."""
-    with console.status(f"measuring {name} ..."):
-        measured = measure()
-    print_table(table(measured))
+def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
+    """Run `labkit.bench.bench_NAME`, print its table, and return what was measured."""
+    module = import_module(f"labkit.bench.{name}")
+    with console.status(f"measuring {name.replace('_', '-')} ..."):
+        measured = getattr(module, f"bench_{name}")(*args, **options)
+    print_table(module.table(measured))
+    _write(save, lambda path: module.save(measured, path))
     return measured
 
 
-def _save(path: Path | None, save: Callable[[Path], Path]) -> None:
-    if path is not None:
-        console.print(f"All that was measured: {markup(save(path))}", soft_wrap=True)
-
-
-def _words(text: str | None) -> list[str]:
-    """ "ring, tree" -> its words."""
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    if wrong := [word for word in _words(text) or [text] if not word.isdecimal()]:
-        raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
-    return [int(word) for word in _words(text)]
+def _write(
+    save: Path | None, write: Callable[[Path], Path], plot: Path | None = None,
+    draw: Callable[[], Any] = lambda: None,
+) -> None:  # fmt: skip
+    """The files that were asked for."""
+    if save is not None:
+        console.print(f"All that was measured: {markup(write(save))}", soft_wrap=True)
+    if plot is not None:
+        draw().savefig(plot)
+        console.print(f"The picture: {markup(plot)}", soft_wrap=True)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from labkit.cli.options import Dtype, Lr, Model, Ranks, Rows, Seed, Steps, TextPath
-from labkit.cli.terminal import console, markup
+from labkit.cli.terminal import Dtype, Lr, Model, Rows, Seed, Steps, TextPath, console
+from labkit.foreign import markup
 
 EXAMPLES = (
     "Examples:  labkit compare  ·  labkit compare ddp --ranks 3 --rows 7  ·  "
@@ -19,7 +19,7 @@ def compare(
         list[str] | None, typer.Argument(help="Names, as `single` or `ddp`; if none: all families.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every strategy, not one a family.")] = False,
-    ranks: Ranks = 4,
+    ranks: Annotated[int, typer.Option(help="How many ranks.", min=1)] = 4,
     model: Model = "1M",
     steps: Steps = 24,
     rows: Rows = 16,
@@ -45,7 +45,7 @@ def compare(
         pictures = comparing.draw(results, out)
     console.print(f"The pictures: {markup(', '.join(map(str, pictures[:2])))}")
     console.print(f"Each run: labkit view {markup(out / results[-1].strategy)}, and so on.")
-    problems = [f"{one.strategy}: {problem}" for one in results for problem in one.problems]
+    problems = [f"{run.strategy}: {problem}" for run in results for problem in run.problems]
     for problem in problems:
         console.print(f"[red]not equal[/] {markup(problem)}")
     if problems:

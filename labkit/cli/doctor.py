@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from labkit.cli.terminal import console, markup
+from labkit.cli.terminal import console
+from labkit.foreign import markup
 
 EXAMPLES = "Examples:  labkit doctor  ·  labkit doctor --cluster laptop.toml --ranks 4"
 
@@ -27,8 +28,7 @@ def doctor(
     from labkit import doctor as examining
 
     if cluster is not None or ranks is not None:
-        _measure_machine(cluster, ranks or 4)
-        return
+        return _measure_machine(cluster, ranks or 4)
     with console.status("looking ..."):
         findings = examining.examine()
     console.print(examining.table(findings))

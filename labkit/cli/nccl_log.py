@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from labkit.cli.terminal import console, markup
-from labkit.foreign import check_picture, read_file
+from labkit.cli.terminal import console
+from labkit.foreign import check_picture, markup, read_file
 
 EXAMPLES = (
     "Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"

@@ -1,7 +1,7 @@
 """`labkit plan`: choose a layout for a model on a cluster, or ask whether there is one."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from labkit.cli.terminal import console
+from labkit.cli.terminal import console, split_words
 from labkit.foreign import check_picture, markup
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def plan(
     if sum((fits, largest, plot is not None)) > 1:
         raise ValueError("--fits, --largest and --plot: give one of them")
     where = find_cluster(cluster, clusters)
-    sizes = _sizes(model, width, depth, heads, context, vocab)
+    sizes = _sizes(model, width=width, depth=depth, heads=heads, context=context, vocab=vocab)
     if sizes is None and not largest:
         raise ValueError("which model? give --model gpt3-175b, or --width, --depth and --heads")
     asked: dict[str, Any] = {
@@ -138,8 +138,7 @@ def plan(
 
 
 def _show(planned: "Plan", top: int) -> None:
-    best, large = planned.best, len(planned.too_large)
-    count = len(planned.reports)
+    best, large, count = planned.best, len(planned.too_large), len(planned.reports)
     console.print(
         f"{best.sizes.parameters / 1e9:,.1f}B parameters on {best.layout.ranks:,} × "
         + markup(f"{planned.cluster.device.name} ({planned.cluster.title})")
@@ -177,9 +176,9 @@ def _fit(
         ask = ranking.largest_that_fits if largest else ranking.fits
         return ask(sizes, where, batch, **asked)
     found = None
-    for one in sorted(MODELS.values(), key=lambda one: -one.parameters):
+    for model in sorted(MODELS.values(), key=lambda model: -model.parameters):
         try:
-            found = ranking.fits(one, where, batch, **asked)
+            found = ranking.fits(model, where, batch, **asked)
         except ValueError as error:  # sizes that do not factor; the next may
             invalid = error
             continue
@@ -202,18 +201,12 @@ def _contents(found: "Fit") -> dict[str, Any]:
     }
 
 
-def _sizes(
-    name: str | None, width: int | None, depth: int | None, heads: int | None,
-    context: int | None, vocab: int | None,
-) -> "Sizes | None":  # fmt: skip
+def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
     """The named model with the given changes, or a model without a name; None if nothing was
     given."""
-    from dataclasses import replace
-
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.published import model
 
-    given = {"width": width, "depth": depth, "heads": heads, "context": context, "vocab": vocab}
     sizes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if name is not None:
         return replace(model(name), **sizes)
@@ -225,7 +218,7 @@ def _sizes(
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = split_words(text)
     if wrong := [word for word in words if not word.isdecimal()]:
         raise ValueError(f"--{name} {wrong[0]!r}: give whole numbers, as --{name} 4,8")
     return [int(word) for word in words]

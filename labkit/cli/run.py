@@ -5,12 +5,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
 
-from labkit.cli.options import Dtype, Lr, Model, Rows, Seed, Steps, TextPath
-from labkit.cli.terminal import console
+from labkit.cli.terminal import Dtype, Lr, Model, Rows, Seed, Steps, TextPath, console
 
 EXAMPLES = (
     "Examples:  labkit run ddp --ranks 4  ·  labkit run ddp --record runs/ddp  ·  "
@@ -70,14 +70,12 @@ def run(
             console.print(f"{world.picked}")
             with recorded():
                 reports = world.run(train, strategy, task, keep_weights=False)
-    first = reports[0]
-    last_loss = sum(report.losses[-1] for report in reports) / len(reports)
-    begin_loss = sum(report.losses[0] for report in reports) / len(reports)
-    sent_bytes = sum(report.measured.bus_bytes for report in reports) / len(reports)
-    on = f"{first.size} rank{'s' * (first.size > 1)}"
+    first_loss, last_loss = (fmean(report.losses[i] for report in reports) for i in (0, -1))
+    sent_bytes = fmean(report.measured.bus_bytes for report in reports)
+    size = len(reports)
     console.print(
-        f"{strategy} on {on}, {steps} steps: loss {begin_loss:.4f} -> "
+        f"{strategy} on {size} rank{'s' * (size > 1)}, {steps} steps: loss {first_loss:.4f} -> "
         f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
         f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
-        f"(predicted {first.predicted.bus_bytes / 1e6:.2f})"
+        f"(predicted {reports[0].predicted.bus_bytes / 1e6:.2f})"
     )

@@ -1,7 +1,7 @@
-"""Where the commands print, and how they report errors."""
+"""Where the commands print, how they report errors, and the options that several of them have."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,29 @@ from typer.core import TyperGroup
 from labkit.foreign import markup
 
 console = Console()
+
+Model = Annotated[str, typer.Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
+Steps = Annotated[int, typer.Option(help="How many steps to train.", min=1)]
+Rows = Annotated[int, typer.Option(help="Sequences in the global batch; may be uneven.", min=1)]
+Dtype = Annotated[str, typer.Option(help='"float64" proves equality, "float32" is usual.')]
+Lr = Annotated[float, typer.Option(help="Learning rate of AdamW.")]
+Seed = Annotated[int, typer.Option(help="Seed of model and data.", min=0)]
+TextPath = Annotated[
+    str | None, typer.Option("--text", help="A text file or folder; Python's own docs if absent.")
+]
+
+
+def split_words(text: str | None) -> list[str]:
+    """ "ring, tree" -> its words."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def split_numbers(text: str) -> list[int]:
+    """ "2,4" -> numbers of ranks. Raises ValueError for anything else, and for none."""
+    words = split_words(text)
+    if wrong := [word for word in words or [text] if not word.isdecimal()]:
+        raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
+    return [int(word) for word in words]
 
 
 def print_table(table: Table) -> None:
@@ -49,5 +72,5 @@ class ErrorGroup(TyperGroup):
 
 def _sentence(text: str) -> str:
     """Only the message, where ranks have refused something by a ValueError, all in one way."""
-    found = re.match(r"(?s)ranks? [\d, and]+ raised ValueError: (.+?)\n\nTraceback ", text)
-    return found[1] if found and text.count(" raised ") == 1 else text
+    refused = re.match(r"(?s)ranks? [\d, and]+ raised ValueError: (.+?)\n\nTraceback ", text)
+    return refused[1] if refused and text.count(" raised ") == 1 else text

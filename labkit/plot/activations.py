@@ -61,27 +61,32 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
         raise ValueError('no bill to draw: give at least one, as bill({"none": ...})')
     figure = constrained(figure, 1.7 + 0.62 * len(bills))
     axes = figure.subplots()
-    most = max(max(one.measured_bytes, one.formula_bytes) for one in bills.values())
+    most = max(max(layer.measured_bytes, layer.formula_bytes) for layer in bills.values())
     scale, unit = byte_unit(most)
-    for row, one in enumerate(bills.values()):
-        left, seen = 0.0, 0
-        for line in sorted(one.lines, key=lambda line: "as/w" in line.per_sbw):
+    for row, layer in enumerate(bills.values()):
+        left, scores = 0.0, 0
+        for line in sorted(layer.lines, key=lambda line: "as/w" in line.per_sbw):
             width = line.measured_bytes / scale
             if not width:
                 continue
-            colour = _colour_of(line.term, line.per_sbw, seen)
-            seen += "as/w" in line.per_sbw
+            if "as/w" in line.per_sbw:
+                colour = SCORES[scores % 2]
+                scores += 1
+            else:
+                starts = [colour for start, colour in PARTS.items() if line.term.startswith(start)]
+                colour = starts[0] if starts else REST
             axes.barh(row, width, 0.62, left=left, color=colour, edgecolor=PAPER, linewidth=0.8)
-            if width * scale > 0.05 * most:
+            if line.measured_bytes > 0.05 * most:
                 name = f"{SHORT.get(line.term, line.term)}\n{line.per_sbw}"
                 axes.text(
                     left + width / 2, row, name, ha="center",
                     va="center", fontsize=7.5, color=text_on(colour), linespacing=1.15,
                 )  # fmt: skip
             left += width
-        axes.plot([one.formula_bytes / scale] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
-        end = max(left, one.formula_bytes / scale)
-        note(axes, f"{left:.3g} {unit}", (end, row), (6, 0), va="center", fontweight="bold")
+        formula = layer.formula_bytes / scale
+        axes.plot([formula] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
+        end = (max(left, formula), row)
+        note(axes, f"{left:.3g} {unit}", end, (6, 0), va="center", fontweight="bold")
     name_rows(axes, list(bills))
     axes.set(xlim=(0, most / scale * 1.12), xlabel=unit)
     axes.set_title(
@@ -89,12 +94,6 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
         loc="left",
     )
     return figure
-
-
-def _colour_of(term: str, per_sbw: str, of_scores: int) -> str:
-    if "as/w" in per_sbw:
-        return SCORES[of_scores % 2]
-    return next((colour for start, colour in PARTS.items() if term.startswith(start)), REST)
 
 
 @styled
@@ -118,18 +117,21 @@ def front(
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
-    places = {(100 * plan.again, plan.peak_bytes / scale) for plan in plans}
+
+    def point(plan: "Choices") -> tuple[float, float]:
+        return 100 * plan.again, plan.peak_bytes / scale
+
+    points = {point(plan) for plan in plans}
     best: list[tuple[float, float]] = []
-    for x, y in sorted(places):
+    for x, y in sorted(points):
         if not best or y < best[-1][1]:
             best.append((x, y))
-    axes.plot(*zip(*places), "o", color=REST, markersize=5, zorder=2)
+    axes.plot(*zip(*points), "o", color=REST, markersize=5, zorder=2)
     axes.step(*zip(*best), where="post", color=COLOURS[0], linewidth=1.2, zorder=1)
     axes.plot(*zip(*best), "o", color=COLOURS[0], markersize=6, zorder=3)
     for plan in plans:
         if len(set(plan.choices)) == 1:
-            place = (100 * plan.again, plan.peak_bytes / scale)
-            note(axes, plan.choices[0], place, (8, 5), fontweight="bold")
+            note(axes, plan.choices[0], point(plan), (8, 5), fontweight="bold")
     if budget_bytes is not None:
         axes.axhline(budget_bytes / scale, color=VERMILION, linestyle="--", linewidth=1.2)
         note(
@@ -138,12 +140,12 @@ def front(
         )  # fmt: skip
     if pick is not None:
         axes.plot(
-            100 * pick.again, pick.peak_bytes / scale, "o", markersize=14, markeredgewidth=2,
-            markerfacecolor="none", markeredgecolor=VERMILION, zorder=4,
+            *point(pick), "o", markersize=14, markeredgewidth=2, markerfacecolor="none",
+            markeredgecolor=VERMILION, zorder=4,
         )  # fmt: skip
-    wide = max(x for x, _ in places) or 1.0
+    wide = max(x for x, _ in points) or 1.0
     axes.set(
-        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * max(y for _, y in places)),
+        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * max(y for _, y in points)),
         xlabel="computed again, % of the step", ylabel=f"peak, {unit}",
     )  # fmt: skip
     axes.set_title("Every choice a point  ·  line: none has less of both", loc="left")
@@ -169,7 +171,8 @@ def step_memory(
         raise ValueError('no runs to draw: give recorded ones, as step_memory({"none": trace})')
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
-    scale, unit = byte_unit(max(held.max() for _, held in curves.values()))
+    most = max(held.max() for _, held in curves.values())
+    scale, unit = byte_unit(most)
     for i, (name, (when, held)) in enumerate(curves.items()):
         colour = CHOICE_COLOURS.get(name, COLOURS[i % len(COLOURS)])
         label = f"{name}: {held.max() / scale:.3g} {unit} at the peak"
@@ -177,24 +180,23 @@ def step_memory(
         if predicted and name in predicted:
             axes.axhline(predicted[name] / scale, color=colour, linestyle="--", linewidth=0.8)
     axes.axvline(1, color=style.MUTED, linewidth=0.8, linestyle=":")
-    highest = max(held.max() for _, held in curves.values()) / scale
-    axes.set(xlim=(0, 2), ylim=(0, highest * 1.35), ylabel=unit)
+    axes.set(xlim=(0, 2), ylim=(0, most / scale * 1.35), ylabel=unit)
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
     for begin, phase in ((0, "forward"), (1, "backward")):
         axes.axvspan(begin, begin + 1, ymax=0.02, color=style.PHASES[phase])
     dashed = "  ·  dashed: expected" if predicted else ""
-    axes.set_title(f"Held during one step{dashed}", loc="left", fontsize=style.TITLE_PT)
-    axes.legend(loc="upper left", labelcolor=INK)
+    axes.set_title(f"Held during one step{dashed}", loc="left")
+    axes.legend(loc="upper left")
     return figure
 
 
 def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """Moments, forward from 0 to 1 and backward from 1 to 2, and bytes held from each on."""
-    one: RankTrace = next(iter(trace.ranks.values()))
-    (begin_s, middle_s), (_, end_s) = _times(one, "forward"), _times(one, "backward")
-    when_s = np.array([point.when_s for point in one.memory])
-    held = np.array([sum(point.held_bytes) for point in one.memory])
+    rank: RankTrace = next(iter(trace.ranks.values()))
+    (begin_s, middle_s), (_, end_s) = _times(rank, "forward"), _times(rank, "backward")
+    when_s = np.array([point.when_s for point in rank.memory])
+    held = np.array([sum(point.held_bytes) for point in rank.memory])
     # The first point is the last one before forward began, or else the first of all.
     first = max(0, int(np.searchsorted(when_s, begin_s, side="right")) - 1)
     last = int(np.searchsorted(when_s, end_s, side="right"))
@@ -203,9 +205,9 @@ def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     return np.append(when, 2.0), np.append(held[first:last], held[last - 1])
 
 
-def _times(one: RankTrace, phase: str) -> tuple[float, float]:
+def _times(rank: RankTrace, phase: str) -> tuple[float, float]:
     """From the first to the last moment of a phase."""
-    spans = [x for x in one.spans if x.phase == phase and x.depth == 0 and x.ended_s]
+    spans = [x for x in rank.spans if x.phase == phase and x.depth == 0 and x.ended_s]
     if not spans:
         raise ValueError(f"this run has no {phase}; record a whole training step in detail")
     return min(x.began_s for x in spans), max(x.ended_s for x in spans)

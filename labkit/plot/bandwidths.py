@@ -10,16 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from labkit.plot.figure import Picture, styled
-from labkit.plot.style import (
-    ALGORITHMS,
-    BACKENDS_OWN,
-    FAINT,
-    INK,
-    MUTED,
-    OTHER_ALGORITHM,
-    SMALL_PT,
-)
+from labkit.plot.figure import constrained, note, styled
+from labkit.plot.style import ALGORITHMS, BACKENDS_OWN, FAINT, MUTED, OTHER_ALGORITHM, SMALL_PT
 from labkit.sweeps.alpha_beta import Fit, crossovers, fit_sweep
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_units, read_sweep
 
@@ -41,7 +33,6 @@ def bandwidth(
     Args:
         sweep: what `labkit.bench.bench_collectives` returns, or the file that it was saved in.
         op, ranks: only this operation, only this number of ranks; a panel for each when None.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError where there is nothing of it to draw.
     """
@@ -55,15 +46,12 @@ def bandwidth(
         there = ", ".join(f"{name} on {n} ranks" for name, n, _ in sweep.tables()) or "nothing"
         raise ValueError(f"no such operation on so many ranks in this sweep; it has {there}")
     fits = fit_sweep(sweep)
-    if figure is None:
-        figure = Picture(PANEL_IN * len(panels))
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+    figure = constrained(figure, PANEL_IN * len(panels))
     rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=[1.5, 1])
     for (axes, beside), (name, n, points) in zip(rows, panels):
-        own_fits = [one for one in fits if (one.op, one.ranks) == (name, n)]
-        _draw(axes, points, own_fits)
-        _mark_crossovers(axes, points, own_fits)
+        panel_fits = {fit.algorithm: fit for fit in fits if (fit.op, fit.ranks) == (name, n)}
+        _draw(axes, points, panel_fits)
+        _mark_crossovers(axes, points, panel_fits)
         axes.set(
             title=f"{name} on {n} ranks: busbw = {BUS_FACTORS[name](n):.3g} algbw",
             xlabel="size", ylabel="bus bandwidth, GB/s",
@@ -77,23 +65,23 @@ def bandwidth(
     return figure
 
 
-def _draw(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
+def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
     sizes = sorted({point.size_bytes for point in points})
     fine = np.geomspace(sizes[0], sizes[-1], 300)
-    fit_of = {one.algorithm: one for one in fits}
     for name in dict.fromkeys(point.algorithm for point in points):
         line = sorted((p for p in points if p.algorithm == name), key=lambda p: p.size_bytes)
         colour, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
-        label, fit = f"{name}'s own" if line[0].own else name, fit_of.get(name)
+        label = f"{name}'s own" if line[0].own else name
+        words = "what runs when none is named"
+        if fit := fits.get(name):
+            words = _words(fit)
+            fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
+            axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
         axes.plot(
             [point.size_bytes for point in line], [p.busbw_bytes_per_s / 1e9 for p in line],
             color=colour, marker=marker, ms=5, lw=6 if name == DEFAULT else 1.6,
-            zorder=1 if name == DEFAULT else 3,
-            label=f"{label}: {_words(fit)}" if fit else f"{label}: what runs when none is named",
+            zorder=1 if name == DEFAULT else 3, label=f"{label}: {words}",
         )  # fmt: skip
-        if fit is not None:
-            fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
-            axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
     axes.set(xscale="log", yscale="log")
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
     axes.xaxis.set_major_locator(FixedLocator(shown))
@@ -102,25 +90,25 @@ def _draw(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
-    most, least = (end(p.busbw_bytes_per_s for p in points) / 1e9 for end in (max, min))
-    axes.set_ylim(least / ROOM, most * ROOM**2)
+    rates = [point.busbw_bytes_per_s / 1e9 for point in points]
+    axes.set_ylim(min(rates) / ROOM, max(rates) * ROOM**2)
 
 
-def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: Sequence[Fit]) -> None:
+def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
     """Above the lines, where there is room for the names."""
     owns = {point.algorithm for point in points if point.own}
-    ours = [one for one in fits if one.algorithm not in owns]
+    ours = [fit for name, fit in fits.items() if name not in owns]
     if len(ours) < 2:
         return
-    low, high = (most(point.size_bytes for point in points) for most in (min, max))
+    sizes = [point.size_bytes for point in points]
+    low, high = min(sizes), max(sizes)
     for i, (size, _, after) in enumerate(crossovers(ours, low, high)):
         on_the_right = size**2 > low * high
         axes.axvline(size, color=MUTED, lw=0.9, ls=":", zorder=0)
-        axes.annotate(
-            f"{size / 1024:,.0f} KiB: {after}", (size, 0.98 - 0.08 * (i % LEVELS)),
-            xycoords=axes.get_xaxis_transform(), xytext=(-4 if on_the_right else 4, 0),
-            textcoords="offset points", ha="right" if on_the_right else "left", va="top",
-            fontsize=SMALL_PT, color=INK,
+        note(
+            axes, f"{size / 1024:,.0f} KiB: {after}", (size, 0.98 - 0.08 * (i % LEVELS)),
+            (-4 if on_the_right else 4, 0), xycoords=axes.get_xaxis_transform(),
+            ha="right" if on_the_right else "left", va="top", fontsize=SMALL_PT,
         )  # fmt: skip
 
 

@@ -65,20 +65,20 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
     return top, top + scale * COMM_HEIGHT
 
 
-def bars_of(one: RankTrace, end_s: float) -> RankBars:
-    """All that one rank did; what never ended is open until `end_s`."""
-    waits = _waits(one, end_s)
+def bars_of(rank: RankTrace, end_s: float) -> RankBars:
+    """All that a rank did; what never ended is open until `end_s`."""
+    waits = _waits(rank, end_s)
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
-    bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(one, end_s)] + waits
+    bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(rank, end_s)] + waits
     closed = [  # an event with begin 0.0 was only issued
         x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=end_s)
-        for x in one.comms
+        for x in rank.comms
     ]
-    still_open = {id(copy) for x, copy in zip(one.comms, closed) if copy is not x}
+    still_open = {id(copy) for x, copy in zip(rank.comms, closed) if copy is not x}
     in_lanes = lanes(closed)
     for lane, (_, events) in enumerate(in_lanes):
         place = lane_place(lane, len(in_lanes))
-        bars += [_comm(one.rank, x, place, id(x) in still_open) for x in events]
+        bars += [_comm(rank.rank, x, place, id(x) in still_open) for x in events]
     collective = {x.group for x in closed if not _is_message(x)}
     # A lane of messages alone must not be called "all ranks".
     groups = [
@@ -97,8 +97,8 @@ def _is_default(group: str) -> bool:
     return group.partition(" of world ")[0] == "default"
 
 
-def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
-    spans = sorted(one.spans, key=lambda x: (x.began_s, x.depth))
+def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
+    spans = sorted(rank.spans, key=lambda x: (x.began_s, x.depth))
     roots: dict[str, int] = {}  # depth of the root module: a strategy may wrap it
     for span in spans:
         if not span.module:
@@ -109,10 +109,7 @@ def _spans(one: RankTrace, end_s: float) -> Iterator[Bar]:
             following is not None and following.depth > span.depth and following.began_s < ended_s
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
-        if depth == 0 and parent:
-            names: tuple[str, ...] = ()  # the modules inside are named instead
-        else:
-            names = _module_names(span)
+        names = () if depth == 0 and parent else _module_names(span)  # else those inside are named
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(
             TOPS[depth], 1.0, span.began_s * 1e3, ended_s * 1e3, PHASES[span.phase], names,
@@ -137,14 +134,13 @@ def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 
-def _waits(one: RankTrace, end_s: float) -> list[Bar]:
+def _waits(rank: RankTrace, end_s: float) -> list[Bar]:
     """When the rank waited; the first wait that has not ended is open."""
-    waits = [_wait(begin_s, ended_s, "waiting", False) for begin_s, ended_s in waiting(one)]
+    waits = [_wait(begin_s, ended_s, "waiting", False) for begin_s, ended_s in waiting(rank)]
     still = [
-        _wait(began_s, end_s, f"waiting for {_event_names(x)[0]}", True)
-        for x in one.comms
-        if not x.ended_s and (x.blocking or x.wait_began_s)
-        for began_s in [x.wait_began_s or x.issued_s]  # a blocking one is waited for at once
+        _wait(x.wait_began_s or x.issued_s, end_s, f"waiting for {_event_names(x)[0]}", True)
+        for x in rank.comms
+        if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking one waits at once
     ]
     return waits + sorted(still, key=lambda bar: bar.begin_ms)[:1]
 
@@ -167,24 +163,23 @@ def _comm(rank: int, event: CommEvent, place: tuple[float, float], is_open: bool
 def _event_names(event: CommEvent) -> tuple[str, ...]:
     """ "send → 2" with the global rank of the other end; "all_reduce 7" with its number."""
     if event.peer is not None and _is_message(event):
-        way = f"{'→' if event.op == 'send' else '←'} {event.ranks[event.peer]}"
-        return f"{event.op} {way}", way
+        arrow = f"{'→' if event.op == 'send' else '←'} {event.ranks[event.peer]}"
+        return f"{event.op} {arrow}", arrow
     return f"{event.op} {event.seq}", str(event.seq)
 
 
 def legend_entries(trace: Trace) -> dict[str, Any]:
     """The phases, operations and waits that this trace has."""
     ranks = trace.ranks.values()
-    phases = {x.phase for one in ranks for x in one.spans}
-    ops = {x.op for one in ranks for x in one.comms}
+    phases = {x.phase for rank in ranks for x in rank.spans}
     entries: dict[str, Any] = {
         {"user": "other code"}.get(phase, phase): Patch(facecolor=colour)
         for phase, colour in PHASES.items()
         if phase in phases
     }
-    if unfinished(trace) or any(e > b for one in ranks for b, e in waiting(one)):
+    if unfinished(trace) or any(e > b for rank in ranks for b, e in waiting(rank)):
         entries["waiting"] = Patch(facecolor=WAITING, edgecolor=UNFINISHED)
-    for op in in_order(ops):
+    for op in in_order(x.op for rank in ranks for x in rank.comms):
         name = "send, recv" if op in ("send", "recv") else op
         entries[literal(name)] = tuple(Patch(facecolor=shade(op, number)) for number in (0, 1))
     if unfinished(trace):
@@ -194,28 +189,27 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
 
 def unfinished(trace: Trace) -> bool:
     """Whether anything never ended."""
-    return any(not x.ended_s for one in trace.ranks.values() for x in one.things())
+    return any(not x.ended_s for rank in trace.ranks.values() for x in rank.things())
 
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:
     """Which of the run's `steps`, how many ranks, how long, and how much communication was hidden
     behind computing."""
     shown = Trace({rank: part.ranks[rank] for rank in ranks})
+    traces = shown.ranks.values()
     last_ms = end_of(part) * 1e3
     last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
-    which = [f"Step {step}"] if steps > 1 else []
     alike = ""
-    if any(x.alike for x in shown.ranks.values()):  # a rank that represents others
+    if any(x.alike for x in traces):  # a rank that represents others
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
     where = part.about.get("replayed")
-    words = [
-        *(["The whole run"] if step is None else which),
+    words = ["The whole run"] if step is None else [f"Step {step}"] * (steps > 1)
+    words += [
         f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
         f"unfinished after {last}" if unfinished(part) else last,
     ]
-    of_ranks = shown.ranks.values()
-    if any(x.ended_s for one in of_ranks for x in one.comms) and any(x.spans for x in of_ranks):
+    if any(x.ended_s for rank in traces for x in rank.comms) and any(x.spans for x in traces):
         behind = "" if where else " behind computing"  # there is only so much room
         words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
     if where:

@@ -11,20 +11,15 @@ MOST_BITS = 32  # buttons, in two rows
 COLOURS = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
 
 
-def flip_bits(value: Exact | int = 1.0, format: Format | str = "fp16") -> "FlipBits":
-    """Flip bits and see the number: sign, exponent, fraction, formula and neighbours.
-
-    Raises ValueError for a format of more than 32 bits, ImportError without ipywidgets.
-    """
-    return FlipBits(value, format_of(format))
-
-
 class FlipBits(PictureWidget):
-    """A button for each bit, and a slider through all patterns in turn.
+    """Flip bits and see the number: sign, exponent, fraction, formula and neighbours. A button for
+    each bit, and a slider through all patterns in turn; `pattern` is what they show.
 
-    `pattern` is what they show; they follow when it is set."""
+    Raises ValueError for a format of more than 32 bits.
+    """
 
-    def __init__(self, value: Exact | int, format: Format):
+    def __init__(self, value: Exact | int = 1.0, format: Format | str = "fp16"):
+        format = format_of(format)
         if format.width_bits > MOST_BITS:
             raise ValueError(
                 f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
@@ -32,22 +27,20 @@ class FlipBits(PictureWidget):
             )
         super().__init__()
         small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}
-        options = {**small, format.name: format}
         self.format = ipywidgets.Dropdown(
-            options=options, value=format, description="format", layout={"width": "14em"}
-        )
+            options={**small, format.name: format}, value=format, description="format",
+            layout={"width": "14em"},
+        )  # fmt: skip
         self.step = ipywidgets.IntSlider(
             description="pattern", readout_format="d", layout={"width": "34em"}
         )
         self.buttons: list[Any] = []
         self._row = ipywidgets.Box(layout={"flex_flow": "row wrap"})
         self.neighbours = ipywidgets.HTML()
-        self.format.observe(self._other_format, names="value")
-        self.step.observe(lambda change: self._show(change["new"]), names="value")
-        top = ipywidgets.Box([self.format, self.step], layout={"flex_flow": "row wrap"})
-        self.children = [top, self._row, self.neighbours, self.picture]
         self._showing = False
         self._new_buttons(format.encode(value))
+        self.format.observe(self._other_format, names="value")
+        self._arrange([self.step], [self.format, self.step], self._row, self.neighbours)
 
     @property
     def pattern(self) -> int:
@@ -58,24 +51,27 @@ class FlipBits(PictureWidget):
         self.format.value.fields(pattern)  # raises ValueError for one that is too long
         self._show(pattern)
 
+    def _draw(self) -> None:
+        self._show(self.pattern)
+
     def _other_format(self, change: dict[str, Any]) -> None:
         """Show the same number, rounded to the new format."""
         self._new_buttons(change["new"].encode(change["old"].decode(self.pattern)))
 
     def _new_buttons(self, pattern: int) -> None:
-        one = self.format.value
+        format = self.format.value
         self.buttons = [
             ipywidgets.ToggleButton(
-                button_style=COLOURS[field_of(one, place)],
+                button_style=COLOURS[field_of(format, place)],
                 layout={"width": "1.95em", "padding": "0", "margin": "1px"},
             )
-            for place in range(one.width_bits)
+            for place in range(format.width_bits)
         ]
         for button in self.buttons:
             button.observe(lambda change: self._flipped(), names="value")
         self._row.children = self.buttons
         self._showing = True  # a slider may move when its range changes
-        self.step.max = 2**one.width_bits - 1
+        self.step.max = 2**format.width_bits - 1
         self._showing = False
         self._show(pattern)
 
@@ -87,23 +83,24 @@ class FlipBits(PictureWidget):
         if self._showing:
             return
         self._showing = True
-        one = self.format.value
-        for button, digit in zip(self.buttons, f"{pattern:0{one.width_bits}b}", strict=True):
+        format = self.format.value
+        for button, digit in zip(self.buttons, f"{pattern:0{format.width_bits}b}", strict=True):
             button.value, button.description = digit == "1", digit
         self.step.value = pattern
-        self.neighbours.value = neighbours(one, pattern)
-        self.picture.value = png(bits(0, one, patterns=[pattern]))
+        self.neighbours.value = neighbours(format, pattern)
+        self.picture.value = png(bits(0, format, patterns=[pattern]))
         self._showing = False
 
 
-def neighbours(one: Format, pattern: int) -> str:
+flip_bits = FlipBits  # of labkit.plot
+
+
+def neighbours(format: Format, pattern: int) -> str:
     """The kind of a number, and the next numbers towards zero and away from it."""
-    kind = one.kind(pattern)
+    kind = format.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"
-    last = 2 ** (one.width_bits - 1) - 1
-    size = pattern & last
-    words = [f"<b>{kind}</b>", f"step here {decimal(one.ulp(one.decode(pattern)), 6)}"]
-    if size:
-        words.append(f"towards zero: {decimal(one.decode(pattern - 1), 9)}")
-    return "  ·  ".join([*words, f"away from zero: {decimal(one.decode(pattern + 1), 9)}"])
+    words = [f"<b>{kind}</b>", f"step here {decimal(format.ulp(format.decode(pattern)), 6)}"]
+    if pattern % 2 ** (format.width_bits - 1):
+        words.append(f"towards zero: {decimal(format.decode(pattern - 1), 9)}")
+    return "  ·  ".join([*words, f"away from zero: {decimal(format.decode(pattern + 1), 9)}"])

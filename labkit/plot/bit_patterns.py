@@ -7,14 +7,14 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plot.figure import Picture, styled
+from labkit.plot.figure import Picture, size_in, styled
 from labkit.plot.style import BLUE, GREEN, INK, MUTED, PAPER, SMALL_PT, VERMILION, text_on
 from labkit.precision.formats import Exact, Format, decimal, format_of
 
 SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": "#5E6670", "fraction": GREEN}
 CLEAR = {"sign": "#FBE3D5", "exponent": "#DCEBF5", "leading bit": "#E3E6EA", "fraction": "#DDF1EA"}
 LEFT_IN, ROW_IN, AROUND_IN = 1.0, 0.78, 0.46
-BOX_IN, READABLE_IN, ALL_BOXES_IN = 0.27, 0.12, 8.8
+BOX_IN, BOX_HIGH_IN, READABLE_IN, ALL_BOXES_IN = 0.27, 0.27, 0.12, 8.8
 
 
 @styled
@@ -30,55 +30,57 @@ def bits(
         value: rounded to each format.
         formats: names of `labkit.precision.FORMATS`, or a `Format` of your own.
         patterns: show these, one for each format, instead of those of `value`.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError without a format, or for an unknown name.
     """
-    chosen = [format_of(one) for one in formats]
+    chosen = [format_of(name) for name in formats]
     if not chosen:
         raise ValueError(f"bits({value}): in which format? bits({value}, 'fp16', 'bf16')")
-    shown = patterns or [one.encode(value) for one in chosen]
     if figure is None:
         figure = Picture(AROUND_IN + ROW_IN * len(chosen))
-    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    width_in, height_in = size_in(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width_in), ylim=(0, height_in))
     axes.axis("off")
-    box_in = min(BOX_IN, ALL_BOXES_IN / max(one.width_bits for one in chosen))
-    for i, (one, pattern) in enumerate(zip(chosen, shown, strict=True)):
+    box_in = min(BOX_IN, ALL_BOXES_IN / max(format.width_bits for format in chosen))
+    shown = patterns or [format.encode(value) for format in chosen]
+    for i, (format, pattern) in enumerate(zip(chosen, shown, strict=True)):
         top = height_in - AROUND_IN - i * ROW_IN
-        _boxes(axes, one, pattern, top, box_in)
-        words = formula(one, pattern)
+        _boxes(axes, format, pattern, top, box_in)
+        words = formula(format, pattern)
         if patterns is None:
-            words += _error(value, one.decode(pattern))
+            words += _error(value, format.decode(pattern))
         axes.text(LEFT_IN, top - 0.42, words, va="center")
-    there = [name for name in SET if name != "leading bit" or any(x.leading_bit for x in chosen)]
+    leading = any(format.leading_bit for format in chosen)
+    fields = [name for name in SET if name != "leading bit" or leading]
     axes.legend(
-        handles=[Patch(facecolor=SET[name], label=name) for name in there], loc="upper left",
-        bbox_to_anchor=(LEFT_IN / width_in, 1.0), ncols=len(there), borderaxespad=0.6,
+        handles=[Patch(facecolor=SET[name], label=name) for name in fields], loc="upper left",
+        bbox_to_anchor=(LEFT_IN / width_in, 1.0), ncols=len(fields), borderaxespad=0.6,
         borderpad=0, handlelength=1, fontsize=SMALL_PT,
     )  # fmt: skip
     return figure
 
 
-def formula(one: Format, pattern: int) -> str:
+def formula(format: Format, pattern: int) -> str:
     """The number of a pattern from its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
-    sign, exponent, leading, fraction = one.fields(pattern)
+    sign, exponent, leading, fraction = format.fields(pattern)
     plus_or_minus = "−" if sign else "+"
-    match one.kind(pattern):
+    kind = format.kind(pattern)
+    match kind:
         case "nan":
             return "NaN: not a number"
         case "infinity":
             return f"{plus_or_minus} infinity"
         case "zero":
             return f"{plus_or_minus} 0"
-    power = f"$2^{{{max(exponent, 1)}-{one.bias}}}$"
-    if one.fraction_bits <= 23:
-        significand = f"({leading} + {fraction}/{2**one.fraction_bits})"
+    power = f"$2^{{{max(exponent, 1)}-{format.bias}}}$"
+    numbers = 2**format.fraction_bits
+    value = decimal(format.decode(pattern), 8 if format.fraction_bits <= 23 else 17)
+    if format.fraction_bits <= 23:
+        significand = f"({leading} + {fraction}/{numbers})"
     else:
-        significand = decimal(leading + Fraction(fraction, 2**one.fraction_bits), 17)
-    value = decimal(one.decode(pattern), 8 if one.fraction_bits <= 23 else 17)
-    small = "   (subnormal)" if one.kind(pattern) == "subnormal" else ""
+        significand = decimal(leading + Fraction(fraction, numbers), 17)
+    small = "   (subnormal)" if kind == "subnormal" else ""
     return f"{plus_or_minus} {power} × {significand} = {value}{small}"
 
 
@@ -94,30 +96,28 @@ def _error(value: Exact | int, rounded: Exact) -> str:
     return f"   off by {decimal(abs(error), 2)}{relative}"
 
 
-def field_of(one: Format, place: int) -> str:
+def field_of(format: Format, place: int) -> str:
     """The field of the bit at `place`; place 0 is the sign."""
     if place == 0:
         return "sign"
-    if place <= one.exponent_bits:
+    if place <= format.exponent_bits:
         return "exponent"
-    first = place == one.exponent_bits + 1
-    return "leading bit" if one.leading_bit and first else "fraction"
+    first = place == format.exponent_bits + 1
+    return "leading bit" if format.leading_bit and first else "fraction"
 
 
-def _boxes(axes: Axes, one: Format, pattern: int, top: float, box_in: float) -> None:
-    digits = f"{pattern:0{one.width_bits}b}"
-    height = 0.27
+def _boxes(axes: Axes, format: Format, pattern: int, top: float, box_in: float) -> None:
     squares, colours = [], []
-    for place, digit in enumerate(digits):
+    for place, digit in enumerate(f"{pattern:0{format.width_bits}b}"):
         x = LEFT_IN + place * box_in
-        colour = (SET if digit == "1" else CLEAR)[field_of(one, place)]
-        squares.append(Rectangle((x, top - height), box_in, height))
+        colour = (SET if digit == "1" else CLEAR)[field_of(format, place)]
+        squares.append(Rectangle((x, top - BOX_HIGH_IN), box_in, BOX_HIGH_IN))
         colours.append(colour)
         if box_in >= READABLE_IN:
             axes.text(
-                x + box_in / 2, top - height / 2, digit, ha="center", va="center_baseline",
+                x + box_in / 2, top - BOX_HIGH_IN / 2, digit, ha="center", va="center_baseline",
                 fontsize=SMALL_PT, color=text_on(colour),
             )  # fmt: skip
     axes.add_collection(PatchCollection(squares, facecolor=colours, edgecolor=PAPER, linewidth=0.8))
-    axes.text(0.12, top - height / 2, one.name, va="center", color=INK, fontsize="large")
-    axes.text(0.12, top - 0.42, f"{one.width_bits} bits", va="center", color=MUTED)
+    axes.text(0.12, top - BOX_HIGH_IN / 2, format.name, va="center", color=INK, fontsize="large")
+    axes.text(0.12, top - 0.42, f"{format.width_bits} bits", va="center", color=MUTED)

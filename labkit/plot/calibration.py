@@ -1,5 +1,8 @@
 """Measured step times beside those predicted with the fitted constants: every row."""
 
+from collections.abc import Iterator
+from itertools import cycle
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,17 +26,16 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
 
     Args:
         found: a `Calibration`; None for the one that labkit has.
-        figure: draw into this one instead of a new one.
     """
-    found = stored() if found is None else found
+    fitted = stored() if found is None else found
     figure = Picture(4.4, layout="constrained") if figure is None else figure
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
-    _draw_both(both, found)
-    _draw_errors(errors, found)
-    off = np.abs(found.errors())
-    out = np.abs(found.errors(found.without_model_s))
+    _draw_both(both, fitted)
+    _draw_errors(errors, fitted)
+    off = np.abs(fitted.errors())
+    out = np.abs(fitted.errors(fitted.without_model_s))
     figure.suptitle(
-        f"{len(found.rows)} steps on A100s: off by {off.mean():.1%} in the mean, half of them by "
+        f"{len(fitted.rows)} steps on A100s: off by {off.mean():.1%} in the mean, half of them by "
         f"less than {np.median(off):.1%}; models not fitted on: {out.mean():.1%}, "
         f"{np.median(out):.1%}",
         x=0.01, ha="left",
@@ -41,32 +43,24 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
     return figure
 
 
-def _models(found: Calibration) -> dict[str, tuple[list[int], str, str]]:
-    """Of each model its rows, its colour and its mark."""
-    widths = sorted({row.sizes.width for row in found.rows})
-    return {
-        f"width {width:,}": (
-            [i for i, row in enumerate(found.rows) if row.sizes.width == width],
-            COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)],
-        )
-        for k, width in enumerate(widths)
-    }  # fmt: skip
+def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
+    """The name of each model, its rows, its colour and its mark."""
+    widths = np.array([row.sizes.width for row in fitted.rows])
+    for width, colour, marker in zip(np.unique(widths), cycle(COLOURS), cycle(MARKERS)):
+        yield f"width {width:,}", np.flatnonzero(widths == width), colour, marker
 
 
-def _draw_both(axes: Axes, found: Calibration) -> None:
-    measured, predicted = found.measured_s, found.predicted_s
-    ends = np.array([min(measured.min(), predicted.min()), max(measured.max(), predicted.max())])
-    ends *= [0.8, 1.25]
+def _draw_both(axes: Axes, fitted: Calibration) -> None:
+    measured, predicted = fitted.measured_s, fitted.predicted_s
+    every = np.concatenate([measured, predicted])
+    ends = np.array([0.8 * every.min(), 1.25 * every.max()])
     for part, grey in SHADED.items():
         axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=grey, lw=0)
     axes.plot(ends, ends, color=MUTED, lw=0.8)
-    for name, (here, colour, marker) in _models(found).items():
-        x, y = measured[here], predicted[here]
-        below, above = y - found.low_s[here], found.high_s[here] - y
-        axes.errorbar(
-            x, y, [np.maximum(below, 0), np.maximum(above, 0)], fmt="none", ecolor=colour, lw=0.6,
-            alpha=0.5,
-        )  # fmt: skip
+    for name, rows, colour, marker in _models(fitted):
+        x, y = measured[rows], predicted[rows]
+        interval = np.maximum([y - fitted.low_s[rows], fitted.high_s[rows] - y], 0)
+        axes.errorbar(x, y, interval, fmt="none", ecolor=colour, lw=0.6, alpha=0.5)
         axes.plot(x, y, marker, color=colour, ms=4, mec=INK, mew=0.3, label=name)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     for axis in (axes.xaxis, axes.yaxis):
@@ -77,17 +71,17 @@ def _draw_both(axes: Axes, found: Calibration) -> None:
     axes.legend(loc="upper left")
 
 
-def _draw_errors(axes: Axes, found: Calibration) -> None:
+def _draw_errors(axes: Axes, fitted: Calibration) -> None:
     """By width, and by what was measured: short steps first."""
     place = 0
-    errors, out = found.errors(), found.errors(found.without_model_s)
-    low, high = found.errors(found.low_s), found.errors(found.high_s)
+    errors, out = fitted.errors(), fitted.errors(fitted.without_model_s)
+    low, high = fitted.errors(fitted.low_s), fitted.errors(fitted.high_s)
     for part, grey in SHADED.items():
         axes.axhspan(-part, part, color=grey, lw=0)
     axes.axhline(0, color=MUTED, lw=0.8)
     middles = {}
-    for name, (here, colour, marker) in _models(found).items():
-        rows = sorted(here, key=lambda i: found.measured_s[i])
+    for name, rows, colour, marker in _models(fitted):
+        rows = rows[np.argsort(fitted.measured_s[rows], kind="stable")]
         x = place + np.arange(len(rows))
         axes.vlines(x, low[rows], high[rows], color=colour, lw=0.8, alpha=0.45)
         axes.plot(x, out[rows], marker, mfc="none", mec=colour, ms=3.5, mew=0.7, alpha=0.8)

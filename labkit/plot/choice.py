@@ -11,14 +11,14 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
     Raises ValueError for a step that is not in the trace, and for an empty trace.
     """
-    if not any(True for one in trace.ranks.values() for _ in one.things()):
+    if not any(True for rank in trace.ranks.values() for _ in rank.things()):
         raise ValueError(
             "this trace is empty: nothing was recorded; train some steps inside `with record() as "
             "trace:` and draw it after that block"
         )
     steps = trace.steps()
     if step is None:
-        unfinished = [x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s]
+        unfinished = [x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s]
         return max(unfinished, default=usual_steps(trace)[0]) if steps else None
     if step not in steps:
         raise ValueError(f"no step {step} in this trace; it has {listed(steps)}")
@@ -27,14 +27,8 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
 def usual_steps(trace: Trace) -> list[int]:
     """The timed steps but the run's first; if there are none, the timed ones, or all."""
-    every = trace.steps()
-    timed = trace.steps(detail=False)
-    return [step for step in timed if step != every[0]] or timed or every
-
-
-def only_step(trace: Trace, step: int | None) -> Trace:
-    """That step alone, or the whole run without steps; the earliest time is 0 s."""
-    return trace.from_zero() if step is None else trace.step(step)
+    steps, timed = trace.steps(), trace.steps(detail=False)
+    return [step for step in timed if step != steps[0]] or timed or steps
 
 
 def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
@@ -42,11 +36,9 @@ def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
     if ranks is None:
         return sorted(trace.ranks)
     chosen = list(dict.fromkeys(ranks))
-    missing = [rank for rank in chosen if rank not in trace.ranks]
-    if missing:
-        raise ValueError(
-            f"no rank {missing[0]} in this trace; it has {listed(sorted(trace.ranks))}"
-        )
+    if missing := [rank for rank in chosen if rank not in trace.ranks]:
+        there = listed(sorted(trace.ranks))
+        raise ValueError(f"no rank {missing[0]} in this trace; it has {there}")
     if not chosen:
         raise ValueError("no ranks to draw: name at least one, or leave `ranks` out to draw all")
     return chosen

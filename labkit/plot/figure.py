@@ -1,10 +1,9 @@
-"""A figure that a notebook shows once, as a PNG; and what several pictures draw alike: stacked
-bars, rows with names, legends, notes."""
+"""A figure that a notebook shows once, as a PNG; and what several pictures draw alike: axes with
+margins in inches, stacked bars, rows with names, legends, notes."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -18,9 +17,9 @@ from matplotlib.transforms import Bbox, ScaledTranslation
 
 from labkit.plot.style import DPI, FAINT, PAPER, SETTINGS, WIDTH_IN
 
-P = ParamSpec("P")
-R = TypeVar("R")
 LEGEND_IN = 0.5  # below the axes: under the tick labels and the unit
+
+styled = matplotlib.rc_context(SETTINGS)  # decorates what draws, whatever the notebook has set
 
 
 class Picture(Figure):
@@ -45,22 +44,10 @@ class Picture(Figure):
 
 def constrained(figure: Figure | None, height_in: float) -> Figure:
     """The figure, or a new one of this height, whose layout makes room for labels and legends."""
-    if figure is None:
-        return Picture(height_in, layout="constrained")
+    figure = Picture(height_in) if figure is None else figure
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
     return figure
-
-
-def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """`draw` in labkit's style, whatever the notebook has set."""
-
-    @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
-        with matplotlib.rc_context(SETTINGS):
-            return draw(*args, **kwargs)
-
-    return drawn
 
 
 @styled
@@ -69,6 +56,21 @@ def png(figure: Figure) -> bytes:
     file = BytesIO()
     figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
     return file.getvalue()
+
+
+def size_in(figure: Figure) -> tuple[float, float]:
+    """Width and height in inches; also of a subfigure."""
+    return figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
+
+
+def lane_axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
+    """Axes for lanes over time, so many inches from the edges of the figure."""
+    width, height = size_in(figure)
+    place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    axes = figure.add_axes(place)
+    axes.spines["left"].set_visible(False)
+    axes.set_yticks([])
+    return axes
 
 
 class BarPart(NamedTuple):
@@ -123,12 +125,10 @@ def legend_below(axes: Axes, columns: int = 1) -> None:
     )  # fmt: skip
 
 
-def legend_row(figure: Figure, entries: Iterable[Artist], **options: Any) -> None:
+def legend_row(figure: Figure, handles: Sequence[Artist], **options: Any) -> None:
     """A legend in one row below everything, in a constrained layout."""
-    handles = list(entries)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles) or 1, **options
-    )  # fmt: skip
+    columns = len(handles) or 1
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
 
 
 def legend_strip(figure: Figure, entries: Mapping[str, Any]) -> Legend:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from math import log10
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.figure import Picture, name_rows, styled
-from labkit.plot.style import BLUE, FAINT, GREY, INK, MUTED, ORANGE, SMALL_PT
+from labkit.plot.figure import Picture, name_rows, size_in, styled
+from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
@@ -41,68 +41,60 @@ def number_line(
         values: numbers, as all gradients of a step: their magnitudes are drawn above the ranges,
             with the share that each format turns into zeros. The axis then shows the middle, and
             the lower part is left out.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError where more than 2,000 numbers would be drawn.
     """
-    chosen = [format_of(one) for one in formats]
-    near = [] if values is not None else [format_of(one) for one in near_zero]
-    heights = [ROW_IN * len(chosen)]
-    if values is not None:
-        heights.insert(0, VALUES_IN)
-    if near:
-        heights.append(NEAR_IN * len(near))
+    chosen = [format_of(format) for format in formats]
+    near = [] if values is not None else [format_of(format) for format in near_zero]
+    heights = [VALUES_IN] * (values is not None) + [ROW_IN * len(chosen)]
+    heights += [NEAR_IN * len(near)] * bool(near)
     if figure is None:
         figure = Picture(sum(heights) + AROUND_IN * (1 + len(heights)))
-    height_in = figure.bbox.height / figure.dpi
+    height_in = size_in(figure)[1]
     grid = figure.add_gridspec(
         len(heights), 1, height_ratios=heights, left=LEFT, right=RIGHT, top=1 - 0.36 / height_in,
         bottom=0.5 / height_in, hspace=AROUND_IN * len(heights) / sum(heights) * 1.15,
     )  # fmt: skip
     panels = [figure.add_subplot(grid[i]) for i in range(len(heights))]
-    ranges = panels[0 if values is None else 1]
     ends = ALL_10 if values is None else _sizes(panels[0], values)
-    _ranges(ranges, chosen, ends, values)
+    _ranges(panels[values is not None], chosen, ends, values)
     if near:
         _near_zero(panels[-1], near, upto)
     return figure
 
 
-def lost(values: torch.Tensor, one: Format) -> float:
+def lost(values: torch.Tensor, format: Format) -> float:
     """The share of the nonzero numbers that become zero in this format."""
     some = values[values != 0]
-    return float((rounded(some.float(), one) == 0).double().mean()) if len(some) else 0.0
+    return float((rounded(some.float(), format) == 0).double().mean()) if len(some) else 0.0
 
 
 def _ranges(
     axes: Axes, formats: list[Format], ends: tuple[float, float], values: torch.Tensor | None
 ) -> None:
     left, right = ends
-    for row, one in enumerate(formats):
-        smallest = log10(2) * floor_log2(one.smallest_subnormal)
-        normal = log10(2) * one.min_exponent
-        largest = log10(2) * (floor_log2(one.largest) + 1)
+    for row, format in enumerate(formats):
+        smallest = log10(2) * floor_log2(format.smallest_subnormal)
+        normal = log10(2) * format.min_exponent
+        largest = log10(2) * (floor_log2(format.largest) + 1)
         for begin, end, colour in ((smallest, normal, SUBNORMAL), (normal, largest, NORMAL)):
             begin, end = max(begin, left), min(end, right)
             if begin < end:
                 axes.barh(row, end - begin, left=begin, height=0.62, color=colour)
-        for beyond, place, arrow in (
-            (smallest < left, left, "◀"), (largest > right, right, "▶"),
-        ):  # fmt: skip
-            if beyond:
-                axes.text(
-                    place, row, arrow, color="white", va="center", fontsize=SMALL_PT,
-                    ha="left" if arrow == "◀" else "right",
-                )  # fmt: skip
-        words = (
-            f"{decimal(one.smallest_subnormal, 2)} to {decimal(one.largest, 3)},  "
-            f"{one.fraction_bits + 1} bits"
-        )
+        arrow: dict[str, Any] = {"color": "white", "va": "center", "fontsize": SMALL_PT}
+        if smallest < left:
+            axes.text(left, row, "◀", ha="left", **arrow)
+        if largest > right:
+            axes.text(right, row, "▶", ha="right", **arrow)
         if values is not None:
-            words = f"{lost(values, one):.1%} become zero"
+            words = f"{lost(values, format):.1%} become zero"
+        else:
+            ends_in_words = (
+                f"{decimal(format.smallest_subnormal, 2)} to {decimal(format.largest, 3)}"
+            )
+            words = f"{ends_in_words},  {format.fraction_bits + 1} bits"
         axes.text(right + (right - left) / 60, row, words, va="center", fontsize=SMALL_PT)
-    name_rows(axes, [one.name for one in formats])
-    axes.tick_params(axis="y", labelsize=SMALL_PT + 0.5)
+    _name_formats(axes, formats)
     _powers_of_ten(axes, ends)
     axes.set_title("What each format can hold", loc="left")
     axes.legend(
@@ -112,56 +104,55 @@ def _ranges(
     )  # fmt: skip
 
 
+def _name_formats(axes: Axes, formats: list[Format]) -> None:
+    name_rows(axes, [format.name for format in formats])
+    axes.tick_params(axis="y", labelsize=SMALL_PT + 0.5)
+    axes.spines["left"].set_visible(False)
+
+
 def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
     step = 10 if ends[1] - ends[0] > 40 else 5 if ends[1] - ends[0] > 26 else 2
     ticks = [tick for tick in range(-400, 400, step) if ends[0] <= tick <= ends[1]]
     axes.set_xlim(*ends)
     axes.set_xticks(ticks, [f"$10^{{{tick}}}$" for tick in ticks])
     axes.axvline(0, color=INK, linewidth=0.8, linestyle=":")
-    axes.spines["left"].set_visible(False)
 
 
 def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
     """A histogram of the magnitudes. Returns the ends of the axis, as powers of ten."""
     flat = values.detach().double().cpu().flatten()
-    some = flat[(flat != 0) & flat.isfinite()].abs()
-    sizes = np.log10(some.numpy())
+    sizes = flat[(flat != 0) & flat.isfinite()].abs().log10().numpy()
     low, high = VALUES_10
     if len(sizes):
         low, high = min(low, float(sizes.min()) - 1), max(high, float(sizes.max()) + 1)
-    ends = (low, high)
-    axes.hist(sizes, bins=np.arange(ends[0], ends[1], 0.25).tolist(), color=GREY)
+    axes.hist(sizes, bins=np.arange(low, high, 0.25).tolist(), color=GREY)
     axes.set(yticks=[])
-    _powers_of_ten(axes, ends)
+    axes.spines["left"].set_visible(False)
+    _powers_of_ten(axes, (low, high))
     zeros = int((flat == 0).sum())
     words = f"{len(flat):,} values by their size" + (f"; {zeros:,} are zero" if zeros else "")
     axes.set_title(words, loc="left")
-    return ends
+    return low, high
 
 
 def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
     """One line for each number, subnormals in their colour."""
-    for row, one in enumerate(formats):
-        last = one.rank(Fraction(upto)) if upto < one.largest else one.count // 2
+    for row, format in enumerate(formats):
+        last = format.rank(Fraction(upto)) if upto < format.largest else format.count // 2
         if last > MOST_NUMBERS:
             raise ValueError(
-                f"number_line: {one.name} has {last + 1:,} numbers up to {upto:g}; give an `upto` "
-                f"with {MOST_NUMBERS:,} at most, or fewer formats in `near_zero`"
+                f"number_line: {format.name} has {last + 1:,} numbers up to {upto:g}; give an "
+                f"`upto` with {MOST_NUMBERS:,} at most, or fewer formats in `near_zero`"
             )
-        numbers = np.array([float(one.number(rank)) for rank in range(last + 1)])
-        small = numbers < float(one.smallest_normal)
+        numbers = np.array([float(format.number(rank)) for rank in range(last + 1)])
+        small = numbers < float(format.smallest_normal)
         for which, colour in ((small, SUBNORMAL), (~small, NORMAL)):
-            lines = [[(x, row - 0.36), (x, row + 0.36)] for x in numbers[which] if x <= upto]
-            axes.add_collection(LineCollection(lines, colors=colour, linewidths=1.1))
-        words = f"subnormal below {decimal(one.smallest_normal, 2)}, in steps of "
-        axes.text(
-            upto * 1.015, row, f"{words}{decimal(one.smallest_subnormal, 2)}", va="center",
-            fontsize=SMALL_PT,
-        )  # fmt: skip
-    name_rows(axes, [one.name for one in formats])
-    axes.tick_params(axis="y", labelsize=SMALL_PT + 0.5)
+            shown = numbers[which & (numbers <= upto)]
+            axes.vlines(shown, row - 0.36, row + 0.36, colors=colour, linewidths=1.1)
+        words = f"subnormal below {decimal(format.smallest_normal, 2)}, in steps of "
+        words += decimal(format.smallest_subnormal, 2)
+        axes.text(upto * 1.015, row, words, va="center", fontsize=SMALL_PT)
+    _name_formats(axes, formats)
     axes.set_xlim(0, upto)
-    axes.spines["left"].set_visible(False)
     axes.set_title("Their numbers near zero, each a line", loc="left")
     axes.set_xlabel("value", color=MUTED)
-    axes.grid(axis="x", color=FAINT, linewidth=0)

@@ -54,7 +54,7 @@ class Lettering(PathCollection):
     def write(self, names: list[Name]) -> None:
         """Show these names in place of the previous ones."""
         self.names = names
-        self.set_paths([self._outline(name.text) for name in names])
+        self.set_paths([_aligned(name.text, self._size_pt, self._align) for name in names])
         self.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
         self.set_facecolor([name.colour for name in names])
 
@@ -65,28 +65,23 @@ class Lettering(PathCollection):
         """Where each name lies, in pixels of the figure."""
         points, places = self.get_transform(), self.get_offset_transform()
         return [
-            self._outline(name.text)
-            .get_extents(points)
-            .translated(*places.transform((name.x, name.y)))
-            for name in self.names
+            path.get_extents(points).translated(*places.transform((name.x, name.y)))
+            for path, name in zip(self.get_paths(), self.names)
         ]
 
     def get_window_extent(self, renderer: object = None) -> Bbox:
         """The box of all names, for layouts and `bbox_inches="tight"`."""
         return Bbox.union(self.boxes()) if self.names else Bbox.null()
 
-    def _outline(self, text: str) -> Path:
-        return _aligned(text, self._size_pt, self._align)
+
+@cache
+def _path(text: str, size_pt: float) -> Path:
+    return TextPath((0, 0), literal(text) if text.strip() else "?", size=size_pt)
 
 
 @cache
 def _extents(text: str, size_pt: float) -> Bbox:
     return _path(text, size_pt).get_extents()
-
-
-@cache
-def _path(text: str, size_pt: float) -> Path:
-    return TextPath((0, 0), literal(text) if text.strip() else "?", size=size_pt)
 
 
 @cache

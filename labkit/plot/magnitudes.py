@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from labkit.plot.figure import Picture, styled
-from labkit.plot.style import FAINT, INK, MUTED, ORANGE, SMALL_PT, VERMILION
+from labkit.plot.figure import Picture, open_rows, styled
+from labkit.plot.style import MUTED, ORANGE, SMALL_PT, VERMILION
 
 PANEL_IN, MARGIN_IN = 1.25, 0.75
 MOST_BINS = 160
@@ -34,23 +34,25 @@ def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16)
         empty = [name for name, x in numbers.items() if not len(x)]
         raise ValueError(f"there are no numbers to draw{': ' + ', '.join(empty) if empty else ''}")
     limits = torch.finfo(dtype)
-    marks = {
-        np.log2(limits.smallest_normal) + np.log2(limits.eps) - 1: "becomes 0",
-        np.log2(limits.smallest_normal): "fewer digits",
-        np.log2(limits.max): "becomes inf",
-    }
+    normal = np.log2(limits.smallest_normal)
+    marks = [normal + np.log2(limits.eps) - 1, normal, np.log2(limits.max)]
     logs = {name: np.log2(np.abs(x[np.isfinite(x) & (x != 0)])) for name, x in numbers.items()}
-    some = np.concatenate([*logs.values(), list(marks)])
+    some = np.concatenate([*logs.values(), marks])
     low, high = np.floor(some.min()) - 1, np.ceil(some.max()) + 6
     picture = Picture(MARGIN_IN + PANEL_IN * len(named), layout="constrained")
     panels = picture.subplots(len(named), 1, sharex=True, squeeze=False)[:, 0]
     bins = np.linspace(low, high, min(MOST_BINS, int(high - low) * 2) + 1)
     for axes, (name, x) in zip(panels, numbers.items()):
-        _draw(axes, logs[name], bins, list(marks))
+        _draw(axes, logs[name], bins, marks)
         axes.set_title(f"{name}:  {_shares(x, dtype)}", loc="left")
-    for where, text in zip([0, 1, 3], ("becomes 0", "fewer digits", "becomes inf")):
-        edges = [low, *marks, high]
-        _word(panels[0], (edges[where] + edges[where + 1]) / 2, text)
+    zero, normal, most = marks
+    for begin, end, text in (
+        (low, zero, "becomes\n0"), (zero, normal, "fewer\ndigits"), (most, high, "becomes\ninf"),
+    ):  # fmt: skip
+        panels[0].text(
+            (begin + end) / 2, 0.97, text, fontsize=SMALL_PT, ha="center", va="top",
+            transform=panels[0].get_xaxis_transform(),
+        )  # fmt: skip
     panels[-1].set_xlabel(f"log2 of the magnitude; the range of {str(dtype).partition('.')[2]}")
     panels[-1].set_xlim(low, high)
     return picture
@@ -64,23 +66,13 @@ def _numbers(tensors: Tensors) -> np.ndarray:
 
 def _draw(axes: Axes, logs: np.ndarray, bins: np.ndarray, marks: list[float]) -> None:
     zero, normal, most = marks
-    axes.axvspan(bins[0], zero, color=VERMILION, alpha=0.25, linewidth=0)
-    axes.axvspan(zero, normal, color=VERMILION, alpha=0.10, linewidth=0)
-    axes.axvspan(most, bins[-1], color=VERMILION, alpha=0.25, linewidth=0)
+    for begin, end, alpha in ((bins[0], zero, 0.25), (zero, normal, 0.1), (most, bins[-1], 0.25)):
+        axes.axvspan(begin, end, color=VERMILION, alpha=alpha, linewidth=0)
     axes.hist(logs, bins=bins.tolist(), color=ORANGE)
     for mark in marks:
         axes.axvline(mark, color=MUTED, linewidth=0.8)
     axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _word(axes: Axes, where: float, text: str) -> None:
-    axes.text(
-        where, 0.97, text.replace(" ", "\n"), color=INK, fontsize=SMALL_PT, ha="center", va="top",
-        transform=axes.get_xaxis_transform(),
-    )  # fmt: skip
+    open_rows(axes)
 
 
 def _shares(x: np.ndarray, dtype: torch.dtype) -> str:

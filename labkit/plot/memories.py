@@ -9,10 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWN
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plot import style
 from labkit.plot.choice import choose_ranks, listed
-from labkit.plot.figure import constrained, legend_row, note, styled
-from labkit.plot.style import CATEGORIES, INK, MUTED, PAPER, SMALL_PT, TITLE_PT
+from labkit.plot.figure import constrained, legend_row, note, size_in, styled
+from labkit.plot.style import (
+    CATEGORIES,
+    INK,
+    MUTED,
+    PAPER,
+    PHASES,
+    SMALL_PT,
+    TITLE_PT,
+    byte_unit,
+    text_on,
+)
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import peak_memory, union
 
@@ -37,7 +46,6 @@ def memory(
         ranks: global ranks; if None all, or the first eight of more.
         predicted: bytes of parameters, gradients and optimizer state on a rank, or their Footprint;
             if None what the run recorded, if anything.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError when no step was recorded in detail, or for a rank that is not there.
     """
@@ -46,14 +54,13 @@ def memory(
     across = 1 if len(chosen) == 1 else 2 if len(chosen) <= 4 else 4
     down = -(-len(chosen) // across)
     figure = constrained(figure, min(1.0 + 2.4 * down, 12.0))
-    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    panels = grid.flatten()
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     predicted_bytes = _held_bytes(part.about.get("predicted") if predicted is None else predicted)
     most_bytes = max(predicted_bytes or 0, *(peak_bytes(part.ranks[rank]) for rank in chosen))
-    scale, unit = style.byte_unit(most_bytes)
-    inches = 0.88 * figure.bbox.width / figure.dpi / across  # of a panel
+    scale, unit = byte_unit(most_bytes)
+    panel_in = 0.88 * size_in(figure)[0] / across
     for place, (axes, rank) in enumerate(zip(panels, chosen)):
-        _draw_rank(axes, part.ranks[rank], scale, unit, inches)
+        _draw_rank(axes, part.ranks[rank], scale, unit, panel_in)
         if predicted_bytes:
             axes.axhline(predicted_bytes / scale, color=INK, linestyle="--", linewidth=1.2)
         if place % across == 0:
@@ -88,7 +95,7 @@ def detailed_step(trace: Trace) -> Trace:
     """The first step that has memory, alone. Raises ValueError without one."""
     for index in trace.steps():
         part = trace.step(index)
-        if any(one.memory for one in part.ranks.values()):
+        if any(rank.memory for rank in part.ranks.values()):
             return part
     raise ValueError(
         "no step of this trace was recorded in detail, and memory is recorded only there; record "
@@ -96,54 +103,56 @@ def detailed_step(trace: Trace) -> Trace:
     )
 
 
-def peak_bytes(one: RankTrace) -> int:
+def peak_bytes(rank: RankTrace) -> int:
     """Of all categories together; 0 where no memory was recorded."""
-    return sum(peak_memory(one).values())
+    return sum(peak_memory(rank).values())
 
 
-def _draw_rank(axes: Axes, one: RankTrace, scale: float, unit: str, inches: float) -> None:
-    axes.set_title(f"rank {one.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
-    if not one.memory or not one.steps:
+def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: float) -> None:
+    axes.set_title(f"rank {rank.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
+    if not rank.memory or not rank.steps:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
         return
-    begin_s = one.steps[0].began_s
-    end_s = one.steps[0].ended_s or max(point.when_s for point in one.memory)
+    begin_s = rank.steps[0].began_s
+    end_s = rank.steps[0].ended_s or max(point.when_s for point in rank.memory)
     percent_per_s = 100 / ((end_s - begin_s) or 1.0)
-    when = [(point.when_s - begin_s) * percent_per_s for point in one.memory]
-    held = np.array([point.held_bytes for point in one.memory]) / scale
+    when = [(point.when_s - begin_s) * percent_per_s for point in rank.memory]
+    held = np.array([point.held_bytes for point in rank.memory]) / scale
     axes.stackplot(
         [*when, 100.0], np.vstack([held, held[-1:]]).T, colors=list(CATEGORIES.values()),
         edgecolor=PAPER, linewidth=0.3, step="post",
     )  # fmt: skip
     totals = held.sum(axis=1)
-    at = int(totals.argmax())
-    axes.plot(when[at], totals[at], marker=CARETDOWN, color=INK, markersize=6, zorder=4)
-    place = "right" if when[at] > 75 else "left" if when[at] < 25 else "center"
-    note(axes, f"peak {totals[at]:.3g} {unit}", (when[at], totals[at]), (0, 7), ha=place,
+    peak = int(totals.argmax())
+    place = (when[peak], totals[peak])
+    axes.plot(*place, marker=CARETDOWN, color=INK, markersize=6, zorder=4)
+    align = "right" if place[0] > 75 else "left" if place[0] < 25 else "center"
+    note(axes, f"peak {place[1]:.3g} {unit}", place, (0, 7), ha=align,
          va="bottom", fontweight="bold", fontsize=SMALL_PT)  # fmt: skip
-    _draw_phases(axes, one, begin_s, percent_per_s, inches)
+    _draw_phases(axes, rank, begin_s, percent_per_s, panel_in)
 
 
 def _draw_phases(
-    axes: Axes, one: RankTrace, begin_s: float, percent_per_s: float, inches: float
+    axes: Axes, rank: RankTrace, begin_s: float, percent_per_s: float, panel_in: float
 ) -> None:
-    """A ribbon of phases over the axes, which are `inches` wide."""
-    for phase, colour in style.PHASES.items():
-        spans = [x for x in one.spans if x.depth == 0 and x.phase == phase and x.ended_s]
+    """A ribbon of phases over the axes, which are `panel_in` wide."""
+    above = axes.get_xaxis_transform()
+    for phase, colour in PHASES.items():
+        spans = [x for x in rank.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
             left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s
             axes.add_patch(
                 Rectangle(
-                    (left, 1.01), width, 0.08, transform=axes.get_xaxis_transform(),
-                    facecolor=colour, edgecolor=PAPER, linewidth=0.7, clip_on=False,
+                    (left, 1.01), width, 0.08, transform=above, facecolor=colour,
+                    edgecolor=PAPER, linewidth=0.7, clip_on=False,
                 )
             )  # fmt: skip
-            room = width / 100 * inches
-            name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room), "")
+            room_in = width / 100 * panel_in
+            name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room_in), "")
             if name:
                 axes.text(
-                    left + width / 2, 1.045, name, transform=axes.get_xaxis_transform(),
-                    ha="center", va="center_baseline", fontsize=7.5, color=style.text_on(colour),
+                    left + width / 2, 1.045, name, transform=above, ha="center",
+                    va="center_baseline", fontsize=7.5, color=text_on(colour),
                 )  # fmt: skip
             if left + width < 99.5:
                 axes.axvline(left + width, color=MUTED, linewidth=0.6, linestyle=":", zorder=3)

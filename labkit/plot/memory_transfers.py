@@ -5,6 +5,7 @@ loading    loads of a model's weights beside its computing
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -14,10 +15,10 @@ from matplotlib.patches import Patch
 
 from labkit.memory.loading import Run
 from labkit.memory.timing import Measured, rates_of
-from labkit.memory.transfers import Rates, short
+from labkit.memory.transfers import Rates, Transfer, short
 from labkit.plot import style
 from labkit.plot.figure import Picture, legend_row, open_rows, styled
-from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT, TITLE_PT
+from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
 PARTS = {"cast": style.ORANGE, "stage": style.GREEN, "copy": style.BLUE, "bus": style.BROWN}
@@ -44,47 +45,40 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
     if not measured:
         raise ValueError("there is nothing to draw: measure at least one way")
     rates = rates or rates_of(measured)
-    groups = sum(_starts(measured, i) for i in range(len(measured)))
-    figure = Picture(1.1 + ROW_IN * (len(measured) + GAP * groups), layout="constrained")
+    groups = [(ends, list(ways)) for ends, ways in groupby(measured, lambda x: x.way.ends)]
+    figure = Picture(1.1 + ROW_IN * (len(measured) + GAP * len(groups)), layout="constrained")
     axes = figure.subplots()
     y, names = 0.0, {}
-    for i, one in enumerate(measured):
-        if _starts(measured, i):
-            axes.text(0, y + 0.62, " → ".join(one.way.ends), fontweight="bold", va="center")
-            y += GAP
-        _draw_way(axes, y, one, rates)
-        names[y + 0.42] = _name(one)
-        y += 1
+    for ends, ways in groups:
+        axes.text(0, y + 0.62, " → ".join(ends), fontweight="bold", va="center")
+        y += GAP
+        for way in ways:
+            _draw_way(axes, y, way, rates)
+            names[y + 0.42] = _name(way.way)
+            y += 1
     axes.set_yticks(list(names), list(names.values()))
     open_rows(axes)
-    axes.tick_params(axis="y", labelsize=SMALL_PT)
     axes.set(ylim=(y, 0), xlim=(0, None), xlabel="ms until the numbers are there")
     axes.set_title(title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32", loc="left")
-    used = {part.what for one in measured for part in one.way.parts(one.numel)}
+    used = {part.what for x in measured for part in x.way.parts(x.numel)}
+    parts = [name for name in PARTS if name in used]
     entries: list[Artist] = [
-        Patch(facecolor=PARTS[what], alpha=0.55, label=WORDS[what])
-        for what in PARTS
-        if what in used
+        *(Patch(facecolor=PARTS[name], alpha=0.55, label=WORDS[name]) for name in parts),
+        Patch(facecolor=MEASURED, label="measured"),
+        Line2D([], [], color=INK, lw=2, label="limit of the bus"),
     ]
-    entries.append(Patch(facecolor=MEASURED, label="measured"))
-    entries.append(Line2D([], [], color=INK, lw=2, label="limit of the bus"))
-    if any(_early(one) for one in measured):
+    if any(_early(x) for x in measured):
         entries.append(Line2D([], [], mew=1.5, label="the call has returned", **DIAMOND))
     legend_row(figure, entries, fontsize=SMALL_PT)
     return figure
-
-
-def _starts(measured: Sequence[Measured], i: int) -> bool:
-    return i == 0 or measured[i].way.ends != measured[i - 1].way.ends
 
 
 def _draw_way(axes: Axes, y: float, one: Measured, rates: Rates) -> None:
     left_ms = 0.0
     for part in one.way.parts(one.numel):
         width_ms = rates.seconds(part) * 1e3
-        axes.barh(
-            y + 0.24, width_ms, 0.34, left_ms, color=PARTS[part.what], alpha=0.55, edgecolor=PAPER
-        )
+        colour = PARTS[part.what]
+        axes.barh(y + 0.24, width_ms, 0.34, left_ms, color=colour, alpha=0.55, edgecolor=PAPER)
         left_ms += width_ms
         if part.what == "bus":
             axes.plot([width_ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
@@ -98,8 +92,7 @@ def _early(one: Measured) -> bool:
     return one.returned_s < 0.9 * one.done_s
 
 
-def _name(one: Measured) -> str:
-    way = one.way
+def _name(way: Transfer) -> str:
     words = [short(way.to)]
     if way.dtype != way.to:
         words.append(f"cast {way.cast}" if way.cast else "cast left to torch")
@@ -118,9 +111,8 @@ def loading(runs: Mapping[str, Run]) -> Picture:
         raise ValueError("there is nothing to draw: give a run with its name")
     figure = Picture(0.9 + 1.05 * len(runs), layout="constrained")
     axes = figure.subplots()
-    for i, (name, run) in enumerate(runs.items()):
+    for y, (name, run) in zip(range(0, 3 * len(runs), 3), runs.items()):
         (rank,) = run.trace.ranks.values()
-        y = 3 * i
         for event in rank.comms:
             _bar(axes, y + 1, event.began_s, event.ended_s, style.shade(event.op, event.seq))
         for span in rank.spans:
@@ -135,12 +127,12 @@ def loading(runs: Mapping[str, Run]) -> Picture:
         axes.text(1, y + 0.55, words, transform=axes.get_yaxis_transform(), ha="right",
                   va="center", fontsize=SMALL_PT, color=MUTED)  # fmt: skip
     places = [3 * i + dy for i in range(len(runs)) for dy in (1.35, 2.15)]
-    axes.set_yticks(places, ["bus", "compute"] * len(runs), fontsize=SMALL_PT)
+    axes.set_yticks(places, ["bus", "compute"] * len(runs))
     open_rows(axes)
     axes.set(ylim=(3 * len(runs), 0.1), xlim=(0, None), xlabel="ms")
     links = [run.about["link"]["gbps"] for run in runs.values() if "link" in run.about]  # type: ignore[index]
     paced = f"  ·  bus paced to {links[0]:g} Gbit/s" if links else ""
-    axes.set_title(f"Weights from CPU memory{paced}", loc="left", fontsize=TITLE_PT)
+    axes.set_title(f"Weights from CPU memory{paced}", loc="left")
     return figure
 
 

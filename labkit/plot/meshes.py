@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from itertools import cycle, pairwise
 from math import prod
+from typing import Any
 
+import numpy as np
 from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -32,7 +34,6 @@ def mesh(
         shape: a `Mesh`, or its sizes as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
         ranks_per_node: draw a box around the ranks of each machine, which have neighbouring
             numbers; a link that leaves its box is drawn dashed.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError for a mesh of more than 256 ranks.
     """
@@ -56,9 +57,8 @@ def mesh(
     legend = []
     for axis, colour in _colours(sizes).items():
         segments, styles = _links(sizes, axis, places, node_of)
-        axes.add_collection(
-            LineCollection(segments, colors=colour, linestyles=styles, lw=2.2, zorder=2)
-        )
+        links = LineCollection(segments, colors=colour, linestyles=styles, lw=2.2, zorder=2)
+        axes.add_collection(links)
         legend.append(Line2D([], [], color=colour, lw=2.5, label=f"{axis} = {sizes[axis]}"))
     dots = PatchCollection([Circle(place, RADIUS) for place in places], fc=PAPER, ec=INK, zorder=3)
     axes.add_collection(dots)
@@ -85,14 +85,13 @@ def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
 def _places(sizes: Mapping[str, int]) -> list[Place]:
     """The innermost axis to the right; each further one beside or below, whichever keeps the
     picture wider than high, but no ribbon."""
-    total = prod(sizes.values())
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
         step[axis] = (along, extent[along])
         extent[along] = extent[along] * sizes[axis] + (GAP if depth else 0.0)
     places = []
-    for rank in range(total):
+    for rank in range(prod(sizes.values())):
         place = [0.0, 0.0]
         for axis, index in coordinates(sizes, rank).items():
             along, length = step[axis]
@@ -103,27 +102,17 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
-) -> tuple[list[list[Place]], list[str]]:
+) -> tuple[list[np.ndarray], list[Any]]:
     """A line between neighbours on `axis`, bent a little where other ranks lie between them."""
     segments, styles = [], []
-    for line in lines(sizes, axis):
-        for one, other in pairwise(line):
-            (x, y), (u, v) = places[one], places[other]
-            far = max(abs(u - x), abs(v - y)) > 1.5
-            bend = 0.42 if far else 0.0
-            middle = ((x + u) / 2 + bend * (x == u), (y + v) / 2 - bend * (y == v))
-            corner = (2 * middle[0] - (x + u) / 2, 2 * middle[1] - (y + v) / 2)
-            segments.append([_bezier((x, y), corner, (u, v), t / 12) for t in range(13)])
-            styles.append("-" if node_of[one] == node_of[other] else (0, (3, 1.5)))
-    return segments, styles  # type: ignore[return-value]
-
-
-def _bezier(begin: Place, corner: Place, end: Place, t: float) -> Place:
-    a, b, c = (1 - t) ** 2, 2 * t * (1 - t), t**2
-    return (
-        a * begin[0] + b * corner[0] + c * end[0],
-        a * begin[1] + b * corner[1] + c * end[1],
-    )
+    t = np.linspace(0, 1, 13)[:, None]  # along a quadratic Bézier curve
+    for rank, neighbour in (pair for line in lines(sizes, axis) for pair in pairwise(line)):
+        begin, end = np.array(places[rank]), np.array(places[neighbour])
+        bend = 0.84 if abs(end - begin).max() > 1.5 else 0.0
+        corner = (begin + end) / 2 + bend * (begin == end) * [1, -1]
+        segments.append((1 - t) ** 2 * begin + 2 * t * (1 - t) * corner + t**2 * end)
+        styles.append("-" if node_of[rank] == node_of[neighbour] else (0, (3, 1.5)))
+    return segments, styles
 
 
 def _boxes(places: list[Place], node_of: list[int]) -> list[FancyBboxPatch]:

@@ -5,7 +5,7 @@ number is in the sum: a cell with all stripes is finished. What the step sends i
 arrow to the rank that receives it. Everything was recorded (labkit.watch_collective).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 
 from matplotlib.axes import Axes
@@ -40,7 +40,6 @@ def movement(
     Args:
         shown: what `labkit.watch_collective` returns.
         steps: only these, 1 being the first; the number of steps plus 1 is the end.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError for a step that does not exist.
     """
@@ -77,15 +76,13 @@ def _panel(
     which are drawn together: thousands of single ones are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
-    width = shown.size * COLUMN - COLUMN + CELL
+    middle = left + (shown.size * COLUMN - COLUMN + CELL) / 2
     title = "at the end" if is_end else f"step {step}"
-    axes.text(left + width / 2, top - 0.31, title, ha="center", color=INK, fontsize=TITLE_PT)
-    for rank in range(shown.size):
-        x = left + rank * COLUMN
-        axes.text(x + CELL / 2, top - 0.08, str(rank), ha="center", fontsize=SMALL_PT, color=MUTED)
-    for chunk in range(shown.size):
-        y = top + chunk * ROW + HIGH / 2
-        axes.text(left - 0.05, y, f"c{chunk}", ha="right", va="center", fontsize=SMALL_PT - 1)
+    axes.text(middle, top - 0.31, title, ha="center", fontsize=TITLE_PT)
+    for k in range(shown.size):
+        x, y = left + k * COLUMN + CELL / 2, top + k * ROW + HIGH / 2
+        axes.text(x, top - 0.08, str(k), ha="center", fontsize=SMALL_PT, color=MUTED)
+        axes.text(left - 0.05, y, f"c{k}", ha="right", va="center", fontsize=SMALL_PT - 1)
         axes.texts[-1].set_color(MUTED)
     stripes = []
     for rank, row in enumerate(held):
@@ -131,19 +128,18 @@ def _wrong(content: Content, chunk: int) -> str:
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
     """A frame around each run of chunks sent, and an arrow to their target."""
-    for first, count in _runs(sorted(set(message.chunks))):
-        y, high = top + first * ROW, (count - 1) * ROW + HIGH
-        x = left + message.source * COLUMN
+    forward = message.target > message.source
+    x, target_x = (left + rank * COLUMN for rank in (message.source, message.target))
+    begin, end = (x + CELL, target_x) if forward else (x, target_x + CELL)
+    far = abs(message.target - message.source) > 1
+    bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
+    for run in _runs(message.chunks):
+        y, high = top + run[0] * ROW, (len(run) - 1) * ROW + HIGH
+        place = (x - 0.02, y - 0.02)
         axes.add_patch(
-            Rectangle((x - 0.02, y - 0.02), CELL + 0.04, high + 0.04, fill=False, ec=INK, lw=1.2,
-                      zorder=5)
-        )  # fmt: skip
-        forward = message.target > message.source
-        begin = x + (CELL if forward else 0.0)
-        end = left + message.target * COLUMN + (0.0 if forward else CELL)
-        far = abs(message.target - message.source) > 1
-        bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
-        share = (message.source + 0.5) / size if count > 1 else 0.33 if forward else 0.67
+            Rectangle(place, CELL + 0.04, high + 0.04, fill=False, ec=INK, lw=1.2, zorder=5)
+        )
+        share = (message.source + 0.5) / size if len(run) > 1 else 0.33 if forward else 0.67
         level = y + high * share
         axes.add_patch(
             FancyArrowPatch(
@@ -154,17 +150,16 @@ def _message(axes: Axes, message: Message, left: float, top: float, size: int) -
         )  # fmt: skip
 
 
-def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of neighbours, as (first, how many): [0, 1, 3] gives (0, 2) and (3, 1)."""
-    grouped = groupby(enumerate(chunks), lambda pair: pair[1] - pair[0])
-    runs = [[chunk for _, chunk in group] for _, group in grouped]
-    return [(run[0], len(run)) for run in runs]
+def _runs(chunks: Iterable[int]) -> list[list[int]]:
+    """Runs of neighbours: [0, 1, 3] gives [0, 1] and [3]."""
+    numbered = enumerate(sorted(set(chunks)))
+    grouped = groupby(numbered, lambda pair: pair[1] - pair[0])
+    return [[chunk for _, chunk in run] for _, run in grouped]
 
 
 def _head(axes: Axes, shown: Movement, width: float) -> None:
-    steps = len(shown.frames)
-    axes.text(0.06, 0.2, f"{shown.name}  ·  {shown.size} ranks  ·  {steps} steps", color=INK,
-              fontsize=TITLE_PT + 1, va="center")  # fmt: skip
+    title = f"{shown.name}  ·  {shown.size} ranks  ·  {len(shown.frames)} steps"
+    axes.text(0.06, 0.2, title, fontsize=TITLE_PT + 1, va="center")
     patches = [Patch(color=RANKS[rank], label=f"from {rank}") for rank in range(shown.size)]
     legend = axes.legend(
         handles=patches, loc="center left", ncols=shown.size, bbox_to_anchor=(0.04, 0.45),

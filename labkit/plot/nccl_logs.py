@@ -1,7 +1,7 @@
 """A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from math import ceil, cos, hypot, pi, sin
+from collections.abc import Hashable, Mapping
+from math import ceil, cos, hypot, radians, sin
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
 from labkit.foreign import literal
-from labkit.plot.figure import Picture, styled
+from labkit.plot.figure import Picture, size_in, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 
@@ -38,14 +38,17 @@ def nccl(
     Args:
         log: what `read_nccl_log` returns.
         communicator: one of `log.communicators`; the largest if None.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError for a log without rings and trees, and for more than 64 ranks.
     """
     group = communicator or log.main
-    rings = _alike(group.rings.items())
-    trees = _alike((channel, tuple(sorted(tree.items()))) for channel, tree in group.trees.items())
-    if not rings and not trees:
+    trees = {channel: tuple(sorted(tree.items())) for channel, tree in group.trees.items()}
+    panels = [
+        (kind, draw, channels)
+        for kind, draw, graphs in (("ring", _ring, group.rings), ("tree", _tree, trees))
+        for channels in _alike(graphs)[:MOST_OF_A_KIND]
+    ]
+    if not panels:
         raise ValueError(
             "this log shows no ring and no tree; take the output of all ranks, with "
             "NCCL_DEBUG=INFO and without NCCL_DEBUG_SUBSYS"
@@ -55,35 +58,31 @@ def nccl(
             f"{group.size} ranks cannot be read as a picture; draw a log of at most {MOST_RANKS}, "
             "or another one of log.communicators"
         )
-    panels = [*rings[:MOST_OF_A_KIND], *trees[:MOST_OF_A_KIND]]
     columns = min(MOST_COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
     if figure is None:
         figure = Picture(rows * PANEL_IN + AROUND_IN)
-    height_in = figure.bbox.height / figure.dpi
+    height_in = size_in(figure)[1]
     grid = figure.add_gridspec(
         rows, columns, left=0.01, right=0.99, wspace=0.05, hspace=0.2,
         top=1 - 0.62 / height_in, bottom=0.4 / height_in,
     )  # fmt: skip
     used: set[str] = set()
-    for i, channels in enumerate(panels):
-        axes = figure.add_subplot(grid[i // columns, i % columns])
+    for i, (kind, draw, channels) in enumerate(panels):
+        axes = figure.add_subplot(grid[i])
         axes.set_aspect("equal")
         axes.axis("off")
-        kind, draw = ("ring", _ring) if i < len(rings[:MOST_OF_A_KIND]) else ("tree", _tree)
         used |= draw(axes, group, channels[0])
         numbers = ", ".join(map(str, channels[:6])) + (" ..." if len(channels) > 6 else "")
         axes.set_title(f"{kind} of channel {numbers}", fontsize=SMALL_PT + 1, pad=3)
     nodes = len(group.hosts())
-    words = [f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
+    words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
     words += [f"{group.channels} channels"] if group.channels else []
-    figure.text(
-        0.02, 1 - 0.22 / height_in, "  ·  ".join(["NCCL " + log.version, *words]), color=INK,
-        fontsize="large", va="center",
-    )  # fmt: skip
-    handles = [Line2D([], [], color=COLOURS[name], lw=2.5, label=name) for name in COLOURS]
-    shown = [handle for handle in handles if handle.get_label() in used]
-    figure.legend(handles=shown, loc="lower center", ncols=len(shown), borderaxespad=0.3)
+    title_y = 1 - 0.22 / height_in
+    figure.text(0.02, title_y, "  ·  ".join(words), fontsize="large", va="center")
+    shown = [name for name in COLOURS if name in used]
+    handles = [Line2D([], [], color=COLOURS[name], lw=2.5, label=name) for name in shown]
+    figure.legend(handles=handles, loc="lower center", ncols=len(shown), borderaxespad=0.3)
     return figure
 
 
@@ -98,11 +97,11 @@ def over(connection: Connection | None) -> str:
     return "network, GPUDirect" if connection.gpu_direct else "network"
 
 
-def _alike(items: Iterable[tuple[int, Hashable]]) -> list[list[int]]:
+def _alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
     """The channels, grouped by equal rings or trees."""
     channels: dict[Hashable, list[int]] = {}
-    for channel, what in sorted(items, key=lambda item: item[0]):
-        channels.setdefault(what, []).append(channel)
+    for channel, graph in sorted(graphs.items()):
+        channels.setdefault(graph, []).append(channel)
     return list(channels.values())
 
 
@@ -110,28 +109,33 @@ def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
     """The ranks on a circle by host and number, an arrow from each to the next."""
     order = [rank for ranks in group.hosts().values() for rank in ranks]
     order += [rank for rank in group.rings[channel] if rank not in order]
-    step = 2 * pi / max(2, len(order))
-    angle = {rank: pi / 2 - (i + 0.5) * step for i, rank in enumerate(order)}
-    place = {rank: (cos(a), sin(a)) for rank, a in angle.items()}
-    radius = min(0.19, 0.38 * step)
+    step = 360 / max(2, len(order))  # degrees
+    angle = {rank: 90 - (i + 0.5) * step for i, rank in enumerate(order)}
+    place = {rank: _on_circle(1.0, degrees) for rank, degrees in angle.items()}
+    radius = min(0.19, 0.38 * radians(step))
     for i, (host, ranks) in enumerate(group.hosts().items()):
-        first, last = (angle[ranks[end]] for end in (-1, 0))
-        edges = ((first - 0.45 * step) * 180 / pi, (last + 0.45 * step) * 180 / pi)
+        first, last = angle[ranks[-1]], angle[ranks[0]]
         width = 0.56 if len(order) > 2 else 0.8
-        axes.add_patch(Wedge((0, 0), 1.28, *edges, width=width, fc=_tint(i), ec="none"))
+        tint = TINTS[i % len(TINTS)]
+        edges = (first - 0.45 * step, last + 0.45 * step)
+        axes.add_patch(Wedge((0, 0), 1.28, *edges, width=width, fc=tint, ec="none"))
         middle = (first + last) / 2
         name = literal(host if len(host) <= 16 else host[:15] + "…")
         axes.text(
-            1.4 * cos(middle), 1.4 * sin(middle), name,
-            ha="center", va="center", fontsize=SMALL_PT - 0.5, color=MUTED,
-            rotation=_upright(middle * 180 / pi - 90),
+            *_on_circle(1.4, middle), name, ha="center", va="center", fontsize=SMALL_PT - 0.5,
+            color=MUTED, rotation=_upright(middle - 90),
         )  # fmt: skip
     used = set()
-    for one, other in group.hops(channel):
-        used.add(_arrow(axes, place[one], place[other], radius, group.over(one, other, channel)))
+    for rank, following in group.hops(channel):
+        link = group.over(rank, following, channel)
+        used.add(_arrow(axes, place[rank], place[following], radius, link))
     _dots(axes, group, place, radius)
     axes.set(xlim=(-1.62, 1.62), ylim=(-1.5, 1.5))
     return used
+
+
+def _on_circle(radius: float, degrees: float) -> Place:
+    return radius * cos(radians(degrees)), radius * sin(radians(degrees))
 
 
 def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
@@ -146,8 +150,7 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
         children = [x for x in tree.get(rank, TreeNode(None, ())).children if x not in place]
         for child in children:
             put(child, depth + 1)
-        if not children:
-            leaves += 1
+        leaves += not children
         across = [place[child][0] for child in children] or [float(leaves)]
         place[rank] = (sum(across) / len(across), -float(depth))
 
@@ -156,10 +159,10 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
             put(rank, 0)
     if not place:  # a damaged tree without a root
         put(min(tree), 0)
-    depth = max((-y for _, y in place.values()), default=0.0)
+    depth = max(1.0, *(-y for _, y in place.values()))
     scale = max(2.6 / max(1.0, leaves), 0.4)
-    place = {rank: (x * scale, y * 2.4 / max(1.0, depth)) for rank, (x, y) in place.items()}
-    radius = min(0.19, 0.9 / max(1.0, depth), 0.42 * scale)
+    place = {rank: (x * scale, y * 2.4 / depth) for rank, (x, y) in place.items()}
+    radius = min(0.19, 0.9 / depth, 0.42 * scale)
     used = set()
     for rank in place:
         parent = tree[rank].parent if rank in tree else None
@@ -167,36 +170,34 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
             link = group.over(rank, parent, channel) or group.over(parent, rank, channel)
             used.add(_arrow(axes, place[rank], place[parent], radius, link))
     _dots(axes, group, place, radius)
-    middle = (min(x for x, _ in place.values()) + max(x for x, _ in place.values())) / 2
-    half = max(1.6, max(abs(x - middle) for x, _ in place.values()) + 0.3)
+    left, right = (end(x for x, _ in place.values()) for end in (min, max))
+    half = max(1.6, (right - left) / 2 + 0.3)
+    middle = (left + right) / 2
     axes.set(xlim=(middle - half, middle + half), ylim=(-2.65, 0.3))
     return used
 
 
-def _arrow(axes: Axes, one: Place, other: Place, radius: float, link: Connection | None) -> str:
+def _arrow(axes: Axes, begin: Place, end: Place, radius: float, link: Connection | None) -> str:
     """From the edge of one dot to that of the other; returns the name in the legend."""
-    (x, y), (u, v) = one, other
+    (x, y), (u, v) = begin, end
     cut = radius / max(1e-9, hypot(u - x, v - y))
-    begin = (x + cut * (u - x), y + cut * (v - y))
-    end = (u - cut * (u - x), v - cut * (v - y))
+    dx, dy = cut * (u - x), cut * (v - y)
+    ends = (x + dx, y + dy), (u - dx, v - dy)
     name = over(link)
-    arrow = FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0)
+    arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0)
     arrow.set(linewidth=1.8, color=COLOURS[name], zorder=3)
     axes.add_patch(arrow)
     return name
 
 
 def _dots(axes: Axes, group: Communicator, place: dict[int, Place], radius: float) -> None:
-    hosts: Sequence[str] = list(group.hosts())
+    hosts = list(group.hosts())
     points = SMALL_PT if len(place) <= 16 else SMALL_PT - 2 if len(place) <= 32 else SMALL_PT - 4
     for rank, (x, y) in place.items():
-        tint = _tint(hosts.index(group.ranks[rank].host)) if rank in group.ranks else "white"
+        known = rank in group.ranks
+        tint = TINTS[hosts.index(group.ranks[rank].host) % len(TINTS)] if known else "white"
         axes.add_patch(Circle((x, y), radius, fc=tint, ec=INK, lw=0.9, zorder=4))
         axes.text(x, y, str(rank), ha="center", va="center", fontsize=points, zorder=5)
-
-
-def _tint(host: int) -> str:
-    return TINTS[host % len(TINTS)]
 
 
 def _upright(degrees: float) -> float:

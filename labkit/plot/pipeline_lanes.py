@@ -3,6 +3,7 @@ the activations held; for a schedule by its costs, or for a recorded run of it.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from labkit.plot.choice import choose_step
 from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
@@ -15,66 +16,68 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass(frozen=True)
 class Lanes:
-    """What one panel shows: `of_stage` is what each stage did when, in `unit` ("ms" or "")."""
+    """What one panel shows: the timed actions of each stage, in `unit` ("ms", or "" for forwards),
+    the first at 0."""
 
     name: str
-    of_stage: list[list[TimedAction]]
+    stages: list[list[TimedAction]]
     unit: str
     note: str = ""
 
+    @cached_property
+    def actions(self) -> list[TimedAction]:
+        """Those of all stages."""
+        return [timed for stage in self.stages for timed in stage]
+
     @property
     def length(self) -> float:
-        """From the first action to the end of the last one, in `unit`."""
-        return max(x.ended_s for actions in self.of_stage for x in actions)
+        """From the first action to the end of the last one."""
+        return max(timed.ended_s for timed in self.actions)
 
     @property
     def step(self) -> float:
         """The longest time from a stage's first action to its last (`pipeline_step_s`): the next
         step may begin on each stage so much later."""
-        return max(done[-1].ended_s - done[0].began_s for done in self.of_stage if done)
+        return max(stage[-1].ended_s - stage[0].began_s for stage in self.stages if stage)
 
     @property
     def bubble(self) -> float:
-        """The part of a step, of all stages together, in which nothing was computed: 0 to 1."""
-        busy = sum(x.ended_s - x.began_s for actions in self.of_stage for x in actions)
-        return 1 - busy / (self.step * len(self.of_stage)) if self.step else 0.0
+        """The part of a step, of all stages together, in which nothing is computed: 0 to 1."""
+        busy = sum(timed.ended_s - timed.began_s for timed in self.actions)
+        return 1 - busy / (self.step * len(self.stages)) if self.step else 0.0
 
     @property
     def windows(self) -> list[tuple[float, float]]:
-        """When the step runs on each stage; in it, all but computing is bubble."""
-        ends = [done[-1].ended_s if done else self.step for done in self.of_stage]
-        return [(begin, begin + self.step) for end in ends for begin in [max(0.0, end - self.step)]]
+        """When the step runs on each stage; all of it but computing is bubble."""
+        ends = [stage[-1].ended_s if stage else self.step for stage in self.stages]
+        begins = [max(0.0, end - self.step) for end in ends]
+        return [(begin, begin + self.step) for begin in begins]
 
     @property
     def chunks(self) -> int:
         """Of each stage."""
-        return 1 + max(x.action.chunk for actions in self.of_stage for x in actions)
+        return 1 + max(timed.action.chunk for timed in self.actions)
 
     @property
     def held(self) -> list[float]:
         """The most micro-batches whose activations each stage holds, from a forward until its
         backward or its weights' gradients; one chunk counts as a part of a micro-batch."""
-        order = [[x.action for x in done] for done in self.of_stage]
+        order = [[timed.action for timed in stage] for stage in self.stages]
         return [peak / self.chunks for peak in peak_in_flight(order)]
 
     @property
-    def phases(self) -> set[str]:
-        """The phases of its actions."""
-        return {x.action.phase for actions in self.of_stage for x in actions}
-
-    @property
     def title(self) -> str:
-        """Name, sizes, seconds of a step, bubble."""
-        microbatches = len({x.action.microbatch for actions in self.of_stage for x in actions})
-        counts = [
-            (len(self.of_stage), "stage", ("", "s")),
-            (microbatches, "micro-batch", ("", "es")),
-            *[(self.chunks, "chunk", ("", "s"))] * (self.chunks > 1),
+        """Name, sizes, length of a step, bubble."""
+        microbatches = len({timed.action.microbatch for timed in self.actions})
+        sizes = [
+            f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}",
+            f"{microbatches} micro-batch{'es' * (microbatches > 1)}",
         ]
-        sizes = ", ".join(f"{n} {word}{ending[n > 1]}" for n, word, ending in counts)
+        if self.chunks > 1:
+            sizes.append(f"{self.chunks} chunks")
         length = f"{self.step:.4g} {self.unit or 'forwards long'}"
-        parts = [self.name, sizes, length, f"bubble {self.bubble:.1%} of the total", self.note]
-        return "  ·  ".join(part for part in parts if part)
+        bubble = f"bubble {self.bubble:.1%} of the total"
+        return "  ·  ".join(filter(None, (self.name, ", ".join(sizes), length, bubble, self.note)))
 
 
 def lanes_of(
@@ -95,8 +98,8 @@ def lanes_of(
     if recorded is not None:
         return _of_trace(name, by_microbatch(recorded, what), step)
     units = {phase: units / chunks_of(what) for phase, units in UNITS.items()}
-    found = timed_actions(pipeline_trace(what, units if costs is None else costs, message_s))
-    return _from_zero(name, found, "" if costs is None else "ms")
+    trace = pipeline_trace(what, units if costs is None else costs, message_s)
+    return _from_zero(name, timed_actions(trace), "" if costs is None else "ms")
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
@@ -107,14 +110,11 @@ def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
     return _from_zero(name, timed_actions(trace), "ms", "paced" * bool(trace.about.get("paced")))
 
 
-def _from_zero(name: str, found: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
-    zero_s = min(x.began_s for actions in found for x in actions)
+def _from_zero(name: str, stages: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
+    zero_s = min(x.began_s for stage in stages for x in stage)
     scale = 1e3 if unit == "ms" else 1.0
-    of_stage = [
-        [
-            TimedAction(x.action, (x.began_s - zero_s) * scale, (x.ended_s - zero_s) * scale)
-            for x in actions
-        ]
-        for actions in found
+    moved = [
+        [TimedAction(x.action, *((t - zero_s) * scale for t in x[1:])) for x in stage]
+        for stage in stages
     ]
-    return Lanes(name, of_stage, unit, note)
+    return Lanes(name, moved, unit, note)

@@ -14,7 +14,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.figure import Picture, legend_strip, styled
+from labkit.plot.figure import Picture, lane_axes, legend_strip, size_in, styled
 from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
 from labkit.plot.pipeline_lanes import Lanes, lanes_of
 from labkit.plot.style import FAINT, INK, MUTED, PAPER, PHASES, SMALL_PT, text_on, tint
@@ -55,8 +55,6 @@ def schedule(
         recorded: a recorded run of that schedule, whose times are drawn instead. For stages that
             sleep (`PacedStage`), `record(paced=True)` makes the title say so.
         step: of the recorded run; chosen as in `plot.timeline` if None.
-        name: the beginning of the title.
-        figure: draw into this one instead of a new one.
 
     Raises ValueError for a schedule without an action, for an invalid one, for an action without
     costs, and for a trace of another schedule.
@@ -88,68 +86,58 @@ def schedules(
 
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
     """The panels below each other; those of one unit share the length of their time axes."""
-    units = {one.unit for one in panels}
-    lane_in = min(LANE_IN, LANES_IN / max(len(one.of_stage) for one in panels))
-    heights = [lane_in * len(one.of_stage) for one in panels]
+    lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
+    heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN
     if figure is None:
         figure = Picture(sum(heights) + around_in)
-    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
+    height_in = size_in(figure)[1]
     scale = max(height_in - around_in, 0.1) / sum(heights)
-    top_in = height_in
-    for i, (one, panel_in) in enumerate(zip(panels, heights, strict=True)):
-        top_in -= TITLE_IN + panel_in * scale
-        axes = figure.add_axes(
-            (
-                LEFT_IN / width_in, top_in / height_in,
-                1 - (LEFT_IN + RIGHT_IN) / width_in, panel_in * scale / height_in,
-            )
-        )  # fmt: skip
-        top_in -= TICKS_IN
-        longest = max(x.length for x in panels if x.unit == one.unit) or 1.0
-        _draw_panel(axes, one, longest)
-        if len(units) > 1 or i == len(panels) - 1:
-            axes.set_xlabel(one.unit or "time, in forwards of one stage", labelpad=2)
+    above_in = 0.0
+    for i, (panel, panel_in) in enumerate(zip(panels, heights, strict=True)):
+        above_in += TITLE_IN
+        below_in = height_in - above_in - panel_in * scale
+        axes = lane_axes(figure, LEFT_IN, RIGHT_IN, above_in, below_in)
+        above_in += panel_in * scale + TICKS_IN
+        others = [x for x in panels if x.unit == panel.unit]
+        _draw_panel(axes, panel, max(x.length for x in others) or 1.0)
+        if len(others) < len(panels) or i == len(panels) - 1:
+            axes.set_xlabel(panel.unit or "time, in forwards of one stage", labelpad=2)
     _legend(figure, panels)
     return figure
 
 
-def _draw_panel(axes: Axes, one: Lanes, longest: float) -> None:
-    stages = len(one.of_stage)
-    axes.set(xlim=(0, longest * 1.005), ylim=(stages, 0), yticks=[])
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
-    fit_title(axes, one.title)
-    edge = (1 - LANE) / 2
+def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
+    stages = len(panel.stages)
+    axes.set(xlim=(0, longest * 1.005), ylim=(stages, 0))
+    fit_title(axes, panel.title)
     box = axes.get_window_extent()
     px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
-    idle = [(stage + edge, stage + 1 - edge, *when) for stage, when in enumerate(one.windows)]
+    idle = [(stage, *window) for stage, window in enumerate(panel.windows)]
     _draw_boxes(axes, idle, [FAINT] * stages, [FAINT] * stages)
-    actions = [(stage, x) for stage, done in enumerate(one.of_stage) for x in done]
-    widths_px = [(x.ended_s - x.began_s) * px_per_unit for _, x in actions]
-    colours = [_colour(x.action, one.chunks) for _, x in actions]
+    boxes = [(i, x.began_s, x.ended_s) for i, stage in enumerate(panel.stages) for x in stage]
+    widths_px = [(ended - began) * px_per_unit for _, began, ended in boxes]
+    colours = [_colour(x.action, panel.chunks) for x in panel.actions]
     edges = [PAPER if px > EDGE_PX else colour for px, colour in zip(widths_px, colours)]
-    boxes = [(stage + edge, stage + 1 - edge, x.began_s, x.ended_s) for stage, x in actions]
     _draw_boxes(axes, boxes, colours, edges)
     numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
     px_per_pt = axes.figure.dpi / 72
+    names = []
+    for timed, (stage, began, ended), colour, px in zip(panel.actions, boxes, colours, widths_px):
+        text = str(timed.action.microbatch)
+        if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < px:
+            names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(colour)))
     if px_per_lane * LANE > LINE_PX - 2:
-        numbers.write(
-            [
-                Name(text, (x.began_s + x.ended_s) / 2, stage + 0.5, text_on(colour))
-                for (stage, x), colour, px in zip(actions, colours, widths_px)
-                for text in [str(x.action.microbatch)]
-                if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < px
-            ]
-        )
-    _label_lanes(axes, one, px_per_lane)
+        numbers.write(names)
+    _label_lanes(axes, panel.held, px_per_lane)
 
 
 def _draw_boxes(
     axes: Axes, boxes: Sequence[tuple[float, ...]], faces: list[str], edges: list[str]
 ) -> None:
-    """Rectangles from (top, bottom, begin, end), as one collection."""
-    top, bottom, began, ended = np.array(boxes).T
+    """Rectangles from (stage, begin, end), as one collection."""
+    stage, began, ended = np.array(boxes).T
+    top, bottom = stage + (1 - LANE) / 2, stage + (1 + LANE) / 2
     x = np.stack([began, ended, ended, began], axis=1)
     y = np.stack([top, top, bottom, bottom], axis=1)
     polygons = PolyCollection(
@@ -159,16 +147,15 @@ def _draw_boxes(
     axes.add_collection(polygons, autolim=False)
 
 
-def _label_lanes(axes: Axes, one: Lanes, px_per_lane: float) -> None:
+def _label_lanes(axes: Axes, held: list[float], px_per_lane: float) -> None:
     """The stages' names on the left, what each holds on the right, where there is room."""
     every = 1
-    while every * px_per_lane < LINE_PX and every < len(one.of_stage):
+    while every * px_per_lane < LINE_PX and every < len(held):
         every *= 2
     beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
     left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
     right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
-    held = one.held
-    lanes = list(range(len(held)))[::every]
+    lanes = range(0, len(held), every)
     left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage in lanes])
     right.write([Name(f"holds {held[stage]:.3g}", 1.008, stage + 0.5, MUTED) for stage in lanes])
 
@@ -179,12 +166,10 @@ def _colour(action: Action, chunks: int) -> str:
 
 
 def _legend(figure: Figure, panels: Sequence[Lanes]) -> None:
-    phases = set().union(*(one.phases for one in panels))
+    phases = {timed.action.phase for panel in panels for timed in panel.actions}
     entries = {WORDS.get(x, x): Patch(facecolor=PHASES[x]) for x in PHASES if x in phases}
     entries["idle"] = Patch(facecolor=FAINT)
-    chunks = max(one.chunks for one in panels)
-    if chunks > 1:
-        entries["later chunks: lighter"] = Patch(
-            facecolor=_colour(Action("forward", 0, chunks - 1), chunks)
-        )
+    if any(panel.chunks > 1 for panel in panels):
+        lightest = tint(PHASES["forward"], LIGHTEST)
+        entries["later chunks: lighter"] = Patch(facecolor=lightest)
     legend_strip(figure, entries)

@@ -6,6 +6,7 @@ tp 4 · pp 16 ██████████████ compute █ tensor █�
 """
 
 from collections.abc import Sequence
+from itertools import product
 from math import log2
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.plot import style
-from labkit.plot.figure import (
-    BarPart,
-    constrained,
-    legend_below,
-    note,
-    stacked_bars,
-    styled,
-)
+from labkit.plot.figure import BarPart, constrained, legend_below, note, stacked_bars, styled
 from labkit.plot.style import CATEGORIES, COMPUTING, INK, MUTED, PAPER, SMALL_PT, VERMILION
 from labkit.replaying.planning.layout import described
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
@@ -45,9 +39,8 @@ def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure
     reports = planned.reports[:top]
     figure = constrained(figure, max(4.2, 1.6 + 0.42 * len(reports)))
     bars, grid = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    names = [f"{place}  {described(one.layout)}" for place, one in enumerate(reports, 1)]
+    names = [f"{place}  {described(report.layout)}" for place, report in enumerate(reports, 1)]
     _draw_seconds(bars, reports, names)
-    bars.tick_params(axis="y", labelsize=SMALL_PT)
     bars.set_title(f"The fastest {len(reports)} of {len(planned.reports):,}", loc="left")
     _draw_map(grid, planned)
     return figure
@@ -59,20 +52,20 @@ def compared_with_best(
 ) -> Figure:
     """One layout beside the best: the seconds of a step, and the memory of the fullest device.
     Without a report, or with that of the best, the best alone."""
-    reports = [planned.best]
+    reports = {"best": planned.best}
     if report is not None and report != planned.best:
-        reports.insert(0, report)
+        reports = {"chosen": report, **reports}
     figure = constrained(figure, 3.0)
     bars, held = figure.subplots(1, 2, width_ratios=[1.4, 1], sharey=True)
-    _draw_seconds(bars, reports, [
-        f"{'best' if one is planned.best else 'chosen'}\n{one.layout.in_words}" for one in reports
-    ])  # fmt: skip
+    names = [f"{name}\n{x.layout.in_words}" for name, x in reports.items()]
+    _draw_seconds(bars, list(reports.values()), names)
     bars.set_title("A step", loc="left")
     scale, unit = style.byte_unit(planned.budget_bytes)
+    memories = [x.memory_bytes for x in reports.values()]
     stacked_bars(held, [
-        BarPart(name, [one.memory_bytes.get(name, 0) / scale for one in reports], colour)
+        BarPart(name, [memory.get(name, 0) / scale for memory in memories], colour)
         for name, colour in CATEGORIES.items()
-        if any(one.memory_bytes.get(name) for one in reports)
+        if any(memory.get(name) for memory in memories)
     ])  # fmt: skip
     budget = planned.budget_bytes / scale
     held.axvline(budget, color=VERMILION, linestyle="--", linewidth=1.2)
@@ -85,16 +78,16 @@ def compared_with_best(
 
 def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str]) -> None:
     """A bar for each step, of the parts that add up to it."""
-    split = [seconds(one) for one in reports]
+    split = [seconds(report) for report in reports]
     stacked_bars(axes, [
-        BarPart(NAMES.get(part, part), [one[part] for one in split], COLOURS[part],
+        BarPart(NAMES.get(part, part), [step[part] for step in split], COLOURS[part],
                 edge=VERMILION if part == "bubble" else PAPER)
         for part in PARTS
     ], names)  # fmt: skip
-    for row, one in enumerate(reports):
-        note(axes, f"{one.step_s:#.3g} s", (one.step_s, row), (4, 0), va="center",
-             fontsize=SMALL_PT)  # fmt: skip
-    axes.set_xlim(0, 1.15 * max(one.step_s for one in reports))
+    for row, report in enumerate(reports):
+        end = (report.step_s, row)
+        note(axes, f"{report.step_s:#.3g} s", end, (4, 0), va="center", fontsize=SMALL_PT)
+    axes.set_xlim(0, 1.15 * max(report.step_s for report in reports))
     axes.set_xlabel("seconds, mean over the stages")
     legend_below(axes, columns=3)
 
@@ -102,37 +95,33 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
 def _draw_map(axes: Axes, planned: "Plan") -> None:
     """Seconds of the fastest layout with each tp and pp; dark is fast."""
     fastest: dict[tuple[int, int], StepReport] = {}
-    for one in planned.reports:
-        fastest.setdefault((one.layout.tp, one.layout.pp), one)
-    large = {(one.layout.tp, one.layout.pp) for one in planned.too_large}
-    tps, pps = (sorted({at[axis] for at in {*fastest, *large}}) for axis in (0, 1))
-    for x, tp in enumerate(tps):
-        for y, pp in enumerate(pps):
-            text, colour, ink = "", PAPER, MUTED
-            if (tp, pp) in fastest:
-                step_s = fastest[tp, pp].step_s
-                faded = min(0.9, log2(step_s / planned.best.step_s))
-                text, colour = f"{step_s:#.3g}", style.tint(COMPUTING, faded)
-                ink = style.text_on(colour)
-            elif (tp, pp) in large:
-                text, colour = "too\nlarge", style.FAINT
-            axes.fill_between([x, x + 1], y, y + 1, color=colour, edgecolor=PAPER, linewidth=1.5)
-            axes.text(
-                x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=SMALL_PT, color=ink
-            )
+    for report in planned.reports:
+        fastest.setdefault((report.layout.tp, report.layout.pp), report)
+    large = {(x.layout.tp, x.layout.pp) for x in planned.too_large}
+    tps, pps = (sorted(set(axis)) for axis in zip(*fastest, *large))
+    for (x, tp), (y, pp) in product(enumerate(tps), enumerate(pps)):
+        text, colour, ink = "", PAPER, MUTED
+        if (tp, pp) in fastest:
+            step_s = fastest[tp, pp].step_s
+            faded = min(0.9, log2(step_s / planned.best.step_s))
+            text, colour = f"{step_s:#.3g}", style.tint(COMPUTING, faded)
+            ink = style.text_on(colour)
+        elif (tp, pp) in large:
+            text, colour = "too\nlarge", style.FAINT
+        axes.fill_between([x, x + 1], y, y + 1, color=colour, edgecolor=PAPER, linewidth=1.5)
+        middle = (x + 0.5, y + 0.5)
+        axes.text(*middle, text, ha="center", va="center", fontsize=SMALL_PT, color=ink)
     x, y = tps.index(planned.best.layout.tp), pps.index(planned.best.layout.pp)
-    axes.plot(
-        [x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color=INK, linewidth=2, clip_on=False,
-        zorder=4,
-    )  # fmt: skip
+    frame = [x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y]
+    axes.plot(*frame, color=INK, linewidth=2, clip_on=False, zorder=4)
     axes.set_xticks([x + 0.5 for x in range(len(tps))], map(str, tps))
     axes.set_yticks([y + 0.5 for y in range(len(pps))], map(str, pps))
     node = planned.cluster.devices_per_node
     outside = [x for x, tp in enumerate(tps) if tp > node]
     if outside and tps[0] <= node:
         axes.axvline(outside[0], color=VERMILION, linewidth=1.4, linestyle="--")
-        note(axes, "out of the node", (outside[0], len(pps)), (3, 3), color=VERMILION,
-             fontsize=SMALL_PT)  # fmt: skip
+        edge = (outside[0], len(pps))
+        note(axes, "out of the node", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp")
     axes.set_ylabel("pipeline stages pp")
     axes.tick_params(length=0)

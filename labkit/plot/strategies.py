@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -18,7 +17,7 @@ from labkit.plot import style
 from labkit.plot.choice import choose_step, usual_steps
 from labkit.plot.figure import BarPart, constrained, legend_below, name_rows, stacked_bars, styled
 from labkit.plot.memories import detailed_step, peak_bytes
-from labkit.plot.style import CATEGORIES, IDLE
+from labkit.plot.style import CATEGORIES, IDLE, byte_unit
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import common, communicating, computing, length_s, waiting
 
@@ -31,8 +30,7 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     """Strategies side by side, from their recorded runs.
 
     Args:
-        runs: name -> trace; the runs of a list are named by what they say they are.
-        figure: draw into this one instead of a new one.
+        runs: name -> trace; the runs of a list have the names that they were recorded under.
 
     Time and bytes are of a usual step: the mean over the ranks, and the median over the timed
     steps after the run's first. Memory is that of the rank with the highest peak, at its peak, and
@@ -42,16 +40,21 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     if not named:
         raise ValueError('nothing to compare: give recorded runs, as compare({"ddp": trace})')
     for trace in named.values():
-        choose_step(trace)  # says what to do when it is empty
-    held = [_held_at_peak(trace) for trace in named.values()]
-    figure = constrained(figure, 2.3 + 0.5 * len(named))
-    panels = figure.subplots(1, 2 + any(held), squeeze=False, sharey=True)[0]
-    names = [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()]
-    _draw_times(panels[0], [step_times(trace) for trace in named.values()], names)
-    _draw_bytes(panels[1], [sent_bytes(trace) for trace in named.values()], names)
+        choose_step(trace)  # raises for an empty one
+    traces = named.values()
+    panels = {
+        "Time of a step": ("ms", _time_parts([step_times(trace) for trace in traces])),
+        "Sent by one rank in a step": _byte_parts([sent_bytes(trace) for trace in traces]),
+    }
+    held = [_held_at_peak(trace) for trace in traces]
     if any(held):
-        _draw_held(panels[2], held, names)
-    for axes in panels:
+        panels["Held by one rank at its peak"] = _memory_parts(held)
+    figure = constrained(figure, 2.3 + 0.5 * len(named))
+    names = [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()]
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (title, (unit, parts)) in zip(grid, panels.items()):
+        stacked_bars(axes, parts, names)
+        axes.set(title=title, xlabel=unit)
         axes.label_outer()
     return figure
 
@@ -75,8 +78,8 @@ def step_times(trace: Trace) -> StepTimes:
     """Of a usual step: the mean over the ranks, the median over the steps."""
     usual = usual_steps(trace)
     of_step: dict[int, list[tuple[float, ...]]] = {}
-    for one in trace.ranks.values():
-        for part in _by_step(one):
+    for rank in trace.ranks.values():
+        for part in _by_step(rank):
             (step,) = part.steps
             if step.index in usual and step.ended_s:
                 compute, wait = computing(part), waiting(part)
@@ -94,21 +97,21 @@ def step_times(trace: Trace) -> StepTimes:
 def sent_bytes(trace: Trace) -> dict[str, float]:
     """`bus_bytes` that a rank sends in a usual step, by operation: likewise."""
     usual = usual_steps(trace)
-    ops = sorted({event.op for one in trace.ranks.values() for event in one.comms} - {"recv"})
-    totals = {op: dict.fromkeys(usual, 0) for op in ops}
-    for one in trace.ranks.values():
-        for event in one.comms:
-            if event.step in usual and event.op != "recv":  # counted where it is sent
-                totals[event.op][event.step] += event.bus_bytes
+    events = [event for rank in trace.ranks.values() for event in rank.comms]
+    events = [event for event in events if event.op != "recv"]  # counted where it is sent
+    totals = {op: dict.fromkeys(usual, 0) for op in sorted({event.op for event in events})}
+    for event in events:
+        if event.step in usual:
+            totals[event.op][event.step] += event.bus_bytes
     return {op: median(of_step.values()) / len(trace.ranks) for op, of_step in totals.items()}
 
 
-def _by_step(one: RankTrace) -> Iterator[RankTrace]:
-    parts = {x.index: replace(one, steps=[x], spans=[], comms=[], memory=[]) for x in one.steps}
-    for span in one.spans:
+def _by_step(rank: RankTrace) -> Iterator[RankTrace]:
+    parts = {x.index: replace(rank, steps=[x], spans=[], comms=[], memory=[]) for x in rank.steps}
+    for span in rank.spans:
         if span.step in parts:
             parts[span.step].spans.append(span)
-    for event in one.comms:
+    for event in rank.comms:
         if event.step in parts:
             parts[event.step].comms.append(event)
     yield from parts.values()
@@ -132,38 +135,32 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
     return named
 
 
-def _draw_times(axes: Axes, times: Sequence[StepTimes], names: Sequence[str]) -> None:
-    stacked_bars(axes, [
+def _time_parts(times: Sequence[StepTimes]) -> list[BarPart]:
+    waits_ms = [x.waiting_s * 1e3 for x in times]
+    return [
         BarPart("computing", [x.alone_s * 1e3 for x in times], style.COMPUTING),
         BarPart("computing, hiding communication", [x.hidden_s * 1e3 for x in times], style.HIDDEN),
-        BarPart("waiting", [x.waiting_s * 1e3 for x in times], style.WAITING, "////",
-                style.UNFINISHED),
+        BarPart("waiting", waits_ms, style.WAITING, "////", style.UNFINISHED),
         BarPart("neither", [x.neither_s * 1e3 for x in times], IDLE),
-    ], names)  # fmt: skip
-    axes.set(title="Time of a step", xlabel="ms")
+    ]
 
 
-def _draw_bytes(axes: Axes, sent: Sequence[dict[str, float]], names: Sequence[str]) -> None:
-    scale, unit = style.byte_unit(max(sum(one.values()) for one in sent))
-    ops = style.in_order(op for one in sent for op, nbytes in one.items() if nbytes)
+def _byte_parts(sent: Sequence[dict[str, float]]) -> tuple[str, list[BarPart]]:
+    scale, unit = byte_unit(max(sum(ops.values()) for ops in sent))
+    ops = style.in_order(op for run in sent for op, nbytes in run.items() if nbytes)
     others = [op for op in ops if op not in style.OPERATIONS]
-    parts = [
-        BarPart(op, [one.get(op, 0.0) / scale for one in sent],
-                style.shade(op, others.index(op) if op in others else 0))
-        for op in ops
-    ]  # fmt: skip
-    stacked_bars(axes, parts or [BarPart("nothing", [0.0] * len(sent), IDLE)], names)
-    axes.set(title="Sent by one rank in a step", xlabel=unit)
+    shades = {op: style.shade(op, others.index(op) if op in others else 0) for op in ops}
+    parts = [BarPart(op, [run.get(op, 0.0) / scale for run in sent], shades[op]) for op in ops]
+    return unit, parts or [BarPart("nothing", [0.0] * len(sent), IDLE)]
 
 
-def _draw_held(axes: Axes, held: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
-    scale, unit = style.byte_unit(max(map(sum, held)))
-    stacked_bars(axes, [
-        BarPart(category, [one[i] / scale if one else 0.0 for one in held], colour)
+def _memory_parts(held: Sequence[tuple[int, ...]]) -> tuple[str, list[BarPart]]:
+    scale, unit = byte_unit(max(map(sum, held)))
+    return unit, [
+        BarPart(category, [run[i] / scale if run else 0.0 for run in held], colour)
         for i, (category, colour) in enumerate(CATEGORIES.items())
-        if any(one and one[i] for one in held)
-    ], names)  # fmt: skip
-    axes.set(title="Held by one rank at its peak", xlabel=unit)
+        if any(run and run[i] for run in held)
+    ]
 
 
 @styled
@@ -172,41 +169,34 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     figure = constrained(None, max(3.6, 1.8 + 0.5 * len(results)))
     losses, sent, held = figure.subplots(1, 3, width_ratios=[1.2, 1, 1])
     held.sharey(sent)
-    _draw_losses(losses, results)
-    names = [f"{one.strategy}\n{one.ranks} rank{'s' * (one.ranks > 1)}" for one in results]
-    for offset, footprints, label, colour in [
-        (-0.2, [one.measured for one in results], "measured", style.MEASURED),
-        (0.2, [one.predicted for one in results], "predicted", style.PREDICTED),
+    for i, result in enumerate(results):
+        losses.plot(
+            range(1, len(result.losses) + 1), result.losses, style.DASHES[i % len(style.DASHES)],
+            color=style.COLOURS[i % len(style.COLOURS)], lw=5 - 1.5 * min(i, 2),
+            label=result.strategy, alpha=0.9,
+        )  # fmt: skip
+    losses.set(title="Loss: the lines lie on each other", xlabel="step", ylabel="nats per token")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True))
+    losses.legend()
+    names = [f"{x.strategy}\n{x.ranks} rank{'s' * (x.ranks > 1)}" for x in results]
+    for offset, label, colour in [
+        (-0.2, "measured", style.MEASURED),
+        (0.2, "predicted", style.PREDICTED),
     ]:
         places = [place + offset for place in range(len(results))]
-        lengths = [one.bus_bytes / 1e6 for one in footprints]
+        lengths = [getattr(result, label).bus_bytes / 1e6 for result in results]
         sent.barh(places, lengths, 0.38, color=colour, label=label)
-    most = max(one.predicted.bus_bytes for one in results) / 1e6 or 1
+    most = max(result.predicted.bus_bytes for result in results) / 1e6 or 1
     sent.set(title="Sent by one rank in a step", xlabel="MB", xlim=(0, most * 1.05))
     name_rows(sent, names)
     legend_below(sent)
-    measured = [one.measured for one in results]
+    fields = {"parameters": "parameter_bytes", "gradients": "gradient_bytes",
+              "optimizer state": "optimizer_bytes"}  # fmt: skip
     stacked_bars(held, [
-        BarPart(name, [nbytes / 1e6 for nbytes in some], CATEGORIES[name])
-        for name, some in {
-            "parameters": [x.parameter_bytes for x in measured],
-            "gradients": [x.gradient_bytes for x in measured],
-            "optimizer state": [x.optimizer_bytes for x in measured],
-        }.items()
+        BarPart(name, [getattr(x.measured, field) / 1e6 for x in results], CATEGORIES[name])
+        for name, field in fields.items()
     ], names)  # fmt: skip
     held.set(title="Held by one rank", xlabel="MB")
     held.tick_params(labelleft=False)
     figure.savefig(path, dpi=120)
     return figure
-
-
-def _draw_losses(axes: Axes, results: Sequence["Result"]) -> None:
-    for i, one in enumerate(results):
-        axes.plot(
-            range(1, len(one.losses) + 1), one.losses, style.DASHES[i % len(style.DASHES)],
-            color=style.COLOURS[i % len(style.COLOURS)], lw=5 - 1.5 * min(i, 2),
-            label=one.strategy, alpha=0.9,
-        )  # fmt: skip
-    axes.set(title="Loss: the lines lie on each other", xlabel="step", ylabel="nats per token")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()

@@ -8,6 +8,8 @@ state. What travels is purple, blue, yellow, grey or brown by operation; vermili
 from collections.abc import Iterable
 from typing import Any
 
+from matplotlib.colors import to_hex, to_rgb
+
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
 GREY, BROWN = "#5E6670", "#A6761D"
@@ -114,29 +116,27 @@ def shade(op: str, number: int) -> str:
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
 
 
-def tint(colour: str, part: float) -> str:
-    """ "#RRGGBB" mixed with white, of which it then has so large a part, 0 to 1."""
-    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(x + (255 - x) * part):02X}" for x in parts)
+def tint(colour: str, white: float) -> str:
+    """The colour with this share of white in it, 0 to 1."""
+    red, green, blue = (x + (1 - x) * white for x in to_rgb(colour))
+    return to_hex((red, green, blue)).upper()
 
 
 def in_order(ops: Iterable[str]) -> list[str]:
     """In the order of OPERATIONS, then the others by name."""
-    known = list(OPERATIONS)
-    return sorted(set(ops), key=lambda op: (known.index(op) if op in known else len(known), op))
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of "#RRGGBB" as WCAG 2.1 defines it, 0 to 1."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    present = set(ops)
+    return [op for op in OPERATIONS if op in present] + sorted(present - OPERATIONS.keys())
 
 
 def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, 1 to 21; text needs 4.5 (WCAG 2.1, AA)."""
-    low, high = sorted((luminance(one), luminance(other)))
+    low, high = sorted(_luminance(colour) for colour in (one, other))
     return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    rgb = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgb(colour))
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), rgb))
 
 
 def text_on(colour: str) -> str:

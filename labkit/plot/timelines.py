@@ -1,9 +1,9 @@
 """The timeline of a step: per rank a lane of computing, and lanes of communication below it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
@@ -16,8 +16,8 @@ from labkit.plot.bars import (
     title_of,
     unfinished,
 )
-from labkit.plot.choice import choose_ranks, choose_step, only_step
-from labkit.plot.figure import Picture, legend_strip, styled
+from labkit.plot.choice import choose_ranks, choose_step
+from labkit.plot.figure import Picture, lane_axes, legend_strip, styled
 from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
 from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, text_on
 from labkit.trace import Trace
@@ -74,7 +74,9 @@ class TimelineView:
         rows = sum(self._of(step)[2][rank].height for rank in chosen)
         axes_in = min(max(1.3, rows * 0.46), 8.0)
         self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
-        self.axes = _new_axes(self.figure)
+        self.axes = lane_axes(self.figure, LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN)
+        self.axes.grid(axis="x", color=FAINT, linewidth=0.8)
+        self.axes.set_axisbelow(True)
         self._legend = legend_strip(self.figure, {})
         self.polygons = PolyCollection([], joinstyle="miter", zorder=2)
         self.axes.add_collection(self.polygons, autolim=False)
@@ -91,16 +93,15 @@ class TimelineView:
         zoom: tuple[float, float] = (0.0, 1.0),
         until_s: float = 0.0,
     ) -> Figure:
-        """Show that step, those ranks and that part of the step; defaults as in `timeline`. The
-        time axis is `until_s` long, or as long as a longer step."""
+        """Show another step, ranks or part of it; the time axis is at least `until_s` long."""
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
             raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
         part, end_s, of_rank = self._of(step)
-        self._explain(Trace({rank: part.ranks[rank] for rank in chosen}))
+        self._update_legend(Trace({rank: part.ranks[rank] for rank in chosen}))
         tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
-        self._show(max(end_s, until_s) * 1e3, zoom, tops[-1])
+        self._set_limits(max(end_s, until_s) * 1e3, zoom, tops[-1])
         self.bars = [
             bar._replace(top=bar.top + top, bottom=bar.bottom + top, names_to=bar.names_to + top)
             for rank, top in zip(chosen, tops)
@@ -111,43 +112,33 @@ class TimelineView:
         self._write_names()
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
         fit_title(self.axes, title_of(part, step, chosen, len(self.trace.steps())))
-        detail = any(x.detail for one in part.ranks.values() for x in one.steps)
+        detail = any(x.detail for rank in part.ranks.values() for x in rank.steps)
         label = "ms of a step in detail: not its usual speed" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
         return self.figure
 
-    @styled
-    def show(
-        self,
-        trace: Trace,
-        step: int | None = None,
-        ranks: Iterable[int] | None = None,
-        zoom: tuple[float, float] = (0.0, 1.0),
-        until_s: float = 0.0,
-    ) -> Figure:
+    def show(self, trace: Trace, *args: Any, **options: Any) -> Figure:
         """Show another trace, as `redraw` does."""
         self.trace, self._steps = trace, {}
-        return self.redraw(step, ranks, zoom, until_s)
+        return self.redraw(*args, **options)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
         """A step, its end in seconds, and the bars of each rank; computed once."""
         if step not in self._steps:
-            part = only_step(self.trace, step)
-            end_s = end_of(part)
-            if unfinished(part):
-                end_s *= 1.08  # room for what never ended
-            bars = {rank: bars_of(one, end_s) for rank, one in part.ranks.items()}
+            part = self.trace.from_zero() if step is None else self.trace.step(step)
+            end_s = end_of(part) * (1.08 if unfinished(part) else 1.0)  # room for what never ended
+            bars = {rank: bars_of(trace, end_s) for rank, trace in part.ranks.items()}
             self._steps[step] = (part, end_s, bars)
         return self._steps[step]
 
-    def _explain(self, shown: Trace) -> None:
-        """A legend of all that this step and these ranks have, whatever the zoom."""
+    def _update_legend(self, shown: Trace) -> None:
+        """All that this step and these ranks have, whatever the zoom."""
         entries = legend_entries(shown)
         if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
             self._legend.remove()
             self._legend = legend_strip(self.figure, entries)
 
-    def _show(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
+    def _set_limits(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
         """Set the limits of the axes, and the scale in pixels."""
         whole_ms = (end_ms or 1.0) * 1.02
         self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
@@ -202,29 +193,10 @@ class TimelineView:
             every *= 2
         for (rank, whole), top in list(zip(complete.items(), tops))[::every]:
             labels.append(Name(f"rank {rank}" + " (cut off)" * (not whole), -0.007, top + 0.5, INK))
-            groups = of_rank[rank].groups
-            for lane, group in enumerate(groups):
+            for lane, group in enumerate(groups := of_rank[rank].groups):
                 lane_top, lane_bottom = lane_place(lane, len(groups))
                 high = (lane_bottom - lane_top) * self._px_per_row > NAME_PX
                 if high and group not in groups[:lane]:
                     y = top + (lane_top + lane_bottom) / 2
                     labels.append(Name(group_name(group), -0.007, y, MUTED))
         self.labels.write(labels)
-
-
-def _new_axes(figure: Figure) -> Axes:
-    """Axes with room for the names of ranks and the legend, whatever the figure's size."""
-    width_in, height_in = (side / figure.dpi for side in figure.bbox.size)
-    place = (
-        LEFT_IN / width_in,
-        BOTTOM_IN / height_in,
-        1 - (LEFT_IN + RIGHT_IN) / width_in,
-        1 - (TOP_IN + BOTTOM_IN) / height_in,
-    )
-    axes = figure.add_axes(place)
-    axes.spines["left"].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.set_yticks([])
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-    axes.tick_params(axis="x", labelsize=SMALL_PT, labelcolor=INK, color=MUTED)
-    return axes

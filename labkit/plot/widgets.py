@@ -2,8 +2,10 @@
 
 import html
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
 
 from labkit.plot.choice import choose_ranks, choose_step
 from labkit.plot.figure import png
@@ -38,7 +40,7 @@ class PictureWidget(ipywidgets.VBox):
 
     def __init__(self) -> None:
         self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})
-        self._pngs: dict[Any, bytes] = {}  # drawn before, where a subclass keeps them
+        self._pngs: dict[Hashable, bytes] = {}
         super().__init__()
 
     def _arrange(self, controls: Iterable[Any], *rows: Any, below: Sequence[Any] = ()) -> None:
@@ -56,6 +58,12 @@ class PictureWidget(ipywidgets.VBox):
         """Set `picture.value` to what the controls ask for."""
         raise NotImplementedError
 
+    def _show_once_drawn(self, key: Hashable, draw: Callable[[], Figure]) -> None:
+        """Show what was drawn for this key, or draw it now."""
+        if key not in self._pngs:
+            self._pngs[key] = png(draw())
+        self.picture.value = self._pngs[key]
+
     def _static(self) -> bytes:
         """The PNG for a page that shows no widgets."""
         return bytes(self.picture.value)
@@ -65,15 +73,11 @@ class PictureWidget(ipywidgets.VBox):
         return {**super()._repr_mimebundle_(**kwargs), "image/png": as_text}
 
 
-def view(trace: Trace) -> "View":
-    """Look through a recorded run: steps, ranks, zoom, timeline or memory.
-
-    Raises ValueError when it is empty, ImportError without ipywidgets."""
-    return View(trace)
-
-
 class View(PictureWidget):
-    """The timeline of a step or the memory of the detailed one, for the ranks that are pressed."""
+    """Look through a recorded run: the timeline of a step, or the memory of the detailed one, for
+    the ranks that are pressed.
+
+    Raises ValueError when the run is empty."""
 
     def __init__(self, trace: Trace):
         super().__init__()
@@ -96,8 +100,7 @@ class View(PictureWidget):
             for rank in choose_ranks(trace)
         ]
         controls = [self.what, self.step, self.zoom]
-        ranks = [ipywidgets.Label("ranks"), *self.ranks]
-        self._arrange([*controls, *self.ranks], controls, ranks)
+        self._arrange([*controls, *self.ranks], controls, [ipywidgets.Label("ranks"), *self.ranks])
 
     def _draw(self) -> None:
         """Redraw on the same axes."""
@@ -105,11 +108,9 @@ class View(PictureWidget):
         chosen = [rank for rank, button in zip(every, self.ranks) if button.value] or every
         of_memory = self.what.value == "memory"
         self.step.disabled = self.zoom.disabled = of_memory  # one whole step has memory
-        if of_memory:
-            key = tuple(chosen)
-            if key not in self._pngs:  # of all ranks, as many as fit
-                self._pngs[key] = png(memory(self._trace, None if chosen == every else chosen))
-            self.picture.value = self._pngs[key]
+        if of_memory:  # of all ranks, as many as fit
+            ranks = None if chosen == every else chosen
+            self._show_once_drawn(tuple(chosen), lambda: memory(self._trace, ranks))
             return
         begin, end = self.zoom.value
         if end - begin < 0.5:
@@ -131,13 +132,9 @@ def _has_memory(trace: Trace) -> bool:
     return True
 
 
-def plan_view(planned: "Plan") -> "PlanView":
-    """Compare any layout of a plan with its best. Raises ImportError without ipywidgets."""
-    return PlanView(planned)
-
-
 class PlanView(PictureWidget):
-    """Sliders over tp, pp and the micro-batch of a plan; all other choices are the fastest ones.
+    """Compare any layout of a plan with its best: sliders over tp, pp and the micro-batch; all
+    other choices are the fastest ones.
 
     `report` is the chosen step, None where no such layout fits; `said.value` is why it loses."""
 
@@ -147,7 +144,7 @@ class PlanView(PictureWidget):
         every = [*planned.layouts, *(x.layout for x in planned.too_large)]
         controls = [
             ipywidgets.SelectionSlider(
-                options=sorted({getattr(one, name) for one in every}),
+                options=sorted({getattr(layout, name) for layout in every}),
                 value=getattr(planned.best.layout, name), description=label,
                 layout={"width": "20em"},
             )
@@ -159,13 +156,11 @@ class PlanView(PictureWidget):
 
     def _draw(self) -> None:
         asked = (self.tp.value, self.pp.value, self.microbatch.value)
-        matching = (one for one in self._planned.reports if _axes(one.layout) == asked)
+        matching = (x for x in self._planned.reports if _axes(x.layout) == asked)
         self.report = next(matching, None)  # ranked: the first is the fastest
         self.said.value = html.escape(self._verdict(asked))
         key = None if self.report is None else id(self.report)
-        if key not in self._pngs:
-            self._pngs[key] = png(compared_with_best(self._planned, self.report))
-        self.picture.value = self._pngs[key]
+        self._show_once_drawn(key, lambda: compared_with_best(self._planned, self.report))
 
     def _verdict(self, asked: tuple[int, int, int]) -> str:
         """Why the chosen layout loses, or why there is none."""
@@ -184,13 +179,8 @@ def _axes(layout: Layout) -> tuple[int, int, int]:
     return layout.tp, layout.pp, layout.microbatch
 
 
-def steps(shown: Movement) -> "Steps":
-    """Walk through the steps of a recorded collective. Raises ImportError without ipywidgets."""
-    return Steps(shown)
-
-
 class Steps(PictureWidget):
-    """One step of a recorded collective, with a slider and a button that plays them.
+    """Walk through the steps of a recorded collective, with a slider and a button that plays them.
 
     Where no kernel runs, all steps are shown at once."""
 
@@ -205,9 +195,10 @@ class Steps(PictureWidget):
 
     def _draw(self) -> None:
         step = self.step.value
-        if step not in self._pngs:
-            self._pngs[step] = png(movement(self._shown, [step]))
-        self.picture.value = self._pngs[step]
+        self._show_once_drawn(step, lambda: movement(self._shown, [step]))
 
     def _static(self) -> bytes:
         return png(movement(self._shown))
+
+
+view, plan_view, steps = View, PlanView, Steps  # of labkit.plot

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from labkit import World, bench
 from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
 from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
-from labkit.cli import app
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.predict import mfu, step_flops
@@ -272,26 +270,3 @@ def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPa
 
 
 # ---- the commands
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("data-parallel --only zero-9", "ddp, zero-1, zero-2, zero-3"),
-        ("tensor-parallel --models 5M", "no model '5M'; choose of tiny, 1M, 3.4M"),
-        ("tensor-parallel --ranks two", "'two' is no number of ranks"),
-        ("tensor-parallel --save .", "is a folder"),
-        ("tensor-parallel --turns 1", "turns"),
-        ("pipeline --models 5M", "no model '5M'; choose of tiny, 1M, 3.4M"),
-        ("pipeline --only naive", "no schedule 'naive' is timed; choose of gpipe, 1f1b"),
-        ("pipeline --only 1f1b --microbatches 3", "3 micro-batches of 16 rows"),
-        ("pipeline --only 1f1b --microbatches 2", "torch needs one a rank, 4"),
-        ("pipeline --ranks 9", "gpipe on 9 ranks: the model has 8 blocks"),
-        ("precision --only fp7", "no case 'fp7' is timed; choose of fp32"),
-        ("precision --save .", "is a folder"),
-    ],
-)
-def test_bad_options_are_refused(line: str, words: str) -> None:
-    done = CliRunner().invoke(app, ["bench", *line.split()])
-    assert done.exit_code == 2
-    assert words in " ".join(done.output.replace("│", " ").split())

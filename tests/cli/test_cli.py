@@ -12,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 from rich.measure import Measurement
-from torch import nn
 from typer.testing import CliRunner
 
 from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
@@ -88,19 +87,6 @@ def test_compare_holds_three_dimensions(ranks: str, tmp_path: Path) -> None:
     assert re.search(r"^three-d .*✓", done.output, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows", "words"),
-    [("3", "5", "2 blocks are not 3 stages"), ("2", "3", "3 rows are not 4 micro-batches")],
-)
-def test_a_pipeline_that_cannot_be_is_told_before_it_trains(
-    ranks: str, rows: str, words: str, tmp_path: Path
-) -> None:
-    args = ["compare", "pipeline", "--model", "tiny", "--ranks", ranks, "--rows", rows]
-    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "none")])
-    assert done.exit_code == 2 and words in " ".join(done.output.split())
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_pipeline_is_predicted_stage_by_stage() -> None:
     """Parameters once, and the tied embedding twice; b s h there and back over each boundary."""
     model = GPT.preset("tiny", vocab=64, context=16).double()
@@ -124,20 +110,6 @@ def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = CliRunner().invoke(app, ["schedule", "interleaved"]).output
     assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["zb-h9"], "schedule 'zb-h9': there are naive, gpipe"),
-        (["interleaved", "--microbatches", "5"], "take a multiple of 4"),
-        (["1f1b", "--chunks", "2"], "for several, take interleaved"),
-        (["1f1b", "--stages", "0"], "stages"),
-    ],
-)
-def test_schedule_refuses_what_cannot_be(args: list[str], words: str) -> None:
-    done = CliRunner().invoke(app, ["schedule", *args])
-    assert done.exit_code == 2 and words in " ".join(done.output.split())
 
 
 @pytest.mark.slow
@@ -174,14 +146,9 @@ def test_the_table_of_compare_fits_80_columns_with_every_strategy_and_large_numb
 
 
 def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def build(
-        module: nn.Module, comm: object, lr: float
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return HalfSent(module), torch.optim.AdamW(module.parameters(), lr=lr)
-
     def train_with_fault(name: str, task: Task) -> object:
         if name == "ddp":
-            recipes.RECIPES["ddp"] = recipes.Recipe("ddp", "data parallel", build, DDP.predict)
+            recipes.RECIPES["ddp"] = recipes.Recipe("ddp", "data parallel", HalfSent, DDP.predict)
         return train(name, task)
 
     monkeypatch.setattr(compare, "train", train_with_fault)
@@ -240,32 +207,6 @@ def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
     assert len(losses) == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["run", "no-such"], "no strategy 'no-such'; there are single, naive-ddp, ddp"),
-        (["compare", "--model", "9000B"], "9000B"),
-        (["compare", "--dtype", "int8"], "float64"),
-        (["compare", "--text", "nowhere.txt"], "nowhere.txt"),
-        (["compare", "--ranks", "100000"], "too many"),
-        (["compare", "tensor", "--ranks", "5"], "12 heads do not divide over 5 ranks"),
-        (["compare", "context", "--ranks", "3"], "64 tokens are not 6 equal chunks"),
-        (["run", "single", "--ranks", "2"], "single trains in one process"),
-        (["bench", "everything"], "data-parallel, tensor-parallel"),
-        (["doctor", "--ranks", "2"], "--ranks goes with --cluster"),
-        (["doctor", "--cluster", "x.toml", "--ranks", "100000"], "too many"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_status_2(
-    args: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, args)
-    assert done.exit_code == 2, done.output
-    assert words in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
-
-
 def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
     done = CliRunner().invoke(app, ["doctor"])
     for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
@@ -297,8 +238,6 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("no/x.toml", "", "there is no folder"),
-        (".", "", "is a folder"),
         ("notes.toml", "hello", "is no file of clusters"),
         ("notes.toml", "[devices.x]", "is no file of clusters"),
         ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
@@ -308,13 +247,12 @@ def test_doctor_writes_over_nothing_of_ones_own(
     name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if text:
-        Path(name).write_text(text)
+    Path(name).write_text(text)
     monkeypatch.setattr(machine, "measure_machine", lambda ranks: pytest.fail("measured"))
     done = CliRunner().invoke(app, ["doctor", "--cluster", name])
     assert done.exit_code == 2, done.output
     assert words in " ".join(done.output.split())
-    assert not text or Path(name).read_text() == text
+    assert Path(name).read_text() == text
 
 
 @pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan", "view"])
@@ -338,23 +276,9 @@ def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["replay", str(run)])
     assert [name for name in known_clusters() if name not in done.output] == []
     assert len(list(run.glob("replay-*.png"))) == 1 + len(known_clusters())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--on", "nowhere"], "no cluster 'nowhere'; there are h200-node"),
-        (["--chrome", "x.json"], "name its cluster by --on"),
-        (["--measured"], "no step of this trace was timed"),
-        (["--clusters", "missing.toml"], "missing.toml"),
-    ],
-)
-def test_a_run_that_cannot_be_replayed_so_is_told(
-    tmp_path: Path, options: list[str], words: str
-) -> None:
-    run = write_run(dry_run(two_steps, ranks=2), tmp_path / "run")
-    done = CliRunner().invoke(app, ["replay", str(run), *options])
-    assert done.exit_code == 2 and words in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["replay", str(run), "--measured"])
+    assert done.exit_code == 2
+    assert "no step of this trace was timed" in " ".join(done.output.split())
 
 
 def two_steps() -> None:

@@ -234,4 +234,5 @@ class _Pushes:
     def _take(self, worker: int) -> list[int]:
         handle, header = self._coming.pop(worker)
         handle.wait()
-        return header.tolist()
+        values: list[int] = header.tolist()
+        return values

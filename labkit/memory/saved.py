@@ -1,15 +1,12 @@
-"""What forward keeps for backward, tensor by tensor, asked of autograd itself.
+"""What forward saves for backward, tensor by tensor, asked of autograd itself.
 
-Autograd hands each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`), at
-the moment when it saves it: the module whose forward runs then is the one that keeps it.
+Autograd hands each tensor that it saves to a hook: the module whose forward runs then saves it.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
              └─> k(·)    saves the same memory once more      nothing new
 
-Memory counts once, however many operations save it, and for the first of them. Parameters and
-buffers are there anyway. Sparse tensors, which have no memory of this kind, are left out.
-
-Source: torch, "Hooks for autograd saved tensors".
+Memory counts once, for the first operation that saves it. Parameters, buffers and sparse tensors
+are left out. Source: torch, "Hooks for autograd saved tensors".
 """
 
 from dataclasses import dataclass

@@ -3,9 +3,7 @@
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads: what is computed with it is NaN, too. So what counts is the first place, in the order
-in which forward comes to them. A backward spreads it to all gradients, where nothing is to be seen
-any more, and a loss scaler that only skips steps would skip for ever.
+NaN spreads, in backward to all gradients: what counts is the first place in forward's order.
 """
 
 from collections.abc import Iterator
@@ -21,12 +19,10 @@ from torch import nn
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     """Where `model(*args, **kwargs)` first meets NaN or inf, in a sentence; None where nowhere.
 
-    Arguments are looked at first, then parameters and buffers, then what modules are given and
-    what they make, as forward comes to them: it runs once, without gradients, and leaves buffers
-    (BatchNorm's averages) and torch's random numbers as they were. Call it inside the autocast
-    region in which training runs forward: without it, nothing overflows. Under a strategy every
-    rank calls this, and is told of what it holds. A -inf in arguments and buffers is taken for a
-    mask.
+    Looks at arguments, parameters and buffers, then at each module's inputs and outputs in
+    forward's order: it runs once, without gradients, and leaves buffers and random numbers as they
+    were. Call it inside the autocast region of training, and under a strategy on every rank. A -inf
+    in arguments and buffers counts as a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
@@ -61,7 +57,6 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and random numbers are what they were."""
     gpus = {x.device for x in [*model.parameters(), *model.buffers()] if x.is_cuda}
     before = [(x, x._version, x.clone()) for x in model.buffers()]
     with torch.random.fork_rng(devices=gpus):
@@ -76,7 +71,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def _look(
     found: list[str], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
-    """A hook behind each forward; a module's parts come before it."""
+    """A forward hook; it runs for a module's children first."""
     if found:
         return
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -101,7 +96,7 @@ def _range_of(output: Any) -> str:
 
 
 def _told(given: Any, masks: bool = False) -> str:
-    """What of the first bad tensor is not finite, in words; of masks, -inf is meant."""
+    """Describes the first non-finite tensor; -inf in masks is meant."""
     for x in (x for x in _tensors(given) if x.is_floating_point()):
         x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())

@@ -1,11 +1,8 @@
-"""What of a model's parameters this rank owns: the one description that a checkpoint needs.
+"""The parameter slices this rank owns: the one description that a checkpoint needs.
 
-Replicated, each rank owns every parameter whole. Under ZeRO it owns a piece of some: `numel`
-elements, from `start` on, of the parameter lying flat. Piece and optimizer state lie alike, so a
-checkpoint written from pieces can be read into any others. Under tensor parallelism what is cut
-into pieces is itself a part, rows or columns, of a whole parameter.
-
-Whoever steps on pieces says so by two methods: `OwnsPieces`.
+Replicated, each rank owns every parameter whole; under ZeRO, `numel` elements of a flat parameter,
+from `start` on. Slice and optimizer state lie alike, so a checkpoint written from some slices can
+be read into any others. Under tensor parallelism the parameter is itself part of a whole one.
 """
 
 from dataclasses import dataclass
@@ -44,8 +41,8 @@ class OwnsPieces(Protocol):
     """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
 
     def owned(self, other: Any) -> list[OwnedPiece]:
-        """This rank's pieces, in the order of the module's parameters. Pass the model to an
-        optimizer, the optimizer to a wrapped model."""
+        """This rank's slices, in the order of the module's parameters. `other`: of an optimizer the
+        model, of a wrapped model the optimizer."""
 
     def after_load(self) -> None:
         """The pieces were written to: bring what depends on them in step."""
@@ -55,8 +52,8 @@ Kind = TypeVar("Kind")
 
 
 def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
-    """Whether `x` has all that `protocol` asks for. From Python 3.12 on, `isinstance` does not see
-    what a wrapper passes on from inside, as that of `torch.compile` does."""
+    """Whether `x` has all members of `protocol`. From Python 3.12 on, `isinstance` does not see
+    what a wrapper such as that of `torch.compile` passes on."""
     asked: Any = protocol
     return all(hasattr(x, name) for name in _members(asked))
 

@@ -3,9 +3,7 @@
     the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
-A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
-(labkit/parallel/zero/zero.py). Groups, their options and the state of each stand-in are
-torch's own.
+A stand-in is an fp32 copy (master.py), a slice of a parameter, or both (zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,12 +16,12 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add a small update to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """What an optimizer can step on: `x` itself, or a copy in fp32 where `x` has fewer bits."""
+    """`x`, or an fp32 copy where `x` has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Of one in 16 bits a copy in fp32, times `factor` where there is one; another as it is."""
+    """A 16-bit gradient as a new fp32 tensor, times `factor` if any; others unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -61,7 +59,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         defaults: dict[str, Any],
     ) -> None:
-        """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
+        """Make `inner` from the stand-ins; parameters without are left alone."""
         groups = [
             {
                 **options_of(group),
@@ -90,7 +88,6 @@ class ShadowOptimizer(torch.optim.Optimizer):
             )
 
     def _hand_down_options(self) -> None:
-        """Schedulers change the learning rate of the outer groups."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             its.update(options_of(mine))
 
@@ -109,7 +106,6 @@ class ShadowOptimizer(torch.optim.Optimizer):
     # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
 
     def _masters(self) -> list[torch.Tensor]:
-        """What stands for parameters of fewer bits."""
         raise NotImplementedError
 
     def after_load(self) -> None:
@@ -117,7 +113,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _whose(self) -> list[int]:
-        """Which rank's pieces these are."""
+        """The rank and number of ranks of this state."""
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:

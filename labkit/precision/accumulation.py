@@ -30,8 +30,7 @@ class Fp32Gradients(NotCopyable):
     Args:
         params: parameters in fp32 or 16 bits; frozen ones are left out.
         comm: ranks over which `hand_over` averages; None: no others. With DDP, run every
-            micro-batch
-            in `ddp.no_sync()` and give its comm here.
+            micro-batch in `ddp.no_sync()` and give its comm here.
 
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):

@@ -91,7 +91,7 @@ class Kept:
         before = states_of(generators()) if draws else []
         out = op(*args, **kwargs)
         value = tree_map_only(torch.Tensor, _same_version, out)
-        seen = [(x, x._version) for x in _tensors(value)]
+        seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
         if shared := _memories(out) & _memories((args, kwargs)):  # a view that counts by itself
             for maker, call in (self._kept_in[one] for one in shared & self._kept_in.keys()):
@@ -139,7 +139,7 @@ class _Mode(DispatchMode):
             for place, argument in enumerate(op._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = args[place] if place < len(args) else kwargs.get(argument.name)
-                    for x in _tensors(given):
+                    for x in tensors_in(given):
                         self._written(x)
         elif not op.is_view and op.namespace != "prim" and op.overloadpacket is not aten._to_copy:
             return self._run(op, args, kwargs)
@@ -153,9 +153,9 @@ def _same_version(x: torch.Tensor) -> torch.Tensor:
 
 
 def _memories(value: Any) -> set[int]:
-    tensors = (x for x in _tensors(value) if x.layout is torch.strided)
+    tensors = (x for x in tensors_in(value) if x.layout is torch.strided)
     return {x.untyped_storage()._cdata for x in tensors}
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

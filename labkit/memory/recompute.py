@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.memory.conditions import Conditions
-from labkit.memory.policies import Kept, Policy
+from labkit.memory.policies import Kept, Policy, tensors_in
 
 Result = TypeVar("Result")
 Check = Literal["shapes", "values", "none"]
@@ -80,14 +80,14 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.fn(*args, **kwargs)
         inputs = _Inputs(args, kwargs)
-        conditions = Conditions(_tensors_in((args, kwargs)), self.preserve_rng)
+        conditions = Conditions(tensors_in((args, kwargs)), self.preserve_rng)
         call = _Call(self, inputs, conditions)
         with (
             saved_tensors_hooks(call.save, call.wanted),
             call.kept.keeping() if call.kept else nullcontext(),
         ):
             output = self.fn(*args, **kwargs)
-        inputs.check_unchanged(_tensors_in((args, kwargs)))
+        inputs.check_unchanged(tensors_in((args, kwargs)))
         conditions.forget_unused()
         return output
 
@@ -227,10 +227,6 @@ class _Save(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
-
-
-def _tensors_in(arguments: Any) -> list[torch.Tensor]:
-    return [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)]
 
 
 def _looks(x: torch.Tensor, check: Check) -> Any:

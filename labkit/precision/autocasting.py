@@ -97,7 +97,7 @@ class _Casting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        floats = [x for x in _tensors((args, kwargs)) if _may_be_cast(x)]
+        floats = [x for x in tensors_in((args, kwargs)) if _may_be_cast(x)]
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         self.dtype = torch.get_autocast_dtype(floats[0].device.type)
@@ -158,14 +158,15 @@ def _may_be_cast(x: torch.Tensor) -> bool:
     return x.device.type in POLICIES and low_type_around(x) is not None
 
 
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, (list, tuple)):
         for x in thing:
-            yield from _tensors(x)
+            yield from tensors_in(x)
     elif isinstance(thing, dict):
-        yield from _tensors(list(thing.values()))
+        yield from tensors_in(list(thing.values()))
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -60,7 +60,9 @@ class MasterWeights(ShadowOptimizer):
         value = value_of(closure)
         self._check_frozen(self._master)
         self._hand_down_options()
-        self._take_what_was_written()
+        for p in self._low:
+            if p._version != self._versions[p]:
+                sync_master_from_param(self._master[p], p)
         for chunk in self._chunks():
             for p in chunk:
                 assert p.grad is not None
@@ -97,11 +99,6 @@ class MasterWeights(ShadowOptimizer):
 
     def _masters(self) -> list[torch.Tensor]:
         return [self._master[p] for p in self._low]
-
-    def _take_what_was_written(self) -> None:
-        for p in self._low:
-            if p._version != self._versions[p]:
-                sync_master_from_param(self._master[p], p)
 
     @torch.no_grad()
     def after_load(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.precision.autocasting import tensors_in
+
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
@@ -30,17 +32,17 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     found: list[str] = []
     given = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
     for name, x in given.items():
-        if told := _told(x, masks=True):
-            found.append(f"{name} of the model {told}; look at the batch, not at the training")
+        if problem := _problem(x, masks=True):
+            found.append(f"{name} of the model {problem}; look at the batch, not at the training")
     for name, x in model.named_parameters():
-        if told := _told(x):
+        if problem := _problem(x):
             found.append(
-                f"the parameter {name} {told}; an earlier step has written it: go back to a "
+                f"the parameter {name} {problem}; an earlier step has written it: go back to a "
                 "checkpoint, and look at the gradients and the learning rate of the steps after it"
             )
     for name, x in model.named_buffers():
-        if told := _told(x, masks=True):
-            found.append(f"the buffer {name} {told}; make it anew, or go back to a checkpoint")
+        if problem := _problem(x, masks=True):
+            found.append(f"the buffer {name} {problem}; make it anew, or go back to a checkpoint")
     parts = model.named_modules()
     hooks = [
         part.register_forward_hook(partial(_look, found, name), with_kwargs=True)
@@ -75,29 +77,29 @@ def _look(
     if found:
         return
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    if told := _told((args, kwargs), masks=True):
+    if problem := _problem((args, kwargs), masks=True):
         found.append(
-            f"the input of {where} {told}; no module has made it: look at what is computed between "
-            f"the call of {where} and that of the module before"
+            f"the input of {where} {problem}; no module has made it: look at what is computed "
+            f"between the call of {where} and that of the module before"
         )
-    elif told := _told(output):
+    elif problem := _problem(output):
         found.append(
-            f"the output of {where} {told}; input and parameters are finite: it divides by 0, or "
-            f"has left the range of its dtype{_range_of(output)}"
+            f"the output of {where} {problem}; input and parameters are finite: it divides by 0, "
+            f"or has left the range of its dtype{_range_of(output)}"
         )
 
 
 def _range_of(output: Any) -> str:
-    kinds = {x.dtype for x in _tensors(output) if x.is_floating_point()}
+    kinds = {x.dtype for x in tensors_in(output) if x.is_floating_point()}
     return "".join(
         f" ({str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.3g})"
         for kind in sorted(kinds, key=str)
     )
 
 
-def _told(given: Any, masks: bool = False) -> str:
+def _problem(given: Any, masks: bool = False) -> str:
     """Describes the first non-finite tensor; -inf in masks is meant."""
-    for x in (x for x in _tensors(given) if x.is_floating_point()):
+    for x in (x for x in tensors_in(given) if x.is_floating_point()):
         x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())
         if count := int(bad.sum()):
@@ -106,13 +108,3 @@ def _told(given: Any, masks: bool = False) -> str:
             first = bad.nonzero()[0].tolist()
             return f"has {count} {names} among {x.numel()} numbers, the first at {first}"
     return ""
-
-
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
-    elif isinstance(x, (list, tuple)):
-        for one in x:
-            yield from _tensors(one)

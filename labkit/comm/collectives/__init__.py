@@ -3,7 +3,6 @@ pictures and their costs.
 
     steps.py       the generators that all algorithms are, run alone or in turns
     costs.py       steps, bytes and reductions of each, in the alpha-beta-gamma model
-    sent.py        the exact bytes that each rank sends
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
@@ -51,13 +50,12 @@ from labkit.comm.collectives.reduce_scatter import (
 )
 from labkit.comm.collectives.ring_exchange import next_ring_exchange
 from labkit.comm.collectives.scatter import flat_scatter, tree_scatter
-from labkit.comm.collectives.sent import Call, sent_bytes
 from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 
 __all__ = [
-    "ALGORITHMS", "EQUAL_SIZES_ONLY", "POWERS_OF_TWO_ONLY", "Algorithm", "Call", "Chunks", "Cost",
+    "ALGORITHMS", "EQUAL_SIZES_ONLY", "POWERS_OF_TWO_ONLY", "Algorithm", "Chunks", "Cost",
     "Reduction", "cost", "hierarchical_cost", "ring_all_gather", "ring_all_reduce",
-    "ring_reduce_scatter", "run", "sent_bytes",
+    "ring_reduce_scatter", "run",
 ]  # fmt: skip
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {

@@ -21,7 +21,6 @@ from labkit.runtime.transports.wire import Wire, Work
 Chunks = list[torch.Tensor]  # n flat tensors, chunk i belonging to rank i
 Reduction = Callable[[torch.Tensor, torch.Tensor], object]  # reduces the second into the first
 Algorithm = Generator[Work, None, int]
-Nodes = Sequence[Sequence[int]]  # the ranks on each machine
 
 STREAM = 1 << 21  # tag + k * STREAM: another tag of the same operation
 

@@ -1,5 +1,5 @@
 """The exact bytes that a rank sends in each algorithm, for any number of ranks and any sizes.
-Plain numbers, no torch; tests hold the algorithms to them, to the byte.
+Tests hold the algorithms of labkit/comm/collectives to them, to the byte.
 
     sizes       elements of each rank's chunk: n of them, their sum is the whole tensor
     position    the rank counted from the root

@@ -287,7 +287,7 @@ class Comm:
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.gather(flat, chunks, dst, call),
-            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # nobody knows the others' sizes
+            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # a rank knows its own size only
         )  # fmt: skip
 
     def scatter(

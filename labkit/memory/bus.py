@@ -126,14 +126,14 @@ class Bus:
 
 
 class _Paced(Arrival):
-    future: "Future[None] | None"  # None: it failed, and somebody was told
+    future: "Future[None] | None"  # None: it failed, and was reported
 
     def done(self) -> bool:
         return self.future is None or self.future.done()
 
     def _wait(self) -> None:
         if self.future is None:
-            raise RuntimeError("this copy failed, as its first wait has told; issue it again")
+            raise RuntimeError("this copy failed, as its first wait reported; issue it again")
         try:
             self.future.result()  # raises what went wrong
         except Exception:
@@ -203,7 +203,7 @@ class _OnStream(Arrival):
         self.ends = ()
 
     def __del__(self) -> None:
-        if self.ends:  # nobody has waited
+        if self.ends:  # never waited for
             self._wait()
 
 
@@ -224,7 +224,7 @@ def sleep_until(when_s: float) -> None:
         time.sleep(min(left_s, 1.0))
 
 
-# At its end a program waits for the threads of its executors: what nobody has waited for is then
+# At its end a program waits for the threads of its executors: a copy nothing waited for is then
 # copied without a pace. (A daemon thread that is inside torch just then would abort the process.)
 _ENDING = threading.Event()
 threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

@@ -93,14 +93,14 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
 
     Raises ValueError where no plan fits, and names the smallest budget that one does.
     """
-    found = _search(costs, budget_bytes, most_moved_bytes)
-    if found is None:
+    plan = _search(costs, budget_bytes, most_moved_bytes)
+    if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
         raise ValueError(
             f"no choice fits into a budget of {budget_bytes:,} bytes; the smallest that can be met "
             f"is {least:,} bytes: give that, or make the batch smaller"
         )
-    return found
+    return plan
 
 
 def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:

@@ -34,7 +34,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
     """
     there = (*module.parameters(), *module.buffers())
     own = {_memory(x) for x in there if x.layout is torch.strided}
-    running, found = [""], []
+    running, saved = [""], []
     alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
 
     def save(x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
         if key not in own and key not in alive:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
-            found.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
+            saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
         return x.detach()  # an output itself leads to its graph, which would keep itself alive
 
     def enter(name: str, *_: Any) -> None:
@@ -64,7 +64,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
         for handle in handles:
             handle.remove()
     del output
-    return found
+    return saved
 
 
 def _memory(x: torch.Tensor) -> int:

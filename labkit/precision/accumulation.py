@@ -75,7 +75,7 @@ class Fp32Gradients(NotCopyable):
         replicas: Comm | None = getattr(owner, "comm", None)
         if replicas is not None and not self._averages_over(replicas):
             raise ValueError(
-                f"in `no_sync()` nobody averages over the {replicas.size} ranks of "
+                f"in `no_sync()` gradients are not averaged over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
                 "Fp32Gradients(params, ddp.comm)"
             )

@@ -104,7 +104,7 @@ class _Casting(TorchFunctionMode):
         match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
-            case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told
+            case "fp32":  # softmax(x, dtype=...) casts once more, to its dtype
                 to = torch.float32
             case "promote":
                 to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype

@@ -115,7 +115,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
         g8, s_g = ctx.layer.cast_g(gradients[0])
-        dx = dw = None  # of a first layer's input and of frozen weights nobody wants any
+        dx = dw = None  # a first layer's input and frozen weights need none
         if ctx.needs_input_grad[0]:
             dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
         if ctx.needs_input_grad[1]:

@@ -164,7 +164,9 @@ class GradScaler:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
-            raise ValueError("GradScaler.step: a closure would make gradients that nobody unscales")
+            raise ValueError(
+                "GradScaler.step: a closure would make gradients that are not unscaled"
+            )
         self._check_scaled("step")
         turn = self._turn_of(optimizer)
         if any(optimizer is one for one in turn.stepped):
@@ -205,8 +207,8 @@ class GradScaler:
         if new_scale is not None:
             self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
         elif turns:
-            told = [turn for turn in turns if turn.number_found() != 0] or turns
-            self._now.after_step(skipped=any([self._must_skip(turn) for turn in told]))
+            with_gradients = [turn for turn in turns if turn.number_found() != 0] or turns
+            self._now.after_step(skipped=any([self._must_skip(turn) for turn in with_gradients]))
         else:
             raise ValueError("GradScaler.update: no step since the last one; call step before")
         self._now.check_hope()

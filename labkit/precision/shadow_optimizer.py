@@ -29,7 +29,7 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
 
 
 def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
-    """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
+    """Update the master where `x` is not its rounded value: there `x` was written to."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 

@@ -31,16 +31,16 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
     """This rank's gradients, as they lie in memory; of sparse ones, the values."""
     if isinstance(trained, ShadowOptimizer):
-        found = trained.own_gradients()
+        gradients = trained.own_gradients()
     else:
-        found = [p.grad for p in parameters_of(trained) if p.grad is not None]
-    return [x._values() if x.is_sparse else x for x in found]
+        gradients = [p.grad for p in parameters_of(trained) if p.grad is not None]
+    return [x._values() if x.is_sparse else x for x in gradients]
 
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """Divide the gradients by `scale`; returns, shape (), 1 where one is inf or NaN, else 0: a
-    tensor, so that nobody waits for it. None where this rank has no gradients.
+    tensor, so that no step waits for it. None where this rank has no gradients.
 
     Raises ValueError for fp16 gradients of an optimizer that steps in fp16.
     """
@@ -117,7 +117,7 @@ def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
-    """Raises ValueError where gradients have been clipped, and nobody has written to them since."""
+    """Raises ValueError where gradients have been clipped, and not written to since."""
     if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while they were multiplied by the scale, "

@@ -1,4 +1,4 @@
-"""Hooks that keep nobody alive, for whoever wants to hear of gradients."""
+"""Hooks on gradients that do not keep their objects alive."""
 
 from collections.abc import Callable
 from typing import Any

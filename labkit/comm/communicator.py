@@ -1,8 +1,8 @@
-"""The one door: every byte that a strategy moves goes through a `Comm`.
+"""Every byte that a strategy moves goes through a `Comm`.
 
 A `Comm` wraps a process group, whoever started it, and has torch.distributed's operations under
-torch.distributed's names. It adds what a lab needs: an event with its bytes for each operation,
-ranks that compare notes before they hang, every dense dtype and memory layout on any backend.
+torch.distributed's names. It adds an event with its bytes for each operation, ranks that compare
+notes before they hang, and every dense dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
     comm.all_reduce(x)                             # in place, blocking
@@ -10,9 +10,7 @@ ranks that compare notes before they hang, every dense dtype and memory layout o
     ...                                            # compute meanwhile; leave x alone
     handle.wait()
 
-Ranks given to a `Comm` (`src`, `dst`) count inside its group; `op` is a word, as "sum".
-`algorithm` names one of labkit/comm/collectives; without it,
-labkit/runtime/transports/chooser.py chooses.
+`algorithm` names one of labkit/comm/collectives; without it, transports/chooser.py chooses.
 """
 
 import pickle
@@ -50,22 +48,18 @@ Finish = list[Callable[[], object]]
 
 @untraced
 class Comm:
-    """The door of one process group.
+    """The communicator of one process group (a `torch.distributed` group; the default one if None).
 
-    Args:
-        group: a `torch.distributed` process group; the default group when None.
-        label: see `labelled`.
+    `rank`, `size`, and arguments such as `src` count inside the group; `ranks` are the members'
+    global ranks. Operations return None when they block, a `Handle` with `async_op=True`. Tensors
+    are dense, of any dtype and shape; those of one call share a dtype. The `..._tensor` and
+    `..._single` variants want the tensor that they cut into n parts to be contiguous. For `label`
+    see `labelled`.
 
-    `rank` and `size` count inside the group; `ranks` are the global ranks of its members.
-    Operations return None when they block, a `Handle` with `async_op=True`. Tensors are dense, of
-    any dtype and any shape; those that one call takes together share a dtype. Only the `..._tensor`
-    and `..._single` variants want the tensor that they cut into n parts to be contiguous.
-
-    Raises RuntimeError where no process group is initialised, ValueError outside the group,
-    TypeError for anything else.
-    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit each
-    other or that torch cannot reduce, CollectiveMismatch when another rank called something else,
-    CommError when the operation fails under way.
+    Raises RuntimeError where no process group is initialised, ValueError outside the group.
+    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit
+    together, CollectiveMismatch when another rank called something else, CommError when they fail
+    under way.
     """
 
     parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
@@ -122,13 +116,11 @@ class Comm:
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, counted there in ascending order; None on the others.
 
-        All ranks call it, with the same ranks: also those that are not to be members. So it is a
-        method of the `Comm` of all ranks: torch makes groups with everybody's help. On an axis of
-        a mesh all ranks of the mesh call it, and each gets the group of its own line. With
-        `shared`, the group that was made so for the same ranks before, if there is one: a mesh that
-        is made again (a group of gloo's has threads that wake up a hundred times in a second).
-        A gloo group whose `Comm` is dropped on all its ranks is destroyed, in a later `subgroup`
-        or run of a `World`.
+        All ranks call it with the same ranks, members or not: so it is a method of the `Comm` of
+        all ranks. On an axis of a mesh all ranks of the mesh call it, and each gets the group of
+        its own line. `shared` returns the group that was made so for the same ranks before, if any.
+        A gloo group whose `Comm` all its ranks have dropped is destroyed in a later `subgroup` or
+        run of a `World`.
         """
         for rank in ranks:
             check_member(rank, self.size)
@@ -180,13 +172,10 @@ class Comm:
         )
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this
-        group reduces again and again, as a bucket of gradients. All ranks call it, alike.
-
-        Ranks that share memory have it where all reach it, and `all_reduce` of the same part of it
-        on all ranks copies nothing in and out; elsewhere, or without room, it is `torch.empty`.
-        Raises ValueError for a negative size.
-        """
+        """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this group
+        reduces again and again, as a bucket of gradients. All ranks call it, alike. Ranks that
+        share memory have it where all reach it: `all_reduce` of the same part of it copies nothing;
+        elsewhere it is torch.empty."""
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)
@@ -298,7 +287,7 @@ class Comm:
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda back, call: back.gather(flat, chunks, dst, call),
-            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # nobody knows the others' sizes
+            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # a rank knows its own size only
         )  # fmt: skip
 
     def scatter(

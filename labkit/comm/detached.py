@@ -1,13 +1,7 @@
-"""What is left of a `Comm` that was pickled: who it was over. A process group does not travel.
+"""What is left of a `Comm` that was pickled: a process group does not travel.
 
-    rank 0   model = tensor_parallel(GPT(...), comm)
-             torch.save(model, "part0.pt")     or     return model, out of world.run
-                                     │
-    there    loaded                  ▼         its parameters say which part of the whole they are,
-             loaded(tokens)          RuntimeError: nobody is there to talk to
-
-A model that was edited for one rank asks nobody, and computes. To save a model so that other ranks
-or a plain one can have it, write a checkpoint (labkit/checkpoints) or its `full_state_dict`.
+A model that was edited for one rank and pickled computes, and its parameters say which part of the
+whole they are; only communication raises. For other ranks, write a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -16,8 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DetachedComm:
-    """`rank`, `size` and `ranks` are those of the `Comm`. All else that a `Comm` has raises
-    RuntimeError."""
+    """The `rank`, `size` and `ranks` of the `Comm`; its operations raise RuntimeError."""
 
     rank: int
     size: int

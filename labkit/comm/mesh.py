@@ -7,18 +7,11 @@
         dp 1   [  2      3  ]             dp 1   [  6      7  ]
                     pp 0                              pp 1
 
-    rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5)
+    rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5), and
+    mesh["pp", "dp"], over both axes, all ranks that have tp 1: (1, 3, 5, 7)
 
-Two axes or more together are a group as well, of the ranks that share all other coordinates:
-
-    mesh["pp", "dp"] of rank 5 is ranks (1, 3, 5, 7): all that have tp 1
-
-Gradients of replicas that share sequences (context parallelism) are averaged over such a one,
-mesh["dp", "cp"]. Its ranks count as the mesh does: the last of its axes varies fastest.
-
-Ranks that are neighbours on the last axis are neighbours on the machine: the strategy that sends
-most belongs there. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", arXiv 2104.04473, section 3.2 (takeaway 1: tensor parallelism
+Neighbours on the last axis are neighbours on the machine: the strategy that sends most belongs
+there. Source: Narayanan et al., arXiv 2104.04473, section 3.2 (takeaway 1: tensor parallelism
 inside a node).
 """
 
@@ -32,17 +25,13 @@ from labkit.events import ranks_in_words
 class Mesh:
     """The ranks of `comm` (all, if none is given) along named axes, outermost first.
 
-    Attributes:
-        sizes: axis -> how many ranks along it.
-        <axis>: the `Comm` of this rank along that axis, as `mesh.dp`; `mesh["dp"]` is the same.
+        sizes     axis -> number of ranks along it
+        <axis>    the `Comm` of this rank along that axis: mesh.dp, or mesh["dp"]
 
-    `mesh["dp", "cp"]` is the `Comm` over both axes, in whatever order they are named. All ranks
-    make the mesh at once, and all ask for the first time for such a group at once. A mesh that is
-    made again has the groups of the first.
-    Raises ValueError when the axes do not take all ranks, KeyError for one that is not there.
+    All ranks make the mesh together, and ask for a group over several axes, mesh["dp", "cp"],
+    together; its ranks count as the mesh does. A mesh that is made again has the groups of the
+    first. Raises ValueError when the axes do not take all ranks, KeyError for an unknown axis.
 
-    >>> mesh = Mesh(dp=2, cp=2, tp=2)
-    >>> mesh.tp.all_reduce(x)
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
     """
 

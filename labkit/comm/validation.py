@@ -1,5 +1,6 @@
-"""Whether a call makes sense, asked before anything moves: a mistake that is found under way looks
-to the other ranks as if a peer had failed."""
+"""Argument validation, before anything moves: found under way, a mistake looks to the other ranks
+as if a peer had failed.
+"""
 
 from collections.abc import Sequence
 from functools import cache

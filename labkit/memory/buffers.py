@@ -1,18 +1,12 @@
 """Memory of constant size, allocated once and used in every step, however large the model is.
 
-What grows with the model should be what the model needs: its states and its activations. ZeRO-R
-has two rules for the rest, and here is who keeps them:
+ZeRO-R has two rules for memory that is not a model's states or activations: fused buffers have a
+constant size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and what lives long has memory
+of its own, so that it leaves no holes in the rest (M_D: ConstantBuffer, for offloaded activations).
+Backward wants last what forward made first. So a stack is enough:
 
-    C_B  fused buffers have a constant size     DDP and ZeRO send buckets of `bucket_mb`;
-                                                MasterWeights has fp32 gradients for CHUNK_BYTES
-    M_D  what lives long has memory of its own  ConstantBuffer, below: offloaded activations
-         and leaves no holes in the rest
-
-Forward makes activations in order, backward wants the last one first. So a stack is enough: one
-block of memory, and a top that goes up and down.
-
-    forward   | a | b | c |          free          |        a step later: the same block, and
-                          ^ top                             nothing was asked of the system
+    forward   | a | b | c |          free          |
+                          ^ top
     backward  | a | b |              free          |
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5.2 (C_B) and 5.3 (M_D).
@@ -28,20 +22,15 @@ _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` lies where a device's tensors were put to make room: nobody who counts what the
-    device holds is to count it, also where the device is a CPU that plays one."""
+    """Whether `x` was offloaded: it does not count as the device's, even if a CPU plays the
+    device."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
 class ConstantBuffer:
-    """One block of host memory, from which pieces are taken and given back, the last one first.
-
-    Args:
-        nbytes: of the block; it never grows.
-        pinned: page-locked, so that a GPU can copy to and from it while it computes.
-
-    A piece that is given back below the top is free when all above it are.
-    """
+    """One block of host memory of `nbytes`, from which pieces are taken and given back, the last
+    first; one below the top is free when all above it are. `pinned`: a GPU can copy while it
+    computes."""
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
@@ -55,7 +44,6 @@ class ConstantBuffer:
 
     @property
     def used_bytes(self) -> int:
-        """From the bottom to the top."""
         return self._top
 
     def take(self, nbytes: int) -> torch.Tensor | None:
@@ -68,7 +56,7 @@ class ConstantBuffer:
         return self._block[start : start + nbytes]
 
     def give_back(self, piece: torch.Tensor) -> None:
-        """It may be used again. Raises ValueError for what is no piece, or no longer."""
+        """Free a piece. Raises ValueError for one that is not taken."""
         start = int(piece.storage_offset())
         if start not in self._pieces or start in self._free:
             raise ValueError(

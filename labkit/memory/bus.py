@@ -5,14 +5,13 @@
     program   copy ┐    computes ...     ┌ wait      B bytes are there after
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
-A `StreamBus` is the real one of a GPU: a CUDA stream of its own, and a pinned source. A `Bus` needs
-no GPU: it copies real bytes inside the machine's memory, piece by piece, each no sooner than a bus
-of that rate would have delivered it. What comes of it is labelled "paced", as with a `Link` between
-ranks. Both carry one copy after the other, in the order in which they were issued, and keep neither
-of its ends alive when it is over.
+A `StreamBus` is a GPU's: a CUDA stream of its own, and a pinned source. A `Bus` needs no GPU: it
+copies real bytes inside the machine's memory, piece by piece, each no sooner than a bus of that
+rate would have delivered it; its results are labelled "paced". Both carry one copy after the other,
+in the order of issue, and keep neither tensor alive afterwards.
 
 Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
-specifications 4.0 and 5.0): 252 and 504 Gbit/s after their encoding of 128 bits in 130.
+specifications): 252 and 504 Gbit/s after their encoding of 128 bits in 130.
 """
 
 import threading
@@ -34,8 +33,7 @@ LISTED = 1024  # so many events a bus has at hand, of its last copies
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
-    """The bus of a device; where a CPU plays the device, paced as `link` says. Raises ValueError
-    for a speed where there is a real bus."""
+    """The bus of a device, paced by `link` on a CPU. Raises ValueError for a link on a GPU."""
     if device.type != "cuda":
         return Bus(link.gbps, link.latency_us) if link else Bus()
     if link is not None:
@@ -47,7 +45,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
 
 
 class Arrival:
-    """A copy under way. `event` says when it was issued, began and ended, and who waited when."""
+    """A copy in flight. `event` has the times of its issue, begin, end and waits."""
 
     def __init__(self, op: str, number: int, nbytes: int, clock: Clock, transport: str):
         self.event = CommEvent(
@@ -57,13 +55,13 @@ class Arrival:
         self.clock = clock
 
     def wait(self) -> None:
-        """Go on when it is there: the CPU, or on a GPU its current stream."""
+        """Continue when it has arrived: the CPU, or on a GPU its current stream."""
         self.clock.mark(self.event, "wait_began_s")
         self._wait()
         self.clock.mark(self.event, "wait_ended_s")
 
     def done(self) -> bool:
-        """Whether it is there already; asks without waiting."""
+        """Whether it has arrived, without waiting."""
         raise NotImplementedError
 
     def _wait(self) -> None:
@@ -90,7 +88,7 @@ class Bus:
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
 
     def seconds(self, nbytes: int) -> float:
-        """What a copy of `nbytes` takes on a bus that is free."""
+        """What a copy of `nbytes` takes on an idle bus."""
         return self.link.latency_us * 1e-6 + self.link.seconds(nbytes)
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
@@ -128,14 +126,14 @@ class Bus:
 
 
 class _Paced(Arrival):
-    future: "Future[None] | None"  # None: it failed, and somebody was told
+    future: "Future[None] | None"  # None: it failed, and was reported
 
     def done(self) -> bool:
         return self.future is None or self.future.done()
 
     def _wait(self) -> None:
         if self.future is None:
-            raise RuntimeError("this copy failed, as its first wait has told; issue it again")
+            raise RuntimeError("this copy failed, as its first wait reported; issue it again")
         try:
             self.future.result()  # raises what went wrong
         except Exception:
@@ -188,9 +186,9 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Both ends stay until the stream on which they were made waits. Memory freed after that goes
-    only to what is computed later on that stream, so after the copy, and at once. `record_stream`
-    would keep it until the GPU has got there, and the program is far ahead of the GPU."""
+    """Keeps both tensors until the stream on which they were made waits: memory freed after that
+    goes only to later work on that stream. `record_stream` would keep it until the GPU has got
+    there."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
@@ -205,7 +203,7 @@ class _OnStream(Arrival):
         self.ends = ()
 
     def __del__(self) -> None:
-        if self.ends:  # nobody has waited
+        if self.ends:  # never waited for
             self._wait()
 
 
@@ -221,12 +219,12 @@ def check_alike(target: Tensor, source: Tensor) -> None:
 
 
 def sleep_until(when_s: float) -> None:
-    """Until that moment of the monotonic clock, or not at all; no longer when the program ends."""
+    """Sleep until that moment of the monotonic clock, at most until the program ends."""
     while (left_s := when_s - time.monotonic()) > 0 and not _ENDING.is_set():
         time.sleep(min(left_s, 1.0))
 
 
-# At its end a program waits for the threads of its executors: what nobody has waited for is then
+# At its end a program waits for the threads of its executors: a copy nothing waited for is then
 # copied without a pace. (A daemon thread that is inside torch just then would abort the process.)
 _ENDING = threading.Event()
 threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

@@ -9,11 +9,8 @@
      └──────────────────────────────>
        block 0, 1, 2  head  2, 1, 0
 
-A choice for a block (keep all, recompute all, ...) says what it keeps, how much it needs for a
-moment above the level at which it begins, in forward or in backward, and what is computed twice.
 Only the level ties blocks to each other. So go through the blocks once, with all levels that can
-be reached and the least work for each: dynamic programming, exact, and no faster way is needed
-for the some hundred blocks that a model has.
+be reached and the least work for each: dynamic programming, exact.
 
 Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in
 Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
@@ -26,8 +23,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """What one choice means for one block. `need_bytes`, `forward` and backward alike, are above
-    the level at which its forward begins, so that what it keeps is in them."""
+    """The cost of one choice for one block. `need_bytes` counts above the level at which its
+    forward begins, and includes `kept_bytes`."""
 
     kept_bytes: int  # from its forward to its backward
     need_bytes: int  # the most for a moment
@@ -69,7 +66,7 @@ class Plan:
 
 
 def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
-    """What these choices lead to. Raises ValueError where they are not those of the blocks."""
+    """The plan of these choices. Raises ValueError where they are not the blocks'."""
     if len(choices) != len(costs.blocks):
         raise ValueError(
             f"{len(choices)} choices for {len(costs.blocks)} blocks: give one for each"
@@ -96,14 +93,14 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
 
     Raises ValueError where no plan fits, and names the smallest budget that one does.
     """
-    found = _search(costs, budget_bytes, most_moved_bytes)
-    if found is None:
+    plan = _search(costs, budget_bytes, most_moved_bytes)
+    if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
         raise ValueError(
             f"no choice fits into a budget of {budget_bytes:,} bytes; the smallest that can be met "
             f"is {least:,} bytes: give that, or make the batch smaller"
         )
-    return found
+    return plan
 
 
 def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
@@ -119,8 +116,7 @@ def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
 
 
 def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
-    """The Pareto front: every plan that none has both less work and a lower peak than, the one
-    with the highest peak first."""
+    """The Pareto front of work and peak memory, the plan with the highest peak first."""
     most = _ceiling(costs)
     plans: list[Plan] = []
     while (plan := _search(costs, most, most_moved_bytes)) is not None:
@@ -181,8 +177,7 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
 
 
 def _worth_keeping(states: Iterable[_State]) -> list[_State]:
-    """Those than which no other has less work, a lower level and less moved: the rest can be left
-    out, since whatever follows would do better after that other one."""
+    """The states that no other beats in work, level and moved bytes."""
     kept: list[_State] = []
     stairs: list[tuple[int, int]] = []  # (level, moved) of those kept: one up, the other down
     for state in sorted(states):

@@ -1,4 +1,4 @@
-"""What must be as it was when a function runs once more: random numbers, autocast, modes.
+"""The conditions of a forward that runs again: random numbers, autocast, function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws
@@ -6,8 +6,8 @@
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                behind the block                      the generators go on where they were
 
-torch's own generators only, the CPU's and those of all GPUs that are in use when forward begins:
-Python's `random`, NumPy's and a torch.Generator of the user's are not known here.
+Known are torch's own generators, of the CPU and of all GPUs in use when forward begins; not
+Python's `random`, NumPy's or a torch.Generator of the user's.
 """
 
 import ctypes
@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def generators() -> list[torch.Generator]:
-    """Those that torch draws from: the CPU's, and, as soon as GPUs are in use, those of all."""
+    """torch's default generators: of the CPU and, once GPUs are in use, of all GPUs."""
     return [torch.default_generator, *torch.cuda.default_generators]
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
-    """Each generator with its state now."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def used(states: States) -> States:
-    """Those whose generator has drawn since."""
+    """The states whose generator has drawn since."""
     return [
         (generator, state)
         for generator, state in states
@@ -41,13 +41,13 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
-    """Put every generator back into its state."""
     for generator, state in states:
         generator.set_state(state)
 
 
 class Conditions:
-    """Those of now, for a function of `tensors`; with `preserve_rng=False` draws may differ.
+    """The conditions of now, for a function of `tensors`; with `preserve_rng=False` draws may
+    differ.
 
     A torch function mode (torch.device as a context, labkit's autocast) is entered again as it is,
     or, where it has an `entered_again`, through the context that this makes.
@@ -63,7 +63,6 @@ class Conditions:
         self._modes = _modes()
 
     def forget_unused(self) -> None:
-        """Keep no state of a generator that has not drawn since: 5 kB of the CPU's."""
         self.states = used(self.states)
 
     @contextmanager
@@ -94,3 +93,7 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
 
 def _modes() -> list[Any]:
     return [getattr(mode, "entered_again", mode) for mode in _get_current_function_mode_stack()]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -5,25 +5,21 @@
     q tile 1    [S₁₀] [S₁₁]                             causal: tiles that look ahead are left out
     q tile 2    [S₂₀] [S₂₁] [S₂₂]
 
-A softmax needs its whole row; but a row can be summed as its tiles come. Each row has the largest
-score so far m, the sum so far ℓ and its result so far o; a tile S with a larger score makes all of
-it smaller by the same factor:
+Each row has its largest score so far m, the sum so far ℓ and its result so far o; a tile S with a
+larger score makes all of it smaller by the same factor:
 
     m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
     ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
 
-Backward makes P again, from q, k and L, tile by tile; with dP = dout vᵀ and D = rowsum(dout · out),
-which stands for the sum that softmax's backward takes over a row:
+Backward makes P again, from q, k and L, tile by tile; with dP = dout vᵀ and D = rowsum(dout · out):
 
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
     kept        q, k, v, out, and L: 4 bytes a row. Linear in s; the scores would be s².
-    operations  those of plain attention, and q kᵀ once more in backward
+    FLOPs       those of plain attention, and q kᵀ once more in backward
 
-Heads that share a key-value head lie in the rows of one q tile, so no k and v is copied.
-
-Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., "FlashAttention",
-arXiv 2205.14135, section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
+Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
+section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
 
 Legend: b rows, h heads, g key-value heads, s queries, t keys, e head width; in a tile: r = its
 queries of h/g heads, c = its keys.

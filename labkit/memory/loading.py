@@ -9,19 +9,12 @@
     in place          bus      | R0 | R1 | R2 |                       n max(R, C)
                       compute  | C0 | C1 | C2 |                       holds none
 
-L loads a block, C computes it, R reads its weights over the bus as a kernel computes: once, or as
-often as the kernel comes back to them, and again in each pass. (labkit.predict has the formulas for
-blocks that differ.)
+L loads a block, C computes it, R reads its weights over the bus as a kernel computes. Pipelined,
+the blocks take turns in `ahead` + 1 buffers: block k + ahead goes where block k - 1 was, so its
+load may begin when that has computed, and not before.
 
-Pipelined, the blocks take turns in `ahead` + 1 buffers of constant size. Block k + ahead goes where
-block k - 1 was, so its load may begin when that has computed, and not before:
-
-    buffer 0   | load 0 | compute 0 | load 2    | compute 2 |
-    buffer 1            | load 1    | compute 1 | load 3    |         ahead = 1
-
-Forward only: who needs gradients needs the weights again. Sources: Rajbhandari et al.,
-ZeRO-Infinity, arXiv 2104.07857, section 6.2 (overlap-centric design); inference from CPU memory:
-Sheng et al., FlexGen, arXiv 2303.06865, section 4.
+Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
+from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
 """
 
 from collections.abc import Sequence
@@ -66,7 +59,6 @@ class Waiting:
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of each block, as they go over the bus."""
         return [one.flat.nbytes for one in self.packed]
 
     def __len__(self) -> int:
@@ -126,9 +118,9 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
-    """Compute with the weights where they wait. A GPU's kernels read pinned memory over the bus;
-    what they read, nobody counts: `moved_bytes` is 0 there. On a paced bus a block is done when it
-    has computed and its bytes could have been read, once."""
+    """Compute with the weights where they wait. A GPU's kernels read pinned memory over the bus,
+    and `moved_bytes` is 0 there. On a paced bus a block also takes the time to read its bytes once.
+    """
     course = _Course(waiting, buffers=0)
     for k in range(len(waiting)):
         x = course.compute(k, x)
@@ -153,13 +145,11 @@ class _Course:
             ]
 
     def load(self, k: int) -> None:
-        """Begin to load block k into the buffer whose turn it is; nothing where there is none."""
         if k < len(self.waiting):
             source = self.waiting.packed[k].flat
             self.arrivals.append(self.bus.copy(self._buffer(k)[: source.nbytes], source))
 
     def compute(self, k: int, x: Tensor) -> Tensor:
-        """Block k, with the weights in its buffer, or with those that wait if there are none."""
         packed, read = self.waiting.packed[k], None
         span = Span("forward", f"block {k}", 0, 0.0, 0.0, 0, type(self.waiting.blocks[k]).__name__)
         self.computed.append(span)
@@ -180,7 +170,6 @@ class _Course:
         return self.buffers[k % len(self.buffers)]
 
     def over(self, x: Tensor) -> Run:
-        """Wait until all is done, and tell."""
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         self.bus.clock.settle()
@@ -240,8 +229,7 @@ class Packed:
 
 def on_device(flat: Tensor, device: torch.device) -> Tensor:
     """Bytes of CPU memory as kernels of `device` see them, without a copy. On a GPU `flat` must be
-    pinned: such memory has an address there, too (CUDA C++ Programming Guide, "Mapped Memory" and
-    "Unified Virtual Address Space"), and each read of it goes over the bus."""
+    pinned: such memory has an address there, too (CUDA C++ Programming Guide, "Mapped Memory")."""
     if device.type == "cpu":
         return flat
     if not flat.is_pinned():
@@ -252,8 +240,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Mapped:
-    """Names an address to torch, by the protocol that GPU libraries share tensors with (Numba,
-    "CUDA Array Interface", version 2). torch keeps this object, and so the memory, alive."""
+    """Names an address to torch by the "CUDA Array Interface", version 2, and keeps it alive."""
 
     def __init__(self, flat: Tensor):
         self.flat = flat

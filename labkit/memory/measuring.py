@@ -1,17 +1,14 @@
-"""What each choice costs each block of a model, measured: one step for each choice.
-
-While a step runs, memory and operations are counted, and every block tells when its forward and
-its backward begin:
+"""What each choice costs each block of a model, measured in one step for each choice; and a model
+edited so that its step stays within a budget of memory with the least recomputation.
 
     forward     before | block 0 | block 1 |  head, loss  |
     backward                                              | block 1 | block 0 | after
     marks              f0        f1        f2             b1        b0        a
 
-A block's level is what is held when its forward begins, without its input: whether that is kept is
-the block's own choice. What it needs is the most in its forward or its backward above the level.
-What earlier blocks keep is in the level, so its need is the same whatever they chose: one step in
-which all blocks choose alike measures that choice for each of them. What is just leaving for the
-host at a mark is not in the level: it may be there with any choice of the blocks that follow.
+A block's level is the memory held when its forward begins, without its input: keeping that is the
+block's own choice. Its need is the peak of its forward or backward above the level, whatever
+earlier blocks chose: one step in which all blocks choose alike measures that choice for each. Bytes
+that are leaving for the host at a mark are not in the level.
 """
 
 import weakref
@@ -93,7 +90,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan, what it was made from, and the edit: `remove()` takes it back."""
+    """`remove()` takes the edit back."""
 
     plan: Plan
     costs: Costs
@@ -136,8 +133,7 @@ def choose_activations(
 
 
 class _Counted(PeakMemory):
-    """Operations, too; and what no operation has made, as the states of generators, when it is
-    first seen."""
+    """Also counts FLOPs, and storages that no operation made when they are first seen."""
 
     def __init__(self, there: "weakref.WeakSet[torch.UntypedStorage]"):
         super().__init__()
@@ -154,7 +150,7 @@ class _Counted(PeakMemory):
 
 
 class _Marks:
-    """What is held at each mark; from it to the next, the most, and what is computed and moved."""
+    """Bytes held at each mark; from it to the next, the peak, FLOPs and moved bytes."""
 
     def __init__(self, counted: _Counted, offload: Offload | None):
         self.held: dict[str, int] = {}
@@ -166,7 +162,6 @@ class _Marks:
         self._last, self._before = "", (0, 0)
 
     def mark(self, name: str, *_: Any, but: Any = ()) -> None:
-        """`but`: tensors that do not count here."""
         counted = self._counted
         sums = counted.flops, self._offload.moved_bytes if self._offload else 0
         if self._last:
@@ -226,7 +221,6 @@ def _one_step(
 
 
 def _at_gradient(thing: Any, call: Callable[..., None]) -> None:
-    """Call it when backward comes to the first tensor of `thing`."""
     for x in tree_leaves(thing):
         if isinstance(x, torch.Tensor) and x.requires_grad:
             x.register_hook(call)

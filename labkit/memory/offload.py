@@ -1,20 +1,16 @@
-"""Activations that wait in the host's memory: they leave after forward has made them, and are back
-before backward wants them.
+"""Offload: activations leave for the host's memory after forward, and are back before backward.
 
-    forward    | block 0 | block 1 | block 2 | ...      device: what is under way, and the rest
+    forward    | block 0 | block 1 | block 2 | ...      device: what is in flight, and the rest
     bus                  [ out 0 ][ out 1 ][ out 2 ]    host:   everything that left
     backward        ... | block 2 | block 1 | block 0
     bus             [ back 2 ][ back 1 ][ back 0 ]      last made, first wanted
 
     held on the device   2·in_flight tensors at most, instead of all
     travels              each kept byte once out and once back, hidden while computing takes longer
-    recomputed           nothing
 
-Autograd lets one look: of each tensor that it keeps it calls a hook, and keeps what the hook
-returns instead (here a ticket); before use it calls another, which must return the tensor.
-
-Not everything goes: parameters are there anyway, small tensors cost more to move than they free,
-and memory that several operations keep (the input of q, of k, of v) goes once.
+Autograd calls a hook for each tensor that it saves, and keeps what the hook returns instead (here a
+ticket); before use another hook must return the tensor. Parameters and small tensors stay, and
+memory that several operations save (the input of q, of k, of v) goes once.
 
 Source: torch, "Hooks for autograd saved tensors"; for checkpoints, Rajbhandari et al., "ZeRO",
 arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, section 3.
@@ -74,7 +70,7 @@ def offload_activations(
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What autograd keeps instead of a tensor: whose memory it is, and what was seen of it."""
+    """What autograd keeps instead of a tensor: its storage, and the view of it."""
 
     moved: "Moved"
     dtype: torch.dtype
@@ -137,7 +133,7 @@ class Offload:
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "Moved | None":
-        """The journey of its memory, which may have begun for another tensor that shares it."""
+        """The journey of the storage; another tensor that shares it may have begun it."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
@@ -178,11 +174,10 @@ class Offload:
 
 
 class Moved:
-    """The memory of one storage on its way. It ends with the last ticket, so with the graph.
+    """One storage on its way, until its last ticket is dropped with the graph. If it is wanted
+    while it is still leaving, it has never left.
 
         here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
-
-    What is wanted while it is still leaving has never left.
     """
 
     def __init__(
@@ -208,20 +203,18 @@ class Moved:
         return self._seen is not None
 
     def leave(self) -> None:
-        """The copy is over: the device's memory is free."""
         assert self._seen is not None, "it leaves once"
         self._trip.wait()
         self._changed = self._seen._version != self.version
         self._here = self._seen = None
 
     def fetch(self) -> None:
-        """Ask for it, if it is away."""
         if self._here is None:
             self._here = torch.empty(self._piece.shape, dtype=torch.uint8, device=self._device)
             self._trip = self._bus.copy(self._here, self._piece)
 
     def use(self) -> torch.Tensor:
-        """Its bytes, on the device; the last tensor to ask for it lets go of them here."""
+        """Its bytes, on the device; they are dropped after the last tensor that asks for them."""
         flat = self._here
         assert flat is not None, "fetched before it is used"
         if self._seen is None:
@@ -240,7 +233,6 @@ class Moved:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """All bytes of its storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage())
 

@@ -3,19 +3,16 @@
     forward    op 1   op 2   op 3   op 4       a mode sees each operation below autograd
     policy     again  keep   again  again
     kept              [op 2]
-    backward   op 1   served op 3   op 4       op 2 is not run: what it made is handed out
+    backward   op 1   served op 3   op 4       op 2 is not run: its kept result is returned
 
-A policy is asked once for each operation of forward, `policy(op) -> bool`: True keeps its result.
-What costs much to compute and little to hold is worth keeping: `keep_products` keeps those of the
-matrix products, so that only cheap operations run twice. Never asked about are views, which cost
-nothing, and all else that hands out the memory of an input (behind a product of three dimensions,
-aten._unsafe_view); casts, of which autocast may have made some before; and operations that write to
-their inputs: they must run, and what they write to is computed again.
-
-An operation that draws random numbers and is kept leaves the generators as if it had run.
+`policy(op) -> bool` is called once for each operation of forward: True keeps its result, such as
+matrix products (`keep_products`), which cost much to compute and little to hold. It is not called
+for views and whatever else returns the memory of an input; for casts, some of which autocast may
+have made before; and for operations that write to their inputs, which are always computed again. A
+kept operation that draws random numbers leaves the generators as if it had run.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
-2205.05198, section 5, on what is worth it.
+2205.05198, section 5.
 """
 
 from collections import defaultdict
@@ -25,10 +22,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from labkit.dispatch import DispatchMode
-from labkit.memory.conditions import States, generators, restore, states_of, used
+from labkit.memory.conditions import States, generators, restore, states_of, tensors_in, used
 
 Policy = Callable[[OpOverload], bool]
 
@@ -66,11 +63,9 @@ class Kept:
         self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # memory -> whose result, which call
 
     def keeping(self) -> "_Mode":
-        """`with` this: forward."""
         return _Mode(self._keep, self._written)
 
     def serving(self) -> "_Mode":
-        """`with` this: forward once more."""
         calls: dict[OpOverload, int] = defaultdict(int)
 
         def serve(op: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -96,7 +91,7 @@ class Kept:
         before = states_of(generators()) if draws else []
         out = op(*args, **kwargs)
         value = tree_map_only(torch.Tensor, _same_version, out)
-        seen = [(x, x._version) for x in _tensors(value)]
+        seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
         if shared := _memories(out) & _memories((args, kwargs)):  # a view that counts by itself
             for maker, call in (self._kept_in[one] for one in shared & self._kept_in.keys()):
@@ -127,8 +122,8 @@ class Kept:
 
 
 class _Mode(DispatchMode):
-    """Hands each operation that computes something new to `run(op, args, kwargs)`; of others, tells
-    what they write to."""
+    """Passes operations that compute something new to `run`, and what others write to, to
+    `written`."""
 
     def __init__(
         self,
@@ -144,7 +139,7 @@ class _Mode(DispatchMode):
             for place, argument in enumerate(op._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     given = args[place] if place < len(args) else kwargs.get(argument.name)
-                    for x in _tensors(given):
+                    for x in tensors_in(given):
                         self._written(x)
         elif not op.is_view and op.namespace != "prim" and op.overloadpacket is not aten._to_copy:
             return self._run(op, args, kwargs)
@@ -152,17 +147,11 @@ class _Mode(DispatchMode):
 
 
 def _same_version(x: torch.Tensor) -> torch.Tensor:
-    """`x`, detached, with whose version it counts on: below autograd, where modes run, a plain
-    detach would begin to count anew."""
+    """`x`, detached, sharing its version counter: below autograd, a plain detach has its own."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 
 
 def _memories(value: Any) -> set[int]:
-    """Where its tensors lie; those of sparse ones are not looked at."""
-    tensors = (x for x in _tensors(value) if x.layout is torch.strided)
+    tensors = (x for x in tensors_in(value) if x.layout is torch.strided)
     return {x.untyped_storage()._cdata for x in tensors}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Recompute: keep what goes into a function, and run it again when backward needs the rest.
+"""Recompute: keep the inputs of a function, and run it again when backward needs the rest.
 
     forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves a tensor: it gets an empty slot
     kept       x       ▫    ▫    ▫
@@ -9,8 +9,8 @@
     kept bytes    those of the inputs: 2sbh for a layer, not sbh(34 + 5as/h)
     time          one forward more: 4/3 of a step where backward takes twice a forward
 
-Dropout must draw the same mask again, and casts must be the same: conditions.py. Results of some
-operations can be kept all the same: policies.py. `recompute` and `Recompute` of a model: edits.py.
+The same dropout masks and casts: conditions.py. Results that are kept nevertheless: policies.py.
+`recompute`, and `Recompute` of a model: edits.py.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; bytes:
 Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, use_reentrant=False.
@@ -25,7 +25,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from labkit.memory.conditions import Conditions
+from labkit.memory.conditions import Conditions, tensors_in
 
 Check = Literal["shapes", "values", "none"]
 
@@ -52,21 +52,19 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.fn(*args, **kwargs)
         inputs = _Inputs(args, kwargs)
-        conditions = Conditions(_tensors_in((args, kwargs)), self.preserve_rng)
+        conditions = Conditions(tensors_in((args, kwargs)), self.preserve_rng)
         call = _Call(self, inputs, conditions)
         with (
             saved_tensors_hooks(call.save, call.wanted),
             call.kept.keeping() if call.kept else nullcontext(),
         ):
             output = self.fn(*args, **kwargs)
-        inputs.check_unchanged(_tensors_in((args, kwargs)))
+        inputs.check_unchanged(tensors_in((args, kwargs)))
         conditions.forget_unused()
         return output
 
 
 class _Slot:
-    """Stands in autograd's graph for a tensor that was not kept; filled while backward runs."""
-
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self) -> None:
@@ -74,7 +72,7 @@ class _Slot:
 
 
 class _Enough(BaseException):
-    """All slots are filled. (No `except Exception` of a user's catches it.)"""
+    """All slots are filled. (No `except Exception` of a user catches it.)"""
 
 
 class _Call:
@@ -88,7 +86,6 @@ class _Call:
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 
     def save(self, x: torch.Tensor) -> _Slot:
-        """Autograd saves `x` in forward."""
         slot = _Slot()
         if (leaf := _leaf_of(x)) is not None:
             self.versions[len(self.saved)] = ref(leaf), leaf._version
@@ -96,7 +93,6 @@ class _Call:
         return slot
 
     def wanted(self, slot: _Slot) -> torch.Tensor:
-        """Autograd wants it back."""
         if slot.tensor is None:  # the first of this backward
             self.run_again()
         found, slot.tensor = slot.tensor, None  # the next backward runs it again
@@ -104,7 +100,6 @@ class _Call:
         return found
 
     def run_again(self) -> None:
-        """Fill the slots with what the function saves this time."""
         filled: list[tuple[_Slot | None, int]] = []  # and which version of a tensor each has got
 
         def fill(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +135,6 @@ class _Call:
                 )
 
     def _check_unchanged(self, place: int, x: torch.Tensor) -> None:
-        """As autograd would, had it kept a parameter."""
         leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
         if leaf is not None and leaf is then() and leaf._version != version:
             raise RuntimeError(
@@ -162,8 +156,8 @@ class _Call:
 
 
 class _Inputs:
-    """Arguments that are kept. Their tensors are saved by a node of autograd: so hooks from outside
-    see them, an outer recompute's or an offload's, and changes in place are found."""
+    """The kept arguments. A node of autograd saves their tensors, so that hooks from outside see
+    them (an outer recompute's, an offload's), and changes in place are found."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -177,7 +171,6 @@ class _Inputs:
             self._node = _Save.apply(anchor, *tensors.values()).grad_fn
 
     def again(self) -> Any:
-        """(args, kwargs) as they were."""
         leaves = list(self._leaves)
         try:
             tensors = self._node.saved_tensors if self._places else ()
@@ -200,7 +193,7 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Computes nothing, and saves tensors. Backward never comes here."""
+    """Saves tensors; its backward never runs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -208,12 +201,7 @@ class _Save(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _tensors_in(arguments: Any) -> list[torch.Tensor]:
-    return [x for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)]
-
-
 def _looks(x: torch.Tensor, check: Check) -> Any:
-    """What must be the same in the second run."""
     match check:
         case "none":
             return None
@@ -225,7 +213,6 @@ def _looks(x: torch.Tensor, check: Check) -> Any:
 
 @torch.no_grad()
 def _print_of(x: torch.Tensor) -> float:
-    """A number that changes with any element, and with their order."""
     x = x.detach().resolve_conj()
     flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
     weights = torch.arange(1, flat.numel() + 1, device=x.device).sqrt()
@@ -234,7 +221,7 @@ def _print_of(x: torch.Tensor) -> float:
 
 
 def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that it is, or is a view of."""
+    """The parameter that `x` is, or is a view of."""
     root = x if x._base is None else x._base
     return root if root.is_leaf and root.requires_grad else None
 

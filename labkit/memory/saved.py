@@ -1,15 +1,12 @@
-"""What forward keeps for backward, tensor by tensor, asked of autograd itself.
+"""What forward saves for backward, tensor by tensor, asked of autograd itself.
 
-Autograd hands each tensor that it saves to a hook (`torch.autograd.graph.saved_tensors_hooks`), at
-the moment when it saves it: the module whose forward runs then is the one that keeps it.
+Autograd hands each tensor that it saves to a hook: the module whose forward runs then saves it.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
              └─> k(·)    saves the same memory once more      nothing new
 
-Memory counts once, however many operations save it, and for the first of them. Parameters and
-buffers are there anyway. Sparse tensors, which have no memory of this kind, are left out.
-
-Source: torch, "Hooks for autograd saved tensors".
+Memory counts once, for the first operation that saves it. Parameters, buffers and sparse tensors
+are left out. Source: torch, "Hooks for autograd saved tensors".
 """
 
 from dataclasses import dataclass
@@ -37,7 +34,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
     """
     there = (*module.parameters(), *module.buffers())
     own = {_memory(x) for x in there if x.layout is torch.strided}
-    running, found = [""], []
+    running, saved = [""], []
     alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
 
     def save(x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +44,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
         if key not in own and key not in alive:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
-            found.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
+            saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
         return x.detach()  # an output itself leads to its graph, which would keep itself alive
 
     def enter(name: str, *_: Any) -> None:
@@ -67,7 +64,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
         for handle in handles:
             handle.remove()
     del output
-    return found
+    return saved
 
 
 def _memory(x: torch.Tensor) -> int:

@@ -1,11 +1,8 @@
 """Ways to move a tensor, timed side by side, and the rates of memories and buses that follow.
 
-    turn 1   way a, way b, way c          all in each turn, each turn beginning with another:
-    turn 2   way b, way c, way a          a machine that slows down slows all of them;
-    turn 3   way c, way a, way b          the median of the turns counts
-
-On a GPU the time is that between two CUDA events of its stream. Buffers are made before, pinned
-ones too: to pin memory takes longer than to copy it once.
+turn 1   way a, way b, way c          each turn begins with another: a machine that slows
+turn 2   way b, way c, way a          down slows all of them; the median of the turns counts
+turn 3   way c, way a, way b
 """
 
 import time
@@ -34,12 +31,9 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time `numel` numbers on each way, in turns, so that a machine that slows down slows all.
-
-    Buffers are made before and shared by the ways; the first turn, which finds them cold, does not
-    count. On a GPU the time is that between two events on its stream. Raises ValueError for a paced
-    way without a bus.
-    """
+    """Time `numel` elements on each way, in turns, after one cold turn that does not count; on a
+    GPU between two CUDA events of its stream. Buffers, pinned ones too, are made before and shared
+    by the ways. Raises ValueError for a paced way without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
     seconds: list[list[tuple[float, float]]] = [[] for _ in rigs]
@@ -52,9 +46,9 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """From the ways that have one part only: a copy or a cast in place, pinned memory to a device.
-    The fastest counts where several are alike. The rate of a paced bus need not be measured: give
-    it in gigabits per second, and it is the limit that no way passes."""
+    """Rates from the ways of one part only (a copy or cast in place, pinned memory to a device),
+    the fastest where several are alike. A paced bus has the rate `paced_gbps`, in gigabits per
+    second."""
     rates: dict[tuple[str, str], float] = {}
     for one in measured:
         first, *others = one.way.parts(one.numel)
@@ -67,8 +61,6 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
 
 
 class Buffers:
-    """Tensors of `numel` numbers, made when first asked for: one for each role and memory."""
-
     def __init__(self, numel: int):
         self.numel = numel
         self._made: dict[tuple[object, ...], Tensor] = {}

@@ -1,6 +1,6 @@
 """A tensor from one memory to another: which way is fastest, and why.
 
-    fp32 here, fp16 wanted there; 4 bytes and 2 bytes a number, memory is read and written
+    fp32 here, fp16 wanted there; 4 bytes and 2 bytes an element, memory is read and written
 
     cast before   cast here  (4 + 2) / memory here     then  2 / bus
     cast after               4 / bus                   then  cast there  (4 + 2) / memory there
@@ -8,14 +8,12 @@
 
     seconds = sum over the parts of  bytes of the part / bytes per second of where it happens
 
-A `Transfer` says one way as data, and `ways` lists those that this machine can do. timing.py times
-them, and reads from the ways that have one part only what each memory and bus reaches: all others
-are then predicted. Casting before is best where  2 / bus > 6 / here - 6 / there : where the bus is
-slow beside the memory that casts. The model leaves out what a call itself takes.
+A `Transfer` is one way as data, `ways` are those of this machine. timing.py takes the rate of each
+memory and bus from the ways of one part; all others are predicted. Casting before is best where
+2 / bus > 6 / here - 6 / there. The model leaves out what a call itself takes.
 
-Source: pageable memory and when a call returns: NVIDIA, CUDA C++ Best Practices Guide, "Pinned
-Memory"; CUDA Runtime API, "API synchronization behavior". Where torch casts if it is left to it:
-pytorch, aten/src/ATen/native/cuda/Copy.cu.
+Source: NVIDIA, CUDA C++ Best Practices Guide, "Pinned Memory"; CUDA Runtime API, "API
+synchronization behavior"; where torch casts: pytorch, aten/src/ATen/native/cuda/Copy.cu.
 """
 
 from collections.abc import Iterator, Mapping
@@ -99,7 +97,6 @@ class Transfer:
 
     @property
     def sent(self) -> torch.dtype:
-        """The dtype in which the numbers travel."""
         return self.to if self.casts == "before" else self.dtype
 
     def parts(self, numel: int) -> Iterator[Part]:
@@ -120,11 +117,9 @@ class Transfer:
             yield Part("cast", self.target, cast_bytes)
 
     def bus_bytes(self, numel: int) -> int:
-        """What of it goes over a bus."""
         return sum(part.nbytes for part in self.parts(numel) if part.what == "bus")
 
     def __str__(self) -> str:
-        """In a line: "cpu → cuda:0, fp32 → fp16, cast before, pinned, non-blocking"."""
         words = [f"{self.source} → {self.target}", f"{short(self.dtype)} → {short(self.to)}"]
         words += [f"cast {self.cast}"] if self.cast else []
         if self.over_host_bus:
@@ -140,7 +135,7 @@ class Rates:
     bytes_per_s: Mapping[tuple[str, str], float]
 
     def seconds(self, part: Part) -> float:
-        """What a part takes. Raises ValueError for one whose rate is not known."""
+        """Seconds of a part. Raises ValueError where its rate is unknown."""
         what = "copy" if part.what == "stage" else part.what
         where = "cpu" if part.where == PACED else part.where
         if (what, where) not in self.bytes_per_s:
@@ -151,7 +146,6 @@ class Rates:
         return part.nbytes / self.bytes_per_s[what, where]
 
     def predict_s(self, way: Transfer, numel: int) -> float:
-        """Seconds of `numel` numbers on that way."""
         return sum(self.seconds(part) for part in way.parts(numel))
 
 

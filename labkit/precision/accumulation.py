@@ -4,11 +4,10 @@
     backward 2   p.grad bf16 ─┼─▶  += sum, fp32  ──hand_over()──▶  p.grad fp32  ──▶  optimizer
     backward k   p.grad bf16 ─┘    and p.grad is freed
 
-bf16 has 8 bits of mantissa, so each addition may lose 2⁻⁹ of the sum. Once that is 512 times as
-large as what comes, all of what comes is lost: of k gradients of a like size, those after the first
-256 or 512 count for nothing. In fp32 that begins at 2²⁴ of them.
+bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding it changes
+nothing. Of k like gradients those after the first 256 or 512 are lost; in fp32, after 2²⁴.
 
-    held    4 bytes a parameter for the sums; of bf16 gradients, those on their way only
+    held    4 bytes a parameter for the sums
     sent    with `comm`: 2(n-1)/n · 4 bytes a parameter in each step, in one all-reduce in fp32
 
 Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; the growth of the error in a plain
@@ -30,8 +29,8 @@ class Fp32Gradients(NotCopyable):
 
     Args:
         params: parameters in fp32 or 16 bits; frozen ones are left out.
-        comm: ranks over which `hand_over` averages; None: no others. With DDP, which would send
-            what comes in bf16, run every micro-batch in `ddp.no_sync()` and give its comm here.
+        comm: ranks over which `hand_over` averages; None: no others. With DDP, run every
+            micro-batch in `ddp.no_sync()` and give its comm here.
 
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):
@@ -40,9 +39,9 @@ class Fp32Gradients(NotCopyable):
     >>> optimizer.step()  # MasterWeights, or any that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError where there is nothing to train, or gradients have more digits than fp32; and
-    in backward, where a strategy takes the gradients away (DDP outside of `no_sync()`, ZeRO), or
-    its ranks are not among those of `comm`.
+    Raises ValueError where nothing is trainable or gradients have more digits than fp32; in
+    backward, where a strategy synchronises the gradients, or its ranks are not among those of
+    `comm`.
     """
 
     copy_advice = "make one of the copied model's parameters"
@@ -82,7 +81,7 @@ class Fp32Gradients(NotCopyable):
         replicas: Comm | None = getattr(owner, "comm", None)
         if replicas is not None and not self._averages_over(replicas):
             raise ValueError(
-                f"in `no_sync()` nobody averages over the {replicas.size} ranks of "
+                f"in `no_sync()` gradients are not averaged over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
                 "Fp32Gradients(params, ddp.comm)"
             )

@@ -4,17 +4,14 @@
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             as it comes          fp32
 
-Before an op runs, its inputs are cast as the policy of its device says (op_policy.py). A cast is an
-op like others: autograd takes it back, and the gradient of an fp32 weight is fp32. A weight that
-several ops use is cast once in each region; the copy lives until the region ends. So a parameter
-takes 4 bytes, its gradient 4, the copy 2: autocast makes products fast, and saves activations.
+Before an op runs, its inputs are cast as the policy of its device says (op_policy.py). Autograd
+takes a cast back: the gradient of an fp32 weight is fp32. A weight is cast once in each region, and
+the copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
 
-torch has this in C++, as a layer of its dispatcher above autograd. Here it is a mode that sees each
-call of a torch function from Python. What is called inside of one that is on no list, as einsum or
-F.multi_head_attention_forward, torch's own autocast casts.
-
-There is one switch, torch's: a region sets it, and the mode casts where it is on. So torch.autocast
-inside a region, `custom_fwd(cast_inputs=...)` and torch.utils.checkpoint work as in torch's own.
+torch has this in C++, above autograd. Here a mode sees each call of a torch function from Python;
+what such a call does inside (einsum, F.multi_head_attention_forward) torch's own autocast casts.
+There is one switch, torch's, so torch.autocast inside a region, `custom_fwd(cast_inputs=...)` and
+torch.utils.checkpoint work as in torch's own.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -67,7 +64,7 @@ class autocast(ContextDecorator):
         self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> "autocast":
-        """For each call of a decorated function one of its own: threads may call it together."""
+        """Called for each call of a decorated function: threads may call it together."""
         return autocast(self.dtype, self.device_type, enabled=self.enabled)
 
     def __enter__(self) -> None:
@@ -101,14 +98,14 @@ class _Casting(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        floats = [x for x in _tensors((args, kwargs)) if _may_be_cast(x)]
+        floats = [x for x in tensors_in((args, kwargs)) if _may_be_cast(x)]
         if not floats or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         self.dtype = torch.get_autocast_dtype(floats[0].device.type)
         match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
-            case "fp32":  # softmax(x, dtype=...) casts once more, to what it was told
+            case "fp32":  # softmax(x, dtype=...) casts once more, to its dtype
                 to = torch.float32
             case "promote":
                 to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype
@@ -123,7 +120,6 @@ class _Casting(TorchFunctionMode):
         return func(*self._all_cast(args, to), **self._all_cast(kwargs, to))
 
     def _all_cast(self, thing: Any, to: torch.dtype) -> Any:
-        """Each tensor in nested lists, tuples and dicts, cast."""
         if isinstance(thing, torch.Tensor):
             if not _may_be_cast(thing):
                 return thing
@@ -155,19 +151,19 @@ def _may_be_cast(x: torch.Tensor) -> bool:
     return x.device.type in POLICIES and low_type_around(x) is not None
 
 
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, (list, tuple)):
         for x in thing:
-            yield from _tensors(x)
+            yield from tensors_in(x)
     elif isinstance(thing, dict):
-        yield from _tensors(list(thing.values()))
+        yield from tensors_in(list(thing.values()))
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """As the dispatcher has it: "matmul" for x @ y. In place (`exp_`) it keeps its underline, and
-    is on no list: the result must fit where x is."""
+    """The dispatcher's name: "matmul" for x @ y. In-place ops (`exp_`) are on no list."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")

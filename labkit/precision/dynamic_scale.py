@@ -6,10 +6,8 @@
       2^15 |      |_____________|                       |  growth_interval good steps in a row:
            +-------------------------------- steps         scale <- scale * growth_factor
 
-What is best is just below overflow, and moves as training goes on: so it is tried out.
-
 Source: torch.amp.GradScaler, whose rule, rounding and state these are; Micikevicius et al., "Mixed
-Precision Training", arXiv 1710.03740, section 3.2, for the idea.
+Precision Training", arXiv 1710.03740, section 3.2.
 """
 
 from ctypes import c_float

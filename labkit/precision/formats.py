@@ -10,18 +10,14 @@
     E = top         infinity where F = 0, else NaN
                     (e4m3: numbers here too, no infinity, and only 1111 111 is NaN)
 
-The fields lie in this order so that the numbers are sorted as their patterns are: the next
-number is the next pattern, also from one exponent to the next. What is rounded up past 1.11...1
-carries into the exponent by itself.
-
-Arithmetic here is exact, on Python's integers and fractions, so that it is right for 128 bits, too;
-`rounded` does the same to a tensor, fast.
+Numbers are sorted as their patterns are: the next number is the next pattern, and what is rounded
+up past 1.11...1 carries into the exponent by itself. `Format` is exact, on Python's integers and
+fractions, also for 128 bits; `rounded` does the same to a tensor, fast.
 
 Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
 even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (80 bits of the x87);
-Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1 (e4m3, e5m2);
-NVIDIA, "A100 Tensor Core GPU Architecture", 2020 (tf32: the range of fp32, the fraction of fp16;
-a GPU may round its ties away from zero, as PTX's cvt.rna does).
+Micikevicius et al., arXiv 2209.05433, table 1 (e4m3, e5m2); NVIDIA, "A100 Tensor Core GPU
+Architecture", 2020 (tf32; a GPU may round its ties away from zero, as PTX's cvt.rna does).
 """
 
 import math
@@ -179,7 +175,6 @@ class Format:
         return self._bits(0, self._nan_rank) if math.isnan(value) else self._bits(sign, beyond)
 
     def round(self, value: Exact | int, saturate: bool | None = None) -> Exact:
-        """The nearest number of this format; see `encode`."""
         return self.decode(self.encode(value, saturate))
 
     def _saturates(self, asked: bool | None) -> bool:
@@ -210,7 +205,6 @@ class Format:
         return significand * self.smallest_subnormal * 2 ** max(0, exponent - 1)
 
     def _exponent(self, size: Fraction) -> int:
-        """Of the step at `size`: below the normal numbers it stays what it is."""
         return max(floor_log2(size), self.min_exponent) if size else self.min_exponent
 
     def _bits(self, sign: int, rank: int) -> int:

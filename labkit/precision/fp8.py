@@ -11,15 +11,12 @@
     e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of a number
     e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need the range more than the digits
 
-8 bits have so little range that a tensor fits only when it is scaled to it: s = 2^⌊log2(max/amax)⌋,
-with amax its largest magnitude; a power of two, which rounds nothing by itself. To know amax a
-tensor must be read before it is cast. *Delayed* scaling takes the largest amax of the last calls
-instead, and what then is too large becomes the format's largest number. It cannot be combined with
-recompute: a call that is made again comes later, and would be scaled in another way.
+A tensor fits into 8 bits only when it is scaled: s = 2^⌊log2(max/amax)⌋, a power of two, amax its
+largest magnitude. *Delayed* scaling takes the largest amax of the last calls, so that the tensor is
+not read before it is cast; it saturates what is too large, and cannot be combined with recompute.
 
-A GPU of compute capability 8.9 or more multiplies 8 bits (`torch._scaled_mm`). Elsewhere the same
-is simulated: values are rounded to 8 bits, and their product is taken in fp32. Kept for backward:
-x and w in 1 byte each.
+A GPU of compute capability 8.9 or more multiplies 8 bits (`torch._scaled_mm`); elsewhere values are
+rounded to 8 bits and multiplied in fp32. Kept for backward: x and w in 1 byte each.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -42,12 +39,8 @@ TILE = 16  # sizes that torch._scaled_mm takes are multiples of it
 
 
 class Scaled(nn.Module):
-    """Casts tensors of one role to `dtype`, 8 bits, by their amax or by that of the last calls.
-
-    history: 0: by the amax of the tensor itself; n: by the largest of the n calls before. It is
-    not in the state_dict: after loading, the first call goes by its own amax. It stays in fp32
-    where the model is cast to 16 bits.
-    """
+    """Casts tensors of one role to `dtype`, 8 bits, by their amax (`history` 0) or by the largest
+    of the last `history` calls, which is kept in fp32 and is not in the state_dict."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
@@ -122,7 +115,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
         g8, s_g = ctx.layer.cast_g(gradients[0])
-        dx = dw = None  # of a first layer's input and of frozen weights nobody wants any
+        dx = dw = None  # a first layer's input and frozen weights need none
         if ctx.needs_input_grad[0]:
             dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
         if ctx.needs_input_grad[1]:
@@ -131,13 +124,10 @@ class _Product(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Module):
-    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n].
-
-    y is of x's type, or of the one that an autocast region around it runs products in. The
-    parameters are the Linear's own, in the types they have; bias and gradients are as they were.
+    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n], in x's type or
+    that of the autocast region around it. Parameters, bias and gradients are the Linear's.
 
     Args:
-        linear: whose parameters it takes.
         history: 0: each tensor is scaled by its own amax; n: by the largest of n calls before.
         simulate: round to 8 bits and multiply in fp32; None: where the device needs it, a CPU.
 
@@ -199,12 +189,11 @@ def check_has_fp8(device: torch.device, simulate: bool) -> None:
 def use_fp8(
     model: nn.Module, only: str = "*", history: int = 0, simulate: bool | None = None
 ) -> list[str]:
-    """Put an Fp8Linear in the place of each nn.Linear of `model` whose name fits the pattern
-    `only`; return the names. Usual is to leave the first and last layers as they are.
+    """Replace each nn.Linear of `model` whose name matches the pattern `only` by an Fp8Linear;
+    returns the names. The first and last layers are usually left as they are.
 
-    Parameters stay the same objects, so an optimizer made before still holds them; a layer that
-    has several names stays one layer. Raises ValueError where no linear layer fits, or one has
-    hooks, which would be lost: a strategy's (ZeRO3), so wrap the model afterwards.
+    Parameters stay the same objects; a layer with several names stays one layer. Raises ValueError
+    where no layer matches, or one has hooks (a strategy's): wrap the model afterwards.
 
     >>> use_fp8(model, only="blocks.*")
     """

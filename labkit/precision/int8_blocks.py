@@ -1,4 +1,4 @@
-"""Int8 blocks: one byte a number, and one scale for each block of numbers.
+"""Int8 blocks: one byte an element, and one scale for each block of elements.
 
     x           0.02  -0.50   0.13   0.31  |  7.00  -1.20   3.30   0.04      fp32, 4 bytes each
     absmax      0.50                       |  7.00                           fp32, one a block
@@ -8,12 +8,10 @@
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)
 
-An int8 has equal steps, so what is small beside the largest number of its block is lost. A scale
-for each small block keeps an outlier from spoiling all the others; the price is 4 bytes a block.
+Small blocks keep an outlier from spoiling all other elements; the price is 4 bytes a block.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, section
-2; "LLM.int8()", arXiv 2208.07339, section 2.1 (absmax); Wang et al., "ZeRO++", arXiv 2306.10209,
-section 3.1 (weights travel so).
+Source: Dettmers et al., arXiv 2110.02861, section 2; "LLM.int8()", arXiv 2208.07339, section 2.1
+(absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (weights travel so).
 """
 
 from dataclasses import dataclass

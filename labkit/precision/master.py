@@ -6,8 +6,7 @@
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
 bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost when it is added, and up to
-1/256 some are: half a step is 1/256 of the smallest weight of a power of two, 1/512 of the largest.
-The optimizer therefore adds to an fp32 copy, and the model gets that copy, rounded:
+1/256 some are. The optimizer therefore adds to an fp32 copy, and the model gets that copy, rounded:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
 
@@ -36,15 +35,11 @@ CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of master
 
 
 class MasterWeights(ShadowOptimizer):
-    """`optimizer_cls` on fp32 copies of the bf16 and fp16 parameters; others it has as they are.
+    """`optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 parameters; others are stepped on
+    as they are. `params`: parameters, groups of them, or named ones.
 
-    Args:
-        params: parameters, groups of them, or named ones, as for any torch optimizer.
-        optimizer_cls: any torch optimizer; `defaults` are its arguments.
-
-    What is written to the model from elsewhere (`load_state_dict`) the masters take, too. Past
-    autograd (`p.data.fill_(0)`) it is not seen, and the next step undoes it: write with
-    `torch.no_grad()` instead.
+    Masters also take what is written to the model (`load_state_dict`); a write past autograd
+    (`p.data.fill_(0)`) is not seen, and the next step undoes it: write with `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -66,7 +61,9 @@ class MasterWeights(ShadowOptimizer):
         value = value_of(closure)
         self._check_frozen(self._master)
         self._hand_down_options()
-        self._take_what_was_written()
+        for p in self._low:
+            if p._version != self._versions[p]:
+                sync_master_from_param(self._master[p], p)
         for chunk in self._chunks():
             for p in chunk:
                 assert p.grad is not None
@@ -80,8 +77,7 @@ class MasterWeights(ShadowOptimizer):
         return value
 
     def _chunks(self) -> Iterator[list[torch.Tensor]]:
-        """The parameters with gradients, some at a time: so their fp32 gradients are never all
-        there at once."""
+        """The parameters with gradients, CHUNK_BYTES of masters at a time."""
         chunk: list[torch.Tensor] = []
         chunk_bytes = 0
         for p in (p for p in self._master if p.grad is not None):
@@ -116,11 +112,6 @@ class MasterWeights(ShadowOptimizer):
 
     def _masters(self) -> list[torch.Tensor]:
         return [self._master[p] for p in self._low]
-
-    def _take_what_was_written(self) -> None:
-        for p in self._low:
-            if p._version != self._versions[p]:
-                sync_master_from_param(self._master[p], p)
 
     @torch.no_grad()
     def after_load(self) -> None:

@@ -3,9 +3,7 @@
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads: what is computed with it is NaN, too. So what counts is the first place, in the order
-in which forward comes to them. A backward spreads it to all gradients, where nothing is to be seen
-any more, and a loss scaler that only skips steps would skip for ever.
+NaN spreads, in backward to all gradients: what counts is the first place in forward's order.
 """
 
 from collections.abc import Iterator
@@ -15,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from labkit.precision.autocasting import tensors_in
 
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     """Where `model(*args, **kwargs)` first meets NaN or inf, in a sentence; None where nowhere.
 
-    Arguments are looked at first, then parameters and buffers, then what modules are given and
-    what they make, as forward comes to them: it runs once, without gradients, and leaves buffers
-    (BatchNorm's averages) and torch's random numbers as they were. Call it inside the autocast
-    region in which training runs forward: without it, nothing overflows. Under a strategy every
-    rank calls this, and is told of what it holds. A -inf in arguments and buffers is taken for a
-    mask.
+    Looks at arguments, parameters and buffers, then at each module's inputs and outputs in
+    forward's order: it runs once, without gradients, and leaves buffers and random numbers as they
+    were. Call it inside the autocast region of training, and under a strategy on every rank. A -inf
+    in arguments and buffers counts as a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
@@ -35,17 +32,17 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     found: list[str] = []
     given = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
     for name, x in given.items():
-        if told := _told(x, masks=True):
-            found.append(f"{name} of the model {told}; look at the batch, not at the training")
+        if problem := _problem(x, masks=True):
+            found.append(f"{name} of the model {problem}; look at the batch, not at the training")
     for name, x in model.named_parameters():
-        if told := _told(x):
+        if problem := _problem(x):
             found.append(
-                f"the parameter {name} {told}; an earlier step has written it: go back to a "
+                f"the parameter {name} {problem}; an earlier step has written it: go back to a "
                 "checkpoint, and look at the gradients and the learning rate of the steps after it"
             )
     for name, x in model.named_buffers():
-        if told := _told(x, masks=True):
-            found.append(f"the buffer {name} {told}; make it anew, or go back to a checkpoint")
+        if problem := _problem(x, masks=True):
+            found.append(f"the buffer {name} {problem}; make it anew, or go back to a checkpoint")
     parts = model.named_modules()
     hooks = [
         part.register_forward_hook(partial(_look, found, name), with_kwargs=True)
@@ -62,7 +59,6 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and random numbers are what they were."""
     gpus = {x.device for x in [*model.parameters(), *model.buffers()] if x.is_cuda}
     before = [(x, x._version, x.clone()) for x in model.buffers()]
     with torch.random.fork_rng(devices=gpus):
@@ -77,33 +73,33 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 def _look(
     found: list[str], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
-    """A hook behind each forward; a module's parts come before it."""
+    """A forward hook; it runs for a module's children first."""
     if found:
         return
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    if told := _told((args, kwargs), masks=True):
+    if problem := _problem((args, kwargs), masks=True):
         found.append(
-            f"the input of {where} {told}; no module has made it: look at what is computed between "
-            f"the call of {where} and that of the module before"
+            f"the input of {where} {problem}; no module has made it: look at what is computed "
+            f"between the call of {where} and that of the module before"
         )
-    elif told := _told(output):
+    elif problem := _problem(output):
         found.append(
-            f"the output of {where} {told}; input and parameters are finite: it divides by 0, or "
-            f"has left the range of its dtype{_range_of(output)}"
+            f"the output of {where} {problem}; input and parameters are finite: it divides by 0, "
+            f"or has left the range of its dtype{_range_of(output)}"
         )
 
 
 def _range_of(output: Any) -> str:
-    kinds = {x.dtype for x in _tensors(output) if x.is_floating_point()}
+    kinds = {x.dtype for x in tensors_in(output) if x.is_floating_point()}
     return "".join(
         f" ({str(kind).removeprefix('torch.')} ends at {torch.finfo(kind).max:.3g})"
         for kind in sorted(kinds, key=str)
     )
 
 
-def _told(given: Any, masks: bool = False) -> str:
-    """What of the first bad tensor is not finite, in words; of masks, -inf is meant."""
-    for x in (x for x in _tensors(given) if x.is_floating_point()):
+def _problem(given: Any, masks: bool = False) -> str:
+    """Describes the first non-finite tensor; -inf in masks is meant."""
+    for x in (x for x in tensors_in(given) if x.is_floating_point()):
         x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())
         if count := int(bad.sum()):
@@ -112,7 +108,3 @@ def _told(given: Any, masks: bool = False) -> str:
             first = bad.nonzero()[0].tolist()
             return f"has {count} {names} among {x.numel()} numbers, the first at {first}"
     return ""
-
-
-def _tensors(x: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]

@@ -1,14 +1,12 @@
 """Which ops autocast runs in which type: three lists for each kind of device.
 
-    low       products: nearly all of the work, for which a GPU has tensor cores in 16 bits. They
-              add up in fp32 inside, whatever their inputs are.
+    low       products: nearly all of the work, for which a GPU has tensor cores in 16 bits
     fp32      what leaves the range of fp16 (exp, pow, sums, norms), or loses what matters when it
-              is rounded (losses): little of the work.
-    promote   inputs of several types become the widest of them.
-    others    run in the type of their inputs: gelu, dropout, reshape, indexing.
+              is rounded (losses)
+    promote   inputs of several types become the widest of them
+    others    run in the type of their inputs: gelu, dropout, reshape, indexing
 
-The lists are torch's own (aten/src/ATen/autocast_mode.cpp and autocast_mode.h), which differ by
-device. Where it matters:
+The lists are torch's own (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Where they differ:
 
     op                                    cpu             cuda
     softmax, log_softmax                  as it comes     fp32
@@ -19,12 +17,9 @@ device. Where it matters:
     cat, stack                            promote         as it comes (torch promotes by itself)
     binary_cross_entropy                  fp32            refused: log(0) is near in fp16
 
-"As it comes" serves bf16, which is the CPU's type: its range is that of fp32, and torch's kernels
-of softmax and layer_norm compute in fp32 inside. The GPU's lists were made for fp16, whose largest
-number, 65504, exp(12) exceeds.
-
-A call that is on no list, or that our mode does not see (scripted modules, `torch.ops.aten...`), is
-left to torch's own autocast: it looks into RNNs, einsum and whatever else is made of these ops.
+The CPU's lists serve bf16, with the range of fp32; the GPU's were made for fp16, which ends at
+65504, below exp(12). Calls that no list has, or that our mode does not see (scripted modules,
+`torch.ops.aten...`), torch's own autocast casts.
 """
 
 from dataclasses import dataclass

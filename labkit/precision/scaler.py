@@ -1,14 +1,11 @@
 """Loss scaling: small gradients are kept out of fp16's underflow, and all ranks agree on a step.
 
-fp16 has nothing below 2^-24, and many gradients are smaller. The loss is multiplied by a scale S
-before backward, which multiplies every gradient by S; it is taken out again in fp32:
+fp16 has nothing below 2^-24, and many gradients are smaller. So the loss is multiplied by a scale:
 
     loss * S -> backward -> gradients * S (fp16) -> / S (fp32) -> clip -> step
                                               \\
                                                inf or NaN?   skip the step, S <- S / 2
                                                N steps well?                S <- S * 2
-
-S is as large as it can be: it grows until something overflows, and such a step is not taken.
 
     each rank holds   S and one count
     travels           one number, 4 bytes, from each rank and step: all-reduce, max
@@ -17,13 +14,11 @@ S is as large as it can be: it grows until something overflows, and such a step 
         rank 1   one is inf         inf   >  max = inf: all ranks skip
         rank 2   has no gradient      0  /
 
-The number must travel: under ZeRO a rank sees only its pieces, and one that decided alone would
-skip a step that the others take. Under DDP an inf reaches all ranks with the averages, and they
-would agree even so; tensor and pipeline parallel ranks would not.
+The number must travel: a rank of ZeRO, tensor or pipeline parallelism sees only its own gradients,
+and one that decided alone would skip a step that the others take.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
-growth and back-off: torch.amp.GradScaler, whose state this is, and whose methods, but for those
-that get and set the factors and the interval.
+growth and back-off, state and methods: torch.amp.GradScaler.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +44,7 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 
 @dataclass
 class Turn:
-    """What is known of some gradients between `unscale_` and `update`."""
+    """State of some gradients between `unscale_` and `update`."""
 
     trained: Trained
     parameters: set[torch.Tensor]
@@ -64,7 +59,7 @@ class Turn:
         return self.decided
 
     def let_go(self) -> None:
-        """An optimizer that was unscaled and not stepped keeps no factor for a later step."""
+        """Drop the factor of an optimizer that was unscaled and not stepped."""
         if isinstance(self.trained, ShadowOptimizer) and not self.stepped:
             self.trained.skip()
 
@@ -169,7 +164,9 @@ class GradScaler:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
-            raise ValueError("GradScaler.step: a closure would make gradients that nobody unscales")
+            raise ValueError(
+                "GradScaler.step: a closure would make gradients that are not unscaled"
+            )
         self._check_scaled("step")
         turn = self._turn_of(optimizer)
         if any(optimizer is one for one in turn.stepped):
@@ -210,8 +207,8 @@ class GradScaler:
         if new_scale is not None:
             self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
         elif turns:
-            told = [turn for turn in turns if turn.number_found() != 0] or turns
-            self._now.after_step(skipped=any([self._must_skip(turn) for turn in told]))
+            with_gradients = [turn for turn in turns if turn.number_found() != 0] or turns
+            self._now.after_step(skipped=any([self._must_skip(turn) for turn in with_gradients]))
         else:
             raise ValueError("GradScaler.update: no step since the last one; call step before")
         self._now.check_hope()

@@ -17,12 +17,12 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add a small update to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """What an optimizer can step on: `x` itself, or a copy in fp32 where `x` has fewer bits."""
+    """`x`, or an fp32 copy where `x` has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Of one in 16 bits a copy in fp32, times `factor` where there is one; another as it is."""
+    """A 16-bit gradient as a new fp32 tensor, times `factor` if any; others unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -30,7 +30,7 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
 
 
 def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
-    """Where `x` is not its master copy, rounded, somebody has written to it: the master follows."""
+    """Update the master where `x` is not its rounded value: there `x` was written to."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 
@@ -82,7 +82,6 @@ class ShadowOptimizer(torch.optim.Optimizer):
             )
 
     def _hand_down_options(self) -> None:
-        """Schedulers change the learning rate of the outer groups."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             its.update(options_of(mine))
 
@@ -95,7 +94,8 @@ class ShadowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _whose(self) -> list[int]:
-        return [0, 1]  # of which rank, of how many
+        """The rank and number of ranks of this state."""
+        return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank alone, to be loaded on the same rank of as many, with the same model."""

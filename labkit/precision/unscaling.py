@@ -1,4 +1,4 @@
-"""What a loss scaler does with gradients: find them, look for infs, divide them by the scale.
+"""A loss scaler's work on gradients: find them, check for inf and NaN, divide them by the scale.
 
                         gradients       are unscaled                   kept until the step
     torch's optimizers  fp32 (or bf16)  at once, where they lie
@@ -6,9 +6,8 @@
                         fp16, bf16      in its step, as it makes       gradient_factor = 1 / scale
                                         fp32 of them
 
-fp16 gradients cannot be divided where they lie: those that the scale has saved from underflow
-would be lost again. So MasterWeights and ZeroOptimizer, which make fp32 gradients of them piece by
-piece, multiply those by `gradient_factor`: it costs no memory and no bit.
+fp16 gradients that the scale has saved from underflow would be lost again if divided in place. So
+MasterWeights and ZeroOptimizer multiply their fp32 copies by `gradient_factor`.
 """
 
 from collections.abc import Iterable
@@ -32,16 +31,16 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
     """This rank's gradients, as they lie in memory; of sparse ones, the values."""
     if isinstance(trained, ShadowOptimizer):
-        found = trained.own_gradients()
+        gradients = trained.own_gradients()
     else:
-        found = [p.grad for p in parameters_of(trained) if p.grad is not None]
-    return [x._values() if x.is_sparse else x for x in found]
+        gradients = [p.grad for p in parameters_of(trained) if p.grad is not None]
+    return [x._values() if x.is_sparse else x for x in gradients]
 
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """Divide the gradients by `scale`; returns, shape (), 1 where one is inf or NaN, else 0: a
-    tensor, so that nobody waits for it. None where this rank has no gradients.
+    tensor, so that no step waits for it. None where this rank has no gradients.
 
     Raises ValueError for fp16 gradients of an optimizer that steps in fp16.
     """
@@ -65,7 +64,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
-    """One pass over memory: multiply, and tell whether a result is inf or NaN."""
+    """Multiply in one pass; returns 1 where a result is inf or NaN."""
     found = torch.zeros((), device=gradients[0].device)
     by = torch.full((), factor, device=found.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, by)
@@ -81,8 +80,7 @@ def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def still_scaled(trained: Trained) -> list[tuple[int, int]]:
-    """Where gradients lie that the optimizer unscales in its step, and how often each has been
-    written to."""
+    """(address, version) of each gradient that the optimizer unscales in its step."""
     if not isinstance(trained, ShadowOptimizer):
         return []
     return [(x.data_ptr(), x._version) for x in gradients_of(trained) if x.dtype in LOW]
@@ -119,7 +117,7 @@ def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
-    """Raises ValueError where gradients have been clipped, and nobody has written to them since."""
+    """Raises ValueError where gradients have been clipped, and not written to since."""
     if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while they were multiplied by the scale, "

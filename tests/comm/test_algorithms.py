@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from algorithm_bytes import SENT, Call, sent_bytes
 from algorithm_cases import (
     DTYPES,
     EVERY,
@@ -26,7 +27,6 @@ from comm_contract import given, ops_of, reduced
 from labkit import Comm, World, listen
 from labkit.comm.collectives import ALGORITHMS, costs, steps
 from labkit.comm.collectives.costs import cost, hierarchical_cost
-from labkit.comm.collectives.sent import SENT, Call, sent_bytes
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import nodes_of
 from timed_wire import TimedMailbox

@@ -11,8 +11,8 @@ from functools import reduce as fold
 import psutil
 import torch
 
+from algorithm_bytes import Call, sent_bytes
 from labkit import Comm, CommEvent, Handle, World, listen
-from labkit.comm.collectives.sent import Call, sent_bytes
 
 SIZES = (0, 1, 3, 7, 1000)  # on 4 ranks: fewer elements than ranks, and odd chunks
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from labkit.memory import timing
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Buffers, Measured, Rig, measure, rates_of
 from labkit.memory.transfers import PACED, Part, Rates, Transfer, short, ways
+from test_bus import LIMIT_S, HeldBus
 
-LIMIT_S = 20
 HALF, FULL = torch.float16, torch.float32
 
 
@@ -157,16 +157,6 @@ def test_the_ways_of_a_machine():
     assert [(way.to, way.cast) for way in inside] == [
         (FULL, None), (HALF, "before"), (HALF, "after"), (HALF, None),
     ]  # fmt: skip
-
-
-class HeldBus(Bus):
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def _carry(self, *args: Any) -> None:
-        assert self.go.wait(LIMIT_S)
-        super()._carry(*args)
 
 
 @pytest.mark.parametrize("ends", [("cpu", PACED), (PACED, "cpu")])

@@ -133,7 +133,7 @@ def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
         ddp(row).sum().backward()
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters())
-    told = "nobody averages over the 2 ranks of DDP.*give its comm"
+    told = "gradients are not averaged over the 2 ranks of DDP.*give its comm"
     with ddp.no_sync(), pytest.raises(ValueError, match=told):
         ddp(row).sum().backward()
     layer = nn.Linear(2, 1).bfloat16()

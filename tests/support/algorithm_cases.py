@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from algorithm_bytes import Call, sent_bytes
 from comm_contract import PLAIN, given, reduced
 from fake_wire import Mailbox, drive
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
-from labkit.comm.collectives.sent import Call, sent_bytes
 from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.send_receive import REDUCTIONS
@@ -62,7 +62,7 @@ class Case:
         for rank in range(self.n):
             for result, right in zip(self.results[rank], expected(rank), strict=True):
                 assert torch.equal(result, right), (self.collective, self.name, rank, self.sizes)
-        assert sent == self.predicted(), "the formulas of sent.py"
+        assert sent == self.predicted(), "the formulas of algorithm_bytes.py"
 
     def predicted(self) -> list[int]:
         nbytes = 1 if self.collective == "barrier" else self.whole[0].element_size()

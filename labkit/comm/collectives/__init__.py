@@ -3,7 +3,6 @@ pictures and their costs.
 
     steps.py       what they are made of: generators that wait, run alone or in turns
     costs.py       steps, bytes and reductions of each, in the alpha-beta-gamma model
-    sent.py        the exact bytes that each rank sends
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.

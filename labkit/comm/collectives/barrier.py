@@ -1,4 +1,4 @@
-"""Barrier: nobody leaves before everybody has come.
+"""Barrier: no rank leaves before all ranks have come.
 
 Source: Hensgen, Finkel and Manber, "Two Algorithms for Barrier Synchronization", 1988.
 """

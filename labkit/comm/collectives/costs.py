@@ -1,4 +1,4 @@
-"""What each algorithm costs, in the alpha-beta-gamma model. Plain numbers, no torch.
+"""The cost of each algorithm in the alpha-beta-gamma model. Plain numbers, no torch.
 
     seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
 
@@ -6,9 +6,8 @@
     beta     seconds per byte on a wire                   S    bytes (of all chunks together)
     gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
 
-`steps` counts messages one after the other, `sent_bytes` those through the busiest rank (in or out;
-both at once are counted once, as wires carry both ways). The exact bytes that each rank sends,
-also where nothing divides, are in sent.py. Source: those of the algorithms.
+`steps` counts messages one after the other, `sent_bytes` those through the busiest rank, the larger
+of in and out. Sources: those of the algorithms.
 """
 
 from collections import Counter

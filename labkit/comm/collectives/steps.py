@@ -1,14 +1,12 @@
-"""What all algorithms are made of: generators that wait, ways to run several at once, and a few
-helpers.
+"""The parts of all algorithms: generators that wait, ways to run several at once, a few helpers.
 
 Every rank of the group runs the same generator: `yield work` waits for that message, the value it
-returns is the bytes that this rank sent. `tag` keeps the messages of one operation apart from
-those of the next; messages between two ranks under one tag arrive in the order in which they were
-sent.
+returns is the bytes that this rank sent. `tag` keeps the messages of one operation apart; messages
+between two ranks under one tag arrive in the order in which they were sent.
 
-A wait must never need something that the same rank does only after it. With `in_turns` a rank
-waits in one algorithm while another stands still, so there all ranks must wait in the same order
-(the rings do), or receive before anything else and send without waiting (see double_tree.py).
+A wait must never need something that the same rank does only after it. With `in_turns`, therefore,
+all ranks must wait in the same order (the rings do), or post all receives first and send without
+waiting (double_tree.py).
 """
 
 from collections import deque
@@ -23,7 +21,6 @@ from labkit.runtime.transports.wire import Wire, Work
 Chunks = list[torch.Tensor]  # n flat tensors, chunk i belonging to rank i
 Reduction = Callable[[torch.Tensor, torch.Tensor], object]  # reduces the second into the first
 Algorithm = Generator[Work, None, int]
-Nodes = Sequence[Sequence[int]]  # the ranks on each machine
 
 STREAM = 1 << 21  # tag + k * STREAM: another tag of the same operation
 

@@ -1,12 +1,8 @@
 """The exact bytes that a rank sends in each algorithm, for any number of ranks and any sizes.
-Plain numbers, no torch; tests hold the algorithms to them, to the byte.
+Tests hold the algorithms of labkit/comm/collectives to them, to the byte.
 
     sizes       elements of each rank's chunk: n of them, their sum is the whole tensor
     position    the rank counted from the root
-
-What is written down here are the algorithms' sends, added up. Over all ranks they give the sums of
-the textbooks: (n-1) S for whatever brings S to or from n-1 ranks once, 2(n-1) S for a ring's
-all-reduce.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +44,7 @@ class Call:
 
 
 def sent_bytes(collective: str, algorithm: str, itemsize: int, call: Call) -> int:
-    """What `call.rank` sends. (`itemsize`: bytes of an element; a barrier sends one byte in each
-    round, whatever the sizes.)"""
+    """Bytes that `call.rank` sends; a barrier sends one byte in each round, whatever the sizes."""
     return itemsize * SENT[collective][algorithm](call)
 
 
@@ -66,7 +61,7 @@ def subtree(call: Call) -> int:
 
 
 def bruck(call: Call) -> int:
-    """All that one has, from its own chunk on, again and again; at the end, what is missing."""
+    """All chunks held, from the rank's own on, again and again; at the end, what is missing."""
     sent, have = 0, 1
     while have < call.n:
         more = min(have, call.n - have)
@@ -76,7 +71,7 @@ def bruck(call: Call) -> int:
 
 
 def doubled(sizes: Sequence[int], rank: int) -> int:
-    """The 1, 2, 4, ... chunks between multiples of 1, 2, 4, ... among which this rank is."""
+    """The 1, 2, 4, ... chunks between multiples of 1, 2, 4, ... that contain this rank."""
     sent, reach = 0, 1
     while reach < len(sizes):
         first = rank // reach * reach
@@ -86,8 +81,7 @@ def doubled(sizes: Sequence[int], rank: int) -> int:
 
 
 def halved(call: Call) -> int:
-    """A rank of the core sends every block but its own, and at the end the chunk that is not its
-    own to the rank folded into it."""
+    """Every block but its own; at the end a folded rank gets its chunk."""
     core = power_of_two(call.n)
     if call.rank >= core:
         return call.whole

@@ -168,7 +168,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
         tied_and_cut_elsewhere,
         "head.weight [11, 8] of stage 1 is tied over stages, and one of them is in ZeRO3, which",
     ),
-    (tied_when_it_was_cut, "is tied over stages of a pipeline, which this optimizer was not told"),
+    (tied_when_it_was_cut, "is tied over stages of a pipeline that was made later"),
     (
         output_overwritten,
         "the output of stage 0 (rank 0), micro-batch 0, was changed in place while it was under",

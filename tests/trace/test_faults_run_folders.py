@@ -307,7 +307,7 @@ def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: P
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(5000, 30), pytest.param(0, 500, marks=pytest.mark.slow)]
+    ("first", "count"), [(5000, 30), pytest.param(0, 1000, marks=pytest.mark.slow)]
 )
 def test_damaged_runs_are_read_or_refused(recorded: Path, first: int, count: int) -> None:
     counts = fuzz("runs", recorded, first, count, 20)["counts"]
@@ -335,7 +335,7 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 25), pytest.param(1000, 250, marks=pytest.mark.slow)]
+    ("first", "count"), [(0, 25), pytest.param(1000, 500, marks=pytest.mark.slow)]
 )
 def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(
     tmp_path: Path, first: int, count: int
